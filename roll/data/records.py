@@ -1,0 +1,144 @@
+"""The words of the design as records: prompt, sample, group, batch.
+
+Everything is ragged numpy until a micro-batch is built. A sample's arrays have one entry per token of prompt plus
+response; an entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted
+before a trainer shifts it. Where the response mask is 0 the other arrays hold 0 (versions: -1) and mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a rollout starts from."""
+
+    prompt_id: str
+    """Unique and stable in its data set, for example ``train.jsonl:17``."""
+    domain: str
+    token_ids: np.ndarray
+    """int32 ``[prompt_length]``."""
+    text: str
+    """The rendered prompt, as tokenised."""
+    ground_truth: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response to a prompt (or one episode)."""
+
+    token_ids: np.ndarray
+    """int32 ``[length]``: prompt and response."""
+    response_mask: np.ndarray
+    """bool ``[length]``: true where the policy chose the token."""
+    behaviour_logprobs: np.ndarray
+    """float32 ``[length]``: log-probability under the distribution the token was sampled from."""
+    versions: np.ndarray
+    """int32 ``[length]``: policy version that produced the token."""
+    finish_reason: str
+    """``stop``, ``length`` or ``abort``."""
+    response_text: str = ""
+    score: float = 0.0
+    """Raw verifier output."""
+    reward: float = 0.0
+    """Score after normalisation and penalties."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_tokens(self) -> int:
+        return int(self.response_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version among the sampled tokens; -1 if there is none."""
+        return int(self.versions[self.response_mask].min()) if self.response_mask.any() else -1
+
+
+@dataclass
+class Group:
+    """The samples of one prompt: the unit of account."""
+
+    group_id: int
+    prompt: Prompt
+    samples: list[Sample]
+
+    @property
+    def scores(self) -> np.ndarray:
+        return np.array([sample.score for sample in self.samples], dtype=np.float64)
+
+
+@dataclass
+class SampleBatch:
+    """Samples as flat arrays, cheap to ship and to slice: the form a trainer receives.
+
+    ``tokens`` maps a name to an array ``[total_tokens]`` (always ``token_ids``, ``response_mask``; for training also
+    ``behaviour_logprobs``, ``versions``, ``advantages``, optionally ``reference_logprobs``), ``per_sample`` maps a name
+    to an array ``[samples]``. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    """
+
+    lengths: np.ndarray
+    """int64 ``[samples]``."""
+    tokens: dict[str, np.ndarray]
+    per_sample: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        total = int(self.lengths.sum())
+        for name, values in self.tokens.items():
+            if len(values) != total:
+                raise ValueError(f"token field {name!r} has {len(values)} entries, the lengths sum to {total}")
+        for name, values in self.per_sample.items():
+            if len(values) != len(self.lengths):
+                raise ValueError(f"sample field {name!r} has {len(values)} entries for {len(self.lengths)} samples")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 ``[samples + 1]``."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample]) -> SampleBatch:
+        """Flatten samples; ``per_sample`` gets ``scores`` and ``rewards`` (float32)."""
+        if not samples:
+            raise ValueError("a batch needs at least one sample")
+        names = ("token_ids", "response_mask", "behaviour_logprobs", "versions")
+        return cls(
+            lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
+            tokens={name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
+            per_sample={
+                "scores": np.array([sample.score for sample in samples], dtype=np.float32),
+                "rewards": np.array([sample.reward for sample in samples], dtype=np.float32),
+            },
+        )
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> SampleBatch:
+        """The given samples, in the given order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        offsets = self.offsets
+        index = (
+            np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
+            if len(rows)
+            else np.zeros(0, dtype=np.int64)
+        )
+        return SampleBatch(
+            lengths=self.lengths[rows],
+            tokens={name: values[index] for name, values in self.tokens.items()},
+            per_sample={name: values[rows] for name, values in self.per_sample.items()},
+        )
+
+    def padded(self, name: str, fill: float = 0, length: int | None = None) -> np.ndarray:
+        """A token field as ``[samples, length]``, padded on the right with ``fill``."""
+        width = int(self.lengths.max(initial=0)) if length is None else length
+        values = self.tokens[name]
+        out = np.full((len(self), width), fill, dtype=values.dtype)
+        inside = np.arange(width)[None, :] < self.lengths[:, None]
+        out[inside] = values
+        return out

@@ -1,0 +1,140 @@
+"""What every generation engine offers: many independent requests at once.
+
+An engine never learns about groups, batches or training steps. A request joins and leaves on its own; its tokens
+carry the log-probability of the distribution they were sampled from and the version of the weights that produced
+them. All methods are coroutines of one event loop; an engine that computes in a thread hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+PauseMode = Literal["keep", "resume", "drain"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Equal parameters, seed, prompt and weights give equal tokens."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy (every recorded log-probability is then 0: the distribution is a point)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the request; the token is part of the response."""
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """Go on to `max_new_tokens` whatever is sampled."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    request_id: str
+    prompt_token_ids: np.ndarray
+    """int32 ``[prompt]``. At a re-issue after a dead engine: prompt plus the partial response."""
+    sampling: SamplingParams
+    first_token_index: int = 0
+    """Number of response tokens that earlier attempts already produced (they count against nothing here, but the
+    random stream goes on at this index, so a continued response is sampled as an uninterrupted one would be)."""
+
+
+@dataclass
+class Completion:
+    """The end of a request: what was sampled, from which distribution, by which weights."""
+
+    request_id: str
+    token_ids: np.ndarray
+    """int32 ``[new]``."""
+    logprobs: np.ndarray
+    """float32 ``[new]``."""
+    versions: np.ndarray
+    """int32 ``[new]``."""
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+@dataclass
+class TokenChunk:
+    """Tokens a running request gained since the last chunk; the last one carries the finish reason."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str | None = None
+
+
+@dataclass
+class WeightBucket:
+    """Some tensors of one publication, as bytes.
+
+    ``tensors`` holds (Hugging Face name, dtype name such as ``float32``, shape, byte offset); ``data`` is uint8
+    ``[bytes]``. A tensor is never split over buckets.
+    """
+
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    data: np.ndarray
+
+
+@dataclass
+class WeightReceipt:
+    """What an engine says it holds after a load; compared with the trainer's own (attestation)."""
+
+    version: int
+    parameter_count: int
+    """Elements over all named parameters, tied ones counted once."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Name of each tensor -> zlib.crc32 of its bytes as the engine holds it."""
+
+
+class InferStrategy(Protocol):
+    """One engine replica."""
+
+    async def start(self) -> None:
+        """Load the model (as version 0) and accept requests."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Run one request to its end. An aborted one ends normally with `finish_reason='abort'` and its tokens."""
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like `generate`, token by token (or a few at a time)."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now; unknown ids are ignored (they may just have finished)."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding. Returns when no step runs; new requests queue up. `drain` waits for the running ones (and
+        starts no queued one), `keep` freezes them with their caches, `resume` drops the caches, which are rebuilt
+        from prompt and partial tokens when the engine goes on."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    async def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Replace all weights; only while paused or idle. Raises `WeightMismatch` naming the tensor if a name is
+        unknown or missing, or a shape differs, and leaves no half-loaded version behind a success."""
+
+    async def sleep(self) -> None:
+        """Give the devices up (caches freed, weights off the device). Pause first."""
+
+    async def wake(self) -> None:
+        """Undo `sleep`. Requests that had tokens go on from prompt plus partial tokens."""
+
+    def stats(self) -> dict[str, Any]:
+        """At least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total)."""
+
+    async def shutdown(self) -> None:
+        """End all requests as aborted and free everything."""
+
+
+class WeightMismatch(ValueError):
+    """A publication does not fit the engine's model. The message names the tensor."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot go on; every request ends with this error, which carries the cause."""
