@@ -1,0 +1,236 @@
+"""What a person sees: a live view on a terminal, plain lines everywhere else.
+
+Both are drawn from one immutable record of progress, so the thread that redraws the terminal never meets a half
+updated one. Nothing that a terminal lacks (width, colours, Unicode, being there at all) stops a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from roll.tracking.summary import validation_accuracy
+
+_logger = logging.getLogger(__name__)
+
+_STEPS_OF_ESTIMATE = 20
+_REDRAWS_PER_SECOND = 2
+_BAR_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known of a run at one moment."""
+
+    name: str
+    max_steps: int
+    started: float
+    step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The latest value of each metric."""
+    first_accuracy: Mapping[str, float] = field(default_factory=dict)
+    last_accuracy: Mapping[str, float] = field(default_factory=dict)
+    marks: tuple[tuple[float, int], ...] = ()
+    """Recent (time, steps completed)."""
+    message: str = ""
+
+    def after(self, metrics: Mapping[str, float], step: int, now: float) -> Progress:
+        """Progress once ``step`` training steps are done."""
+        accuracy = validation_accuracy(metrics)
+        return replace(
+            self,
+            step=step,
+            metrics={**self.metrics, **metrics},
+            first_accuracy={**accuracy, **self.first_accuracy},
+            last_accuracy={**self.last_accuracy, **accuracy},
+            marks=(*self.marks, (now, step))[-_STEPS_OF_ESTIMATE:],
+        )
+
+    def seconds_left(self, now: float) -> float | None:
+        """Estimate from the recent steps; ``None`` until one step has been timed."""
+        if not self.marks or self.step >= self.max_steps:
+            return 0.0 if self.step >= self.max_steps else None
+        (first_time, first_step), (last_time, last_step) = self.marks[0], self.marks[-1]
+        if last_step <= first_step:
+            return None
+        seconds_per_step = (last_time - first_time) / (last_step - first_step)
+        return max(0.0, (self.max_steps - last_step) * seconds_per_step - (now - last_time))
+
+
+class Console:
+    """The run on a screen.
+
+    ``live`` forces or forbids the live view; by default it is used where ``stream`` (default: standard output) is a
+    terminal that can move its cursor. Otherwise a step is one plain line, every ``logging_steps`` steps, at the last
+    step and at each validation. `NO_COLOR` is respected.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        max_steps: int,
+        logging_steps: int = 1,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        live: bool | None = None,
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._logging_steps = max(1, logging_steps)
+        self._progress = Progress(self._printable(name), max_steps, started=clock())
+        self._broken = False
+        self._closed = False
+        self._live = self._start_live() if (_can_move_cursor(self._stream) if live is None else live) else None
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show the metrics after ``step`` completed training steps (0: before the first).
+
+        Shown are ``reward/mean``, ``val/<domain>/accuracy``, ``lag/{mean,max}``, ``tokens_per_second/<role>`` and
+        ``idle/<role>``, each where present.
+        """
+        now = self._clock()
+        metrics = {self._printable(name): value for name, value in metrics.items()}
+        self._progress = self._progress.after(metrics, step, now)
+        due = step % self._logging_steps == 0 or step == self._progress.max_steps or validation_accuracy(metrics)
+        if self._live is None and due:
+            self._print(plain_line(self._progress, now))
+
+    def event(self, text: str) -> None:
+        """Say something worth a line of its own, such as a restarted worker."""
+        text = self._printable(text)
+        self._progress = replace(self._progress, message=text.partition("\n")[0])
+        self._print(text)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Give the terminal back and say how the run ended. ``summary`` has the keys of `summary.json`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if summary is not None:
+            self._print(self._printable(closing_text(summary)))
+
+    def _start_live(self) -> Live:
+        screen = RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        view = Live(
+            console=screen,
+            get_renderable=lambda: live_view(self._progress, self._clock()),
+            refresh_per_second=_REDRAWS_PER_SECOND,
+            vertical_overflow="crop",
+        )
+        view.start(refresh=True)
+        return view
+
+    def _print(self, text: str) -> None:
+        """A reader that went away (`| head`, a closed terminal) ends the output, not the training."""
+        if self._broken:
+            return
+        try:
+            if self._live is not None:
+                self._live.console.print(Text(text))
+            else:
+                self._stream.write(text + "\n")
+                self._stream.flush()
+        except OSError as error:
+            self._broken = True
+            _logger.warning("no more console output: %s", error)
+
+    def _printable(self, text: str) -> str:
+        """Text without control characters (they may come from a model) and without what the stream cannot encode."""
+        visible = "".join(char if char == "\n" or unicodedata.category(char) != "Cc" else " " for char in text)
+        encoding = self._stream.encoding or "utf-8"
+        return visible.encode(encoding, errors="replace").decode(encoding)
+
+
+def plain_line(progress: Progress, now: float) -> str:
+    """One step as a line of text."""
+    facts = " | ".join(f"{label} {text}" for label, text in _facts(progress))
+    return f"step {progress.step}/{progress.max_steps} | {facts}{' | ' if facts else ''}{_times(progress, now)}"
+
+
+def live_view(progress: Progress, now: float) -> Group:
+    """The run as a few lines, cut to any width."""
+    head = Text(f"{progress.name}  step {progress.step}/{progress.max_steps}  {_times(progress, now)}", style="bold")
+    bar = ProgressBar(total=max(1, progress.max_steps), completed=progress.step, width=_BAR_WIDTH)
+    facts = [*_facts(progress), *([("last", progress.message)] if progress.message else [])]
+    lines = [Text.assemble((f"{label:<10}", "dim"), text) for label, text in facts]
+    for line in (head, *lines):
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(head, Padding(bar), *lines)
+
+
+def closing_text(summary: Mapping[str, Any]) -> str:
+    """The end of a run from its summary: one line, and the error below it where there is one."""
+    first, last = summary.get("val/first") or {}, summary.get("val/last") or {}
+    accuracy = [f"val {domain} {_change(first.get(domain), last[domain])}" for domain in last]
+    lag = [] if summary.get("lag/max") is None else [f"lag max {summary['lag/max']:g}"]
+    facts = [f"{summary['steps']} steps in {duration(summary['seconds'])}", *accuracy, *lag]
+    error = f"\n{summary['error']}" if summary.get("error") else ""
+    return f"{summary['status']}: {', '.join(facts)}{error}"
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1:15``, ``3675`` -> ``1:01:15``."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _facts(progress: Progress) -> list[tuple[str, str]]:
+    """Label and text of whatever the metrics tell, in the order of interest."""
+    metrics, first, last = progress.metrics, progress.first_accuracy, progress.last_accuracy
+    accuracy = [f"{domain} {_change(first[domain], last[domain])}" for domain in last]
+    lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]
+    facts = [
+        ("reward", f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else ""),
+        ("val", ", ".join(accuracy)),
+        ("lag", ", ".join(lag)),
+        ("tokens/s", _by_role(metrics, "tokens_per_second/", _thousands)),
+        ("idle", _by_role(metrics, "idle/", lambda share: f"{share:.0%}")),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def _change(first: float | None, last: float | None) -> str:
+    return _percent(last) if first == last else f"{_percent(first)} -> {_percent(last)}"
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.1%}"
+
+
+def _by_role(metrics: Mapping[str, float], prefix: str, render: Callable[[float], str]) -> str:
+    return ", ".join(
+        f"{name.removeprefix(prefix)} {render(value)}" for name, value in metrics.items() if name.startswith(prefix)
+    )
+
+
+def _thousands(value: float) -> str:
+    if value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1000:.1f}k" if value < 100_000 else f"{value / 1000:.0f}k"
+
+
+def _times(progress: Progress, now: float) -> str:
+    left = progress.seconds_left(now)
+    elapsed = f"{duration(now - progress.started)} elapsed"
+    return elapsed if left is None else f"{elapsed}, {duration(left)} left"
+
+
+def _can_move_cursor(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")

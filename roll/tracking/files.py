@@ -1,0 +1,119 @@
+"""Files that stay readable after a crash, and errors that say which file could not be written.
+
+A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines,
+each flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Make every `OSError` of the block name ``path``: a failed write knows only a file number."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write: {error.strerror or error}", str(path)) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by ``text`` (UTF-8); a reader sees the old content or the new, also after a power cut.
+
+    Raises `OSError` with the path; no temporary file is left behind.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with naming(path):
+        try:
+            with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def json_number(value: float) -> float | int | None:
+    """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
+
+    Raises `TypeError` for anything else.
+    """
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    raise TypeError(f"{value!r} ({type(value).__name__}) is no number")
+
+
+class JsonLines:
+    """Appends one JSON object per line, each flushed before `append` returns.
+
+    An existing file is continued: a line torn by a crash is cut off first, so that it cannot spoil the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        with naming(self.path):
+            _mend_last_line(self.path)
+            self._file = open(self.path, "ab")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line. Numbers must be finite (`ValueError`); `OSError` names the path.
+
+        Text stays readable, not escaped; half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
+        """
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        with naming(self.path):
+            self._file.write(line.encode("utf-8", errors="backslashreplace"))
+            self._file.flush()
+
+    def close(self) -> None:
+        with naming(self.path):
+            self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file that `JsonLines` wrote; a torn last line is left out.
+
+    Raises `ValueError` with path and line number for a broken line anywhere else.
+    """
+    *lines, tail = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse_object(line)
+        if record is None:
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        records.append(record)
+    last = _parse_object(tail)
+    return records if last is None else [*records, last]
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _mend_last_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole, newline, tail = content.rpartition(b"\n")
+    if not tail:
+        return
+    if _parse_object(tail) is not None:
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    else:
+        os.truncate(path, len(whole) + len(newline))

@@ -1,0 +1,128 @@
+"""Quiet, complete logging: every role writes its own file, the driver's terminal sees warnings only, secrets neither.
+
+Masking looks at names (``api_key: …``, ``HF_TOKEN=…``) and at the values that such environment variables hold, in
+whatever text they turn up. It is a safety net for logs, not a reason to print secrets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+MASK = "***"
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SHORTEST_SECRET = 6
+"""Shorter values of environment variables are left alone: they would turn up in ordinary text by accident."""
+
+_SECRET_WORD = re.compile(r"secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credential")
+_TOKENIZER_WORD = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token")
+# Names are tried at their first character only and never given back: a long word costs no more than its length.
+_NAME = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]++)["']?[ \t]*+[:=][ \t]*+""")
+_VALUE = re.compile(r""""[^"\n]*"|'[^'\n]*'|[^\s,;&})\]]+""")
+_BEARER = re.compile(r"(?P<name>\bbearer\s+)[\w.~+/=-]+", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(?P<name>\w://[^\s:/@]*:)[^\s/@]+(?=@)")
+
+
+def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """``text`` with what looks like a secret replaced by ``***``.
+
+    Masked are: the value after a name that contains secret, password, api_key, access_key, private_key or credential,
+    or ends in token; bearer tokens; passwords in URLs; and the values of environment variables with such names.
+    ``environ`` defaults to the process environment.
+    """
+    for value in _secret_values(os.environ if environ is None else environ):
+        text = text.replace(value, MASK)
+    for pattern in (_BEARER, _URL_PASSWORD):
+        text = pattern.sub(rf"\g<name>{MASK}", text)
+    return _mask_assignments(text)
+
+
+def _mask_assignments(text: str) -> str:
+    """Mask values after secret names. Name and value are two searches, which keeps the time linear in the text."""
+    pieces, copied = [], 0
+    for name in _NAME.finditer(text):
+        value = _VALUE.match(text, name.end()) if _is_secret_name(name["name"]) else None
+        if value is not None and name.start() >= copied:
+            pieces += [text[copied : name.end()], MASK]
+            copied = value.end()
+    return "".join([*pieces, text[copied:]])
+
+
+def _is_secret_name(name: str) -> bool:
+    """`token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer."""
+    name = name.lower()
+    if _SECRET_WORD.search(name):
+        return True
+    return name.endswith("token") and not _TOKENIZER_WORD.search(name)
+
+
+def _secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Longest first, so that a secret inside a longer one does not leave the rest of it behind."""
+    values = {
+        value for name, value in environ.items() if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)
+    }
+    return sorted(values, key=len, reverse=True)
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Masks the finished text, traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment, so that lines appear above a live view and not inside it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr)
+        except OSError:
+            self.handleError(record)
+
+
+def configure_logging(log_dir: Path | None, role: str, console: bool = False) -> Path | None:
+    """Send this process's log to ``<log_dir>/<role>.log`` and, with ``console``, warnings to the terminal as well.
+
+    Messages of this project count from INFO, those of libraries from WARNING; Python's own warnings go to the file
+    only. Calling again replaces what the call before has set up. Returns the file (``None`` without ``log_dir``);
+    raises `OSError` naming a file that cannot be opened.
+    """
+    handlers: list[logging.Handler] = []
+    file_path = None if log_dir is None else Path(log_dir) / f"{_file_name(role)}.log"
+    if file_path is not None:
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file_path, encoding="utf-8", errors="backslashreplace"))
+    if console:
+        terminal = _TerminalHandler()
+        terminal.setLevel(logging.WARNING)
+        terminal.addFilter(lambda record: record.name != "py.warnings")
+        handlers.append(terminal)
+    for handler in handlers:
+        handler.setFormatter(_RedactingFormatter(_FORMAT))
+    _replace_handlers(handlers)
+    logging.getLogger("roll").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return file_path
+
+
+def _replace_handlers(handlers: list[logging.Handler]) -> None:
+    """Ours are known by their formatter; a handler that somebody else attached stays."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler.formatter, _RedactingFormatter):
+            root.removeHandler(handler)
+            handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+
+
+def _file_name(role: str) -> str:
+    """``rewards.math/0`` -> ``rewards.math_0``: one file inside the folder, whatever the role is called."""
+    return re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"

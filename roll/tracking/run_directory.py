@@ -1,0 +1,137 @@
+"""The folder of a run: where it is, that it is new, and what lies where inside it.
+
+Creating it claims it: two runs never share a folder, and the results of an earlier run are never written over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePath
+
+from roll.tracking.files import naming, write_atomically
+
+_logger = logging.getLogger(__name__)
+
+
+class RunExists(FileExistsError):
+    """The chosen folder already holds a run."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run."""
+
+    root: Path
+
+    @classmethod
+    def create(
+        cls, output_dir: str | None, exp_name: str, now: datetime | None = None, base: Path | str = "output"
+    ) -> RunDirectory:
+        """Make and claim the folder of a new run.
+
+        That is ``output_dir`` where given, else ``<base>/<exp_name>/<time>``, and then the link ``latest`` beside it
+        points to it. ``now`` is the time in the name (default: the present, local time).
+
+        Raises `RunExists` if ``output_dir`` holds a run already, `ValueError` for an ``exp_name`` that leads out of
+        ``base``, and `OSError` with the path where the folder cannot be made.
+        """
+        if output_dir is not None:
+            root = Path(output_dir)
+            with naming(root):
+                root.mkdir(parents=True, exist_ok=True)
+        else:
+            root = _make_timed_folder(Path(base) / _checked_name(exp_name), now or datetime.now())
+        run = cls(root)
+        run._claim()
+        with naming(root):
+            run.checkpoints.mkdir(exist_ok=True)
+            run.logs.mkdir(exist_ok=True)
+        if output_dir is None:
+            _point_latest_to(root)
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def write_config(self, text: str) -> None:
+        """Save the resolved configuration (its secrets already masked)."""
+        write_atomically(self.config, text)
+
+    def _claim(self) -> None:
+        """Create `metrics.jsonl` exclusively: of two runs that start at once in one folder, one fails here."""
+        try:
+            with naming(self.metrics), open(self.metrics, "x"):
+                pass
+        except FileExistsError as error:
+            raise RunExists(
+                f"{self.root} already holds a run ({self.metrics.name} exists). Choose another output_dir, or move or "
+                "delete that folder; without output_dir each run gets a folder of its own."
+            ) from error
+
+
+def _checked_name(exp_name: str) -> str:
+    parts = PurePath(exp_name).parts
+    if not parts or ".." in parts or PurePath(exp_name).is_absolute() or "\0" in exp_name:
+        raise ValueError(f"exp_name {exp_name!r} is no folder name: use letters, digits, '-', '_' and '/'")
+    return exp_name
+
+
+def _make_timed_folder(parent: Path, now: datetime) -> Path:
+    """Two runs started within one second get different folders."""
+    stamp = now.strftime("%Y-%m-%d_%H-%M-%S")
+    attempt = 1
+    while True:
+        root = parent / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+        try:
+            with naming(root):
+                parent.mkdir(parents=True, exist_ok=True)
+                root.mkdir()
+            return root
+        except FileExistsError:
+            if not parent.is_dir():
+                raise
+            attempt += 1
+
+
+def _point_latest_to(root: Path) -> None:
+    """Replace the link in one step, so that it always leads somewhere. A run can do without it."""
+    link = root.parent / "latest"
+    fresh = root.parent / f".latest.{root.name}"
+    try:
+        os.symlink(root.name, fresh)
+        os.replace(fresh, link)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        _logger.warning("cannot point %s to %s: %s", link, root.name, error)

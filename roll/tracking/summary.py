@@ -1,0 +1,123 @@
+"""`summary.json`: how the run stands, in one small file that is true at every moment.
+
+It says ``running`` from the start, so a run that is killed without a chance to speak never looks like a success; and
+once a failure is recorded nothing turns it into one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.tracking.files import json_number, write_atomically
+from roll.tracking.logs import redact
+
+Status = Literal["running", "success", "failed", "interrupted"]
+
+_ACCURACY = re.compile(r"val/(?P<domain>.+)/accuracy")
+
+
+def validation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics ``val/<domain>/accuracy`` by domain."""
+    matches = {name: _ACCURACY.fullmatch(name) for name in metrics}
+    return {match["domain"]: metrics[name] for name, match in matches.items() if match}
+
+
+def describe_error(error: BaseException) -> str:
+    """One line per root failure: type and message, and what caused it.
+
+    An exception group (a stage engine's `TaskGroup`) is shown as the failures inside it.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return "\n".join(describe_error(inner) for inner in error.exceptions)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text} (caused by {describe_error(error.__cause__)})" if error.__cause__ else text
+
+
+@dataclass
+class _State:
+    status: Status = "running"
+    steps: int = 0
+    first_step_seconds: float | None = None
+    first_accuracy: dict[str, float] = field(default_factory=dict)
+    last_accuracy: dict[str, float] = field(default_factory=dict)
+    lag_max: float | None = None
+    ledger: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Summary:
+    """Writes `summary.json` at the start, at each update and at the end, each time as a whole.
+
+    ``clock`` counts seconds; ``started`` is its value when the run began (default: now).
+    """
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, started: float | None = None
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._started = clock() if started is None else started
+        self._state = _State()
+        self._write()
+
+    def update(self, metrics: Mapping[str, float], step: int, ledger: Mapping[str, Any] | None = None) -> None:
+        """Take over what the summary reports from the metrics of a step: ``val/<domain>/accuracy`` and ``lag/max``.
+
+        ``step`` is the number of training steps completed (0: the validation before the first one). ``ledger``, where
+        given, replaces the one before.
+        """
+        state = self._state
+        state.steps = max(state.steps, step)
+        if step > 0 and state.first_step_seconds is None:
+            state.first_step_seconds = self._elapsed()
+        accuracy = validation_accuracy(metrics)
+        state.first_accuracy = {**accuracy, **state.first_accuracy}
+        state.last_accuracy = {**state.last_accuracy, **accuracy}
+        if "lag/max" in metrics:
+            state.lag_max = max(metrics["lag/max"], state.lag_max or 0)
+        if ledger is not None:
+            state.ledger = dict(ledger)
+        self._write()
+
+    def finish(
+        self,
+        status: Literal["success", "failed", "interrupted"],
+        error: BaseException | str | None = None,
+        ledger: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record the end. The first failure or interruption stands; a success may still turn into a failure."""
+        state = self._state
+        if state.status in ("running", "success"):
+            state.status = status
+            text = describe_error(error) if isinstance(error, BaseException) else error
+            state.error = None if text is None else redact(text)
+        if ledger is not None:
+            state.ledger = dict(ledger)
+        self._write()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What stands in the file (``seconds`` up to now)."""
+        state = self._state
+        return {
+            "status": state.status,
+            "steps": state.steps,
+            "seconds": round(self._elapsed(), 3),
+            "first_step_seconds": None if state.first_step_seconds is None else round(state.first_step_seconds, 3),
+            "val/first": {domain: json_number(value) for domain, value in state.first_accuracy.items()},
+            "val/last": {domain: json_number(value) for domain, value in state.last_accuracy.items()},
+            "lag/max": None if state.lag_max is None else json_number(state.lag_max),
+            "ledger": state.ledger,
+            "error": state.error,
+        }
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._started
+
+    def _write(self) -> None:
+        write_atomically(self._path, json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,315 @@
+"""Who did what when: one record from which come the timeline file, the idle shares and the hang report.
+
+Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
+the file as they end, and the file is whole, valid JSON after every write, so a killed run leaves a picture that
+opens. In memory only the recent past is kept. Not thread-safe: the driver's event loop is the one writer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll.tracking.files import naming
+
+_EVENTS_PER_WRITE = 64
+_SECONDS_PER_WRITE = 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """An actor's stay in a state, times in seconds of the timeline's clock."""
+
+    actor: str
+    state: str
+    start: float
+    end: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ActorState:
+    """The state an actor is in now."""
+
+    state: str
+    since: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BusyIntervals:
+    """The union of time intervals, sorted and disjoint. Beyond ``remembered`` of them the oldest is forgotten."""
+
+    def __init__(self, remembered: int) -> None:
+        self._remembered = remembered
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self.forgotten_until = float("-inf")
+        """Nothing is known of the time before."""
+
+    def add(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Add an interval; returns the parts of it that no earlier one covered, in order."""
+        start = max(start, self.forgotten_until)
+        if end <= start:
+            return []
+        touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
+        starts, ends = self._starts[touched], self._ends[touched]
+        left_edges, right_edges = [start, *(max(start, known_end) for known_end in ends)], [*starts, end]
+        uncovered = [(left, right) for left, right in zip(left_edges, right_edges, strict=True) if left < right]
+        self._starts[touched] = [min([start, *starts])]
+        self._ends[touched] = [max([end, *ends])]
+        if len(self._ends) > self._remembered:
+            self._starts.pop(0)
+            self.forgotten_until = self._ends.pop(0)
+        return uncovered
+
+    def seconds_within(self, start: float, end: float) -> float:
+        """Covered seconds of a window."""
+        touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
+        covered = zip(self._starts[touched], self._ends[touched], strict=True)
+        return sum(min(end, right) - max(start, left) for left, right in covered)
+
+    @property
+    def last_end(self) -> float:
+        return self._ends[-1]
+
+    def items(self) -> list[tuple[float, float]]:
+        return list(zip(self._starts, self._ends, strict=True))
+
+
+class Timeline:
+    """Takes state changes and busy intervals; answers who is where, who was idle, and draws the picture.
+
+    ``path``: the Chrome trace file that spans are streamed to (opens in Perfetto); without it nothing is written.
+    ``clock``: seconds. The default is the wall clock, because intervals measured by workers on other hosts must fit in;
+    a clock that is set back never gives negative or overlapping spans. ``remembered``: spans, and intervals of each
+    worker, that stay in memory.
+    """
+
+    def __init__(
+        self, path: Path | None = None, clock: Callable[[], float] = time.time, remembered: int = 10_000
+    ) -> None:
+        self._clock = clock
+        self._remembered = remembered
+        self._origin = clock()
+        self._spans: deque[Span] = deque(maxlen=remembered)
+        self._current: dict[str, ActorState] = {}
+        self._busy: dict[str, dict[str, BusyIntervals]] = {}
+        self._path = path
+        self._trace = None if path is None else _TraceFile(path, self._origin)
+        self._last_write = self._origin
+
+    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
+        """The actor enters ``state`` at time ``at`` (default: now), which ends its span in the state before.
+
+        ``details`` (a step, a group, what is waited for) go with the span. Saying the same state with the same details
+        again changes nothing, so "since when" stays true. A time before the actor's last change counts as that time.
+        `OSError` names a timeline file that cannot be written.
+        """
+        now = self._clock() if at is None else at
+        current = self._current.get(actor)
+        if current is not None:
+            if (current.state, current.details) == (state, details):
+                return
+            now = max(now, current.since)
+            self._finish(actor, current, now)
+        self._current[actor] = ActorState(state, now, details)
+        self._write_if_due(now)
+
+    def busy(self, role: str, start: float, end: float, worker: str | int = 0) -> None:
+        """A worker of ``role`` computed from ``start`` to ``end``.
+
+        Intervals may overlap and come in any order; one that ends before it starts (a clock was set back) is empty.
+        """
+        intervals = self._busy.setdefault(role, {}).setdefault(str(worker), BusyIntervals(self._remembered))
+        for left, right in intervals.add(start, end):
+            if self._trace is not None:
+                self._trace.add("roles", f"{role}/{worker}", "busy", left, right, {})
+        self._write_if_due(end)
+
+    def idle_share(self, role: str, window: tuple[float, float], workers: int | None = None) -> float:
+        """Share of a window, 0 to 1, in which the role's workers did not compute; their mean.
+
+        ``workers`` is how many the role has (default: those that were ever busy). A role that never was is wholly idle.
+        Time so long ago that it is forgotten is left out of the window; an empty window has no idle time.
+        """
+        start, end = window
+        if end <= start:
+            return 0.0
+        known = self._busy.get(role, {}).values()
+        total = max(len(known), 1) if workers is None else workers
+        return 1.0 - sum(_busy_share(intervals, start, end) for intervals in known) / total
+
+    def spans(self) -> list[Span]:
+        """The ended spans in memory, in the order in which they ended."""
+        return list(self._spans)
+
+    def last_states(self) -> dict[str, ActorState]:
+        """The present state of each actor, and since when."""
+        return dict(self._current)
+
+    def hang_report(self, now: float | None = None) -> str:
+        """Who is in which state for how long, the longest first, and when each worker was last busy; as a table."""
+        now = self._clock() if now is None else now
+        states = sorted(self._current.items(), key=lambda item: (item[1].since, item[0]))
+        rows = [
+            (actor, current.state, f"{now - current.since:.1f} s", _describe(current.details))
+            for actor, current in states
+        ]
+        report = _table(("actor", "state", "for", "details"), rows)
+        workers = [
+            (f"{role}/{worker}", f"{max(0.0, now - intervals.last_end):.1f} s ago")
+            for role, by_worker in sorted(self._busy.items())
+            for worker, intervals in sorted(by_worker.items())
+            if intervals.items()
+        ]
+        return f"{report}\n\n{_table(('worker', 'last busy'), workers)}" if workers else report
+
+    def write(self, path: Path) -> None:
+        """Write what is in memory, the present states up to now included, as a trace file of its own."""
+        if path == self._path and self._trace is not None:
+            raise ValueError(f"{path} is being streamed to; `close` completes it")
+        trace = _TraceFile(path, self._origin)
+        now = self._clock()
+        for span in [*self._spans, *(_ended(actor, current, now) for actor, current in self._current.items())]:
+            trace.add_span(span)
+        for role, by_worker in self._busy.items():
+            for worker, intervals in by_worker.items():
+                for start, end in intervals.items():
+                    trace.add("roles", f"{role}/{worker}", "busy", start, end, {})
+        trace.close()
+
+    def flush(self) -> None:
+        """Bring the file up to date with all ended spans."""
+        if self._trace is not None:
+            self._trace.flush()
+
+    def close(self, at: float | None = None) -> None:
+        """End every open span and complete the file. Safe to call twice; later changes stay in memory."""
+        now = self._clock() if at is None else at
+        for actor, current in self._current.items():
+            self._finish(actor, current, max(now, current.since))
+        self._current.clear()
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
+    def _finish(self, actor: str, current: ActorState, now: float) -> None:
+        span = _ended(actor, current, now)
+        self._spans.append(span)
+        if self._trace is not None:
+            self._trace.add_span(span)
+
+    def _write_if_due(self, now: float) -> None:
+        if self._trace is None:
+            return
+        if self._trace.pending >= _EVENTS_PER_WRITE or now - self._last_write >= _SECONDS_PER_WRITE:
+            self._trace.flush()
+            self._last_write = now
+
+
+class _TraceFile:
+    """A Chrome trace (array of events) that is complete after every write.
+
+    Each write overwrites the closing bracket by new events and a new bracket, in one go, so the file never lacks it.
+    Processes are the tracks "stages" and "roles"; each actor or worker is a thread. Times are whole microseconds since
+    ``origin``, rounded at both ends of a span, so rounding makes no overlap.
+    """
+
+    def __init__(self, path: Path, origin: float) -> None:
+        self._path = path
+        self._origin = origin
+        self._tracks: dict[tuple[str, str], tuple[int, int]] = {}
+        self._processes: dict[str, int] = {}
+        self._pending: list[str] = []
+        with naming(path):
+            self._file = open(path, "wb", buffering=1 << 20)
+            self._file.write(b"[\n]")
+            self._file.flush()
+        self._end = 1
+        """Where the next event begins: behind the last one, or behind the opening bracket."""
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def add_span(self, span: Span) -> None:
+        self.add("stages", span.actor, span.state, span.start, span.end, span.details)
+
+    def add(
+        self, process: str, thread: str, name: str, start: float, end: float, details: Mapping[str, Any]
+    ) -> None:
+        pid, tid = self._track(process, thread)
+        begin = self._microseconds(start)
+        event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": self._microseconds(end) - begin}
+        args = {key: _plain(value) for key, value in details.items()}
+        self._push({**event, "args": args} if args else event)
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        separator = "\n" if self._end == 1 else ",\n"
+        events = (separator + ",\n".join(self._pending)).encode("utf-8", errors="backslashreplace")
+        with naming(self._path):
+            self._file.seek(self._end)
+            self._file.write(events + b"\n]")
+            self._file.flush()
+        self._end += len(events)
+        self._pending.clear()
+
+    def close(self) -> None:
+        self.flush()
+        with naming(self._path):
+            self._file.close()
+
+    def _track(self, process: str, thread: str) -> tuple[int, int]:
+        """Numbers of a track, which is named in the file when it is first used."""
+        if (process, thread) not in self._tracks:
+            if process not in self._processes:
+                self._processes[process] = len(self._processes) + 1
+                self._push_name("process_name", self._processes[process], 0, process)
+            self._tracks[process, thread] = (self._processes[process], len(self._tracks) + 1)
+            self._push_name("thread_name", *self._tracks[process, thread], thread)
+        return self._tracks[process, thread]
+
+    def _push_name(self, kind: str, pid: int, tid: int, name: str) -> None:
+        self._push({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
+
+    def _push(self, event: Mapping[str, Any]) -> None:
+        self._pending.append(json.dumps(event, ensure_ascii=False, allow_nan=False))
+
+    def _microseconds(self, at: float) -> int:
+        return round((at - self._origin) * 1e6)
+
+
+def _ended(actor: str, current: ActorState, now: float) -> Span:
+    return Span(actor, current.state, current.since, max(now, current.since), current.details)
+
+
+def _busy_share(intervals: BusyIntervals, start: float, end: float) -> float:
+    start = max(start, intervals.forgotten_until)
+    return intervals.seconds_within(start, end) / (end - start) if start < end else 0.0
+
+
+def _plain(value: Any) -> str | int | float | None:
+    """A detail as JSON can hold it; anything but text and finite numbers as text."""
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
+
+
+def _describe(details: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in details.items())
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    table = [header, *rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,84 @@
+"""Where metrics go besides `metrics.jsonl`: a two-method protocol, a fan-out, and a registry of trackers by name.
+
+Adding a tracker is one class and one line of `TRACKERS`. TensorBoard events are written with TensorBoard's own writer,
+so that the driver needs no torch. Each step is on disk when `log` returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from roll.tracking.files import naming
+from roll.tracking.run_directory import RunDirectory
+
+
+class Tracker(Protocol):
+    """A receiver of metrics."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of a step. A name is a path such as ``reward/mean``; values may be NaN or infinite."""
+
+    def close(self) -> None:
+        """Write out what is pending. Safe to call twice."""
+
+
+class TensorBoardTracker:
+    """Scalars in a TensorBoard event file under ``folder``. ``clock`` gives the wall time of a point in seconds."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        # Imported here: it takes half a second that a run without TensorBoard need not spend.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._folder = folder
+        self._clock = clock
+        with naming(folder):
+            self._writer = EventFileWriter(str(folder))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        with naming(self._folder):
+            self._writer.add_event(Event(wall_time=self._clock(), step=step, summary=Summary(value=values)))
+            self._writer.flush()
+
+    def close(self) -> None:
+        with naming(self._folder):
+            self._writer.close()
+
+
+class Trackers:
+    """Several trackers as one. A tracker that fails to log stops the run; closing reaches all of them in any case."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+
+TRACKERS: dict[str, Callable[[RunDirectory], Tracker]] = {
+    "tensorboard": lambda run: TensorBoardTracker(run.tensorboard),
+}
+
+
+def open_trackers(names: Sequence[str], run: RunDirectory) -> list[Tracker]:
+    """Open registered trackers for a run. Raises `ValueError` with the known names for an unknown one."""
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(TRACKERS))}"
+            raise ValueError(f"unknown tracker {name!r}: {hint}")
+    return [TRACKERS[name](run) for name in names]

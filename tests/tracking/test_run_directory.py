@@ -1,0 +1,84 @@
+"""The run directory is new, claimed, and never written over."""
+
+import os
+from datetime import datetime
+
+import pytest
+
+from roll.tracking.files import write_atomically
+from roll.tracking.run_directory import RunDirectory, RunExists
+
+NOON = datetime(2025, 3, 4, 12, 0, 5)
+
+
+def test_default_folder_is_named_by_experiment_and_time_and_latest_leads_to_it(tmp_path):
+    run = RunDirectory.create(None, "addition", now=NOON, base=tmp_path)
+    assert run.root == tmp_path / "addition" / "2025-03-04_12-00-05"
+    assert (tmp_path / "addition" / "latest").resolve() == run.root.resolve()
+    assert run.checkpoints.is_dir() and run.logs.is_dir() and run.metrics.is_file()
+
+
+def test_two_runs_in_one_second_get_two_folders_and_latest_is_the_newer(tmp_path):
+    first, second = (RunDirectory.create(None, "addition", now=NOON, base=tmp_path) for _ in range(2))
+    assert first.root != second.root
+    assert (tmp_path / "addition" / "latest").resolve() == second.root.resolve()
+
+
+def test_a_folder_that_holds_a_run_is_refused_with_a_remedy_and_left_as_it_is(tmp_path):
+    run = RunDirectory.create(str(tmp_path / "mine"), "addition")
+    run.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(RunExists, match="Choose another output_dir"):
+        RunDirectory.create(str(tmp_path / "mine"), "addition")
+    assert run.metrics.read_text() == '{"step": 1}\n'
+
+
+def test_an_explicit_folder_with_other_files_is_used_without_a_latest_link(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    run = RunDirectory.create(str(tmp_path), "addition")
+    assert run.root == tmp_path
+    assert not (tmp_path.parent / "latest").exists()
+
+
+def test_a_real_folder_called_latest_is_left_alone_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / "addition" / "latest" / "precious").mkdir(parents=True)
+    run = RunDirectory.create(None, "addition", now=NOON, base=tmp_path)
+    assert run.root.is_dir()
+    assert (tmp_path / "addition" / "latest" / "precious").is_dir()
+    assert "latest" in caplog.text
+    assert sorted(os.listdir(tmp_path / "addition")) == ["2025-03-04_12-00-05", "latest"]
+
+
+@pytest.mark.parametrize("name", ["../escape", "/absolute", "", "a/../../b"])
+def test_an_experiment_name_that_leads_elsewhere_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="exp_name"):
+        RunDirectory.create(None, name, base=tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file/run"):
+        RunDirectory.create(str(tmp_path / "file" / "run"), "addition")
+    with pytest.raises(OSError, match="file/addition"):
+        RunDirectory.create(None, "addition", now=NOON, base=tmp_path / "file")
+
+
+def test_atomic_write_replaces_everything_and_leaves_nothing_beside(tmp_path):
+    target = tmp_path / "summary.json"
+    write_atomically(target, "a long first text")
+    write_atomically(target, "short")
+    assert target.read_text() == "short"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_atomic_write_that_fails_keeps_the_old_file_and_names_it(tmp_path):
+    target = tmp_path / "summary.json"
+    target.mkdir()
+    with pytest.raises(OSError, match="summary.json"):
+        write_atomically(target, "text")
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_config_is_saved_as_given(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "addition")
+    run.write_config("exp_name: addition\n")
+    assert run.config.read_text() == "exp_name: addition\n"

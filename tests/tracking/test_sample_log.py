@@ -1,0 +1,42 @@
+"""samples.jsonl holds readable text, whatever a model says."""
+
+import math
+
+from roll.tracking.samples import ReadableSample, SampleLog, read_samples
+
+
+def sample(**changes):
+    values = {
+        "step": 3, "group_id": 17, "prompt": "12+34=", "response": "46", "score": 1.0, "advantage": 0.7,
+        "versions": (1, 2), "finish_reason": "stop", "domain": "addition",
+    }  # fmt: skip
+    return ReadableSample(**{**values, **changes})
+
+
+def test_a_sample_is_read_back_with_all_it_says(tmp_path):
+    log = SampleLog(tmp_path / "samples.jsonl")
+    log.write([sample(), sample(split="val", advantage=None)])
+    train, val = read_samples(tmp_path / "samples.jsonl")
+    assert train == {
+        "step": 3, "split": "train", "domain": "addition", "group_id": 17, "prompt": "12+34=", "response": "46",
+        "score": 1.0, "advantage": 0.7, "versions": [1, 2], "finish_reason": "stop",
+    }  # fmt: skip
+    assert (val["split"], val["advantage"]) == ("val", None)
+
+
+def test_text_stays_readable_and_newlines_stay_inside_the_line(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    SampleLog(path).write([sample(response="größer\n第二行\u2028")])
+    assert "größer" in path.read_text(encoding="utf-8")
+    assert path.read_bytes().count(b"\n") == 1
+    assert read_samples(path)[0]["response"] == "größer\n第二行\u2028"
+
+
+def test_half_a_character_from_a_byte_level_tokenizer_survives(tmp_path):
+    SampleLog(tmp_path / "s").write([sample(response="broken \ud83d and \x00")])
+    assert read_samples(tmp_path / "s")[0]["response"] == "broken \ud83d and \x00"
+
+
+def test_scores_that_json_lacks_become_null(tmp_path):
+    SampleLog(tmp_path / "s").write([sample(score=math.nan)])
+    assert read_samples(tmp_path / "s")[0]["score"] is None

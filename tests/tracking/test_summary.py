@@ -1,0 +1,107 @@
+"""summary.json is true at every moment: running until it is over, and a failure stays one."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from roll.tracking.summary import Summary, describe_error
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "summary.json"
+
+
+def test_it_says_running_from_the_start(path):
+    Summary(path)
+    assert json.loads(path.read_text())["status"] == "running"
+
+
+def test_a_killed_run_says_running(path):
+    code = (
+        "import os, signal; from pathlib import Path; from roll.tracking.summary import Summary\n"
+        f"summary = Summary(Path({str(path)!r})); summary.update({{'lag/max': 1}}, 3)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120)
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["steps"]) == ("running", 3)
+
+
+def test_the_whole_story_of_a_success(path):
+    clock = Clock()
+    summary = Summary(path, clock=clock, started=990.0)
+    summary.update({"val/addition/accuracy": 0.31}, 0)
+    clock.now = 1005.5
+    summary.update({"lag/max": 2, "reward/mean": 0.4}, 1)
+    clock.now = 1010.0
+    summary.update({"lag/max": np.int64(1), "val/addition/accuracy": np.float32(0.5), "val/other/accuracy": 0.25}, 2)
+    clock.now = 1020.0
+    summary.finish("success", ledger={"issued": 128, "consumed": 120, "dropped": {"failed": 8}})
+    assert json.loads(path.read_text()) == {
+        "status": "success",
+        "steps": 2,
+        "seconds": 30.0,
+        "first_step_seconds": 15.5,
+        "val/first": {"addition": 0.31, "other": 0.25},
+        "val/last": {"addition": 0.5, "other": 0.25},
+        "lag/max": 2,
+        "ledger": {"issued": 128, "consumed": 120, "dropped": {"failed": 8}},
+        "error": None,
+    }
+
+
+def test_a_failure_is_not_turned_into_a_success_by_what_comes_after(path):
+    summary = Summary(path)
+    summary.finish("failed", RuntimeError("engine replica 1 died"))
+    summary.finish("success")
+    summary.update({}, 5)
+    read = json.loads(path.read_text())
+    assert (read["status"], read["error"]) == ("failed", "RuntimeError: engine replica 1 died")
+
+
+def test_a_success_whose_shutdown_fails_is_a_failure(path):
+    summary = Summary(path)
+    summary.finish("success")
+    summary.finish("failed", OSError("disk full"))
+    assert json.loads(path.read_text())["status"] == "failed"
+
+
+def test_an_interruption_stands_against_the_errors_of_the_shutdown(path):
+    summary = Summary(path)
+    summary.finish("interrupted")
+    summary.finish("failed", RuntimeError("worker gone"))
+    assert json.loads(path.read_text())["status"] == "interrupted"
+
+
+def test_an_accuracy_that_is_nan_leaves_valid_json(path):
+    Summary(path).update({"val/a/accuracy": math.nan}, 0)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["val/first"] == {"a": None}
+
+
+def test_a_secret_in_an_error_is_masked(path, monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "hub_s3cr3t")
+    Summary(path).finish("failed", "cannot log in with hub_s3cr3t")
+    assert json.loads(path.read_text())["error"] == "cannot log in with ***"
+
+
+def test_errors_are_described_by_their_roots_and_causes():
+    engine = RuntimeError("out of memory")
+    stage = ValueError("generate failed")
+    stage.__cause__ = engine
+    group = BaseExceptionGroup("stages", [stage, ExceptionGroup("inner", [TimeoutError()])])
+    assert describe_error(group) == (
+        "ValueError: generate failed (caused by RuntimeError: out of memory)\nTimeoutError"
+    )

@@ -1,0 +1,96 @@
+"""TensorBoard reads back what was logged; several trackers act as one; unknown names are refused."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.trackers import TensorBoardTracker, Trackers, open_trackers
+
+
+def scalars(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value, e.wall_time) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_back_every_step_before_the_tracker_is_closed(tmp_path):
+    times = iter([100.0, 200.0])
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", clock=lambda: next(times))
+    tracker.log({"reward/mean": 0.25, "lag/max": 1}, 1)
+    tracker.log({"reward/mean": 0.5, "val/addition/accuracy": 0.75}, 2)
+    assert scalars(tmp_path / "tensorboard") == {
+        "reward/mean": [(1, 0.25, 100.0), (2, 0.5, 200.0)],
+        "lag/max": [(1, 1.0, 100.0)],
+        "val/addition/accuracy": [(2, 0.75, 200.0)],
+    }
+    tracker.close()
+    tracker.close()
+
+
+def test_tensorboard_takes_values_that_are_not_finite(tmp_path):
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log({"actor/kl": math.nan, "actor/loss": 1.0}, 1)
+    tracker.close()
+    read = scalars(tmp_path)
+    assert math.isnan(read["actor/kl"][0][1]) and read["actor/loss"][0][1] == 1.0
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file/tensorboard"):
+        TensorBoardTracker(tmp_path / "file" / "tensorboard")
+
+
+def test_writing_events_loads_neither_torch_nor_tensorflow(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from roll.tracking.trackers import TensorBoardTracker\n"
+        f"tracker = TensorBoardTracker(Path({str(tmp_path)!r})); tracker.log({{'a': 1.0}}, 1); tracker.close()\n"
+        "sys.exit(' '.join({'torch', 'tensorflow', 'ray'} & set(sys.modules)) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+class ListTracker:
+    def __init__(self, error_at_close=None):
+        self.logged = []
+        self.closed = False
+        self.error_at_close = error_at_close
+
+    def log(self, metrics, step):
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+        if self.error_at_close:
+            raise self.error_at_close
+
+
+def test_all_trackers_get_all_metrics_and_all_are_closed_though_one_fails():
+    first, failing, last = ListTracker(), ListTracker(OSError("disk full")), ListTracker()
+    trackers = Trackers([first, failing, last])
+    trackers.log({"a": 1.0}, 4)
+    assert first.logged == last.logged == [(4, {"a": 1.0})]
+    with pytest.raises(OSError, match="disk full"):
+        trackers.close()
+    assert first.closed and failing.closed and last.closed
+
+
+def test_trackers_are_opened_by_name_in_the_run_directory(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "addition")
+    trackers = Trackers(open_trackers(["tensorboard"], run))
+    trackers.log({"a": 2.0}, 1)
+    trackers.close()
+    assert list(scalars(run.tensorboard)) == ["a"]
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "addition")
+    with pytest.raises(ValueError, match="did you mean 'tensorboard'"):
+        open_trackers(["tensorbord"], run)
+    with pytest.raises(ValueError, match="known are: tensorboard"):
+        open_trackers(["excel"], run)
