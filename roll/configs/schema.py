@@ -1,9 +1,10 @@
 """Every key a user may write, as plain dataclasses.
 
 The loader (`loader.py`) validates a YAML tree against these types with pydantic: an unknown key, a wrong type or an
-impossible value is an error with its path. Fields carry their explanation in ``metadata["help"]``; the reference page
-in ``docs/`` is generated from it. This module imports nothing heavier than the standard library, and holds no logic
-beyond defaults: relations between keys are judged in ``checks.py``.
+impossible value is an error with its path. Fields carry their explanation in ``metadata["help"]`` and, if they are
+numbers, their range in ``metadata["range"]``; the reference page in ``docs/`` is generated from both. This module
+imports nothing heavier than the standard library, and holds no logic beyond defaults: ranges and relations between
+keys are judged in ``checks.py``.
 """
 
 from __future__ import annotations
@@ -12,15 +13,65 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def option(default: Any = None, *, help: str, factory: Any = None) -> Any:
-    """A dataclass field with its help text. ``factory`` replaces ``default`` for mutable values."""
-    metadata = {"help": help}
+TRAIN_STRATEGIES = ("fsdp2_train",)
+"""Trainers; they also drive the forward-only reference."""
+INFER_STRATEGIES = ("hf_infer",)
+"""Generation engines."""
+BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
+"""Verifiers known by name; any other is an import path."""
+LARGEST_NUMBER = 1e15
+"""No setting is larger, so products of settings stay exact enough to compute with."""
+GROUP_RELATIVE_ESTIMATORS = ("grpo",)
+"""Advantage estimators that compare the samples of one prompt, and so need more than one."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers a field accepts; each limit is optional, and none is beyond `LARGEST_NUMBER`."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def contains(self, value: float) -> bool:
+        """Whether ``value`` is inside; infinite values and NaN never are."""
+        return (
+            -LARGEST_NUMBER <= value <= LARGEST_NUMBER
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        signs = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
+        return " and ".join(f"{sign} {limit}" for sign, limit in signs.items() if limit is not None)
+
+
+POSITIVE = Range(above=0)
+NOT_NEGATIVE = Range(at_least=0)
+COUNT = Range(at_least=1)
+SHARE = Range(at_least=0, at_most=1)
+DECAY = Range(at_least=0, below=1)
+NUCLEUS = Range(above=0, at_most=1)
+SEED = Range(at_least=0, below=2**32)
+ANY_FINITE = Range()
+
+
+def option(default: Any = None, *, help: str, factory: Any = None, range: Range | None = None) -> Any:
+    """A dataclass field with its help text and the range of its number.
+
+    ``factory`` replaces ``default`` for mutable values.
+    """
+    metadata = {"help": help} if range is None else {"help": help, "range": range}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-DeviceMapping = list[int] | str | None
+DeviceMapping = list[int] | int | str | None
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass
@@ -30,16 +81,18 @@ class ClusterConfig:
     device: Literal["cpu", "cuda"] = option(
         "cpu", help="Kind of device that `device_mapping` numbers: CPU slots or CUDA GPUs."
     )
-    num_devices_per_node: int = option(1, help="Devices (CPU slots or GPUs) used on each node.")
-    num_nodes: int = option(1, help="Nodes used. Device `i` lives on node `i // num_devices_per_node`.")
+    num_devices_per_node: int = option(1, help="Devices (CPU slots or GPUs) used on each node.", range=COUNT)
+    num_nodes: int = option(1, help="Nodes used. Device `i` lives on node `i // num_devices_per_node`.", range=COUNT)
     address: str | None = option(
         None, help="Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
     )
     cpu_threads_per_device: int | None = option(
-        None, help="Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node."
+        None,
+        help="Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node.",
+        range=COUNT,
     )
     worker_start_timeout_seconds: float = option(
-        300.0, help="Longest wait for a worker to start and load its model before the run fails."
+        300.0, help="Longest wait for a worker to start and load its model before the run fails.", range=POSITIVE
     )
 
 
@@ -63,24 +116,32 @@ class ModelArguments:
 class TrainingArguments:
     """Optimizer and batch arithmetic of a trained role."""
 
-    learning_rate: float = option(1e-6, help="Peak learning rate.")
-    weight_decay: float = option(0.0, help="AdamW weight decay (not applied to biases and norms).")
-    adam_beta1: float = option(0.9, help="AdamW first-moment decay.")
-    adam_beta2: float = option(0.95, help="AdamW second-moment decay.")
-    adam_epsilon: float = option(1e-8, help="AdamW epsilon.")
-    max_grad_norm: float = option(1.0, help="Global gradient norm is clipped to this value. 0 switches clipping off.")
+    learning_rate: float = option(1e-6, help="Peak learning rate.", range=POSITIVE)
+    weight_decay: float = option(0.0, help="AdamW weight decay (not applied to biases and norms).", range=NOT_NEGATIVE)
+    adam_beta1: float = option(0.9, help="AdamW first-moment decay.", range=DECAY)
+    adam_beta2: float = option(0.95, help="AdamW second-moment decay.", range=DECAY)
+    adam_epsilon: float = option(1e-8, help="AdamW epsilon.", range=POSITIVE)
+    max_grad_norm: float = option(
+        1.0, help="Global gradient norm is clipped to this value. 0 switches clipping off.", range=NOT_NEGATIVE
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
         "constant", help="Shape of the learning rate after warm-up; linear and cosine fall to 0 at the last step."
     )
-    warmup_steps: int = option(0, help="Optimizer steps over which the learning rate rises linearly from 0.")
-    warmup_ratio: float = option(0.0, help="Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.")
+    warmup_steps: int = option(
+        0, help="Optimizer steps over which the learning rate rises linearly from 0.", range=NOT_NEGATIVE
+    )
+    warmup_ratio: float = option(
+        0.0, help="Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.", range=SHARE
+    )
     per_device_train_batch_size: int = option(
-        1, help="Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step."
+        1, help="Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step.",
+        range=COUNT,
     )
     gradient_accumulation_steps: int | None = option(
         None,
         help="Micro-batches of `per_device_train_batch_size` per optimizer step. Default: one optimizer step per "
         "training step and epoch, whatever the batch size.",
+        range=COUNT,
     )
 
 
@@ -89,10 +150,12 @@ class ReasoningGymSource:
     """Procedural tasks from the `reasoning-gym` package, used as data and as verifier."""
 
     dataset: str = option(help="Name of the reasoning-gym dataset, for example `basic_arithmetic`.", default="")
-    size: int = option(1000, help="Number of tasks generated.")
-    seed: int = option(0, help="Seed of the generated tasks. Training and validation need different ones.")
+    size: int = option(1000, help="Number of tasks generated.", range=COUNT)
+    seed: int = option(0, help="Seed of the generated tasks. Training and validation need different ones.", range=SEED)
     domain: str | None = option(None, help="Domain tag of the tasks. Default: the dataset's name.")
-    config: dict[str, Any] = option(factory=dict, help="Keyword arguments of the dataset, as reasoning-gym defines them.")
+    config: dict[str, Any] = option(
+        factory=dict, help="Keyword arguments of the dataset, as reasoning-gym defines them."
+    )
 
 
 @dataclass
@@ -104,7 +167,9 @@ class DataArguments:
         help="JSONL files. A line has `prompt` (text) or `messages` (chat), and optionally `ground_truth` (or "
         "`answer`), `domain` (or `tag`), and anything else, which is kept as metadata.",
     )
-    reasoning_gym: list[ReasoningGymSource] = option(factory=list, help="Procedural task sets, beside or without files.")
+    reasoning_gym: list[ReasoningGymSource] = option(
+        factory=list, help="Procedural task sets, beside or without files."
+    )
     template: Literal["raw", "chat"] = option(
         "raw",
         help="`raw`: the prompt's text is tokenised as it is; `chat`: the tokenizer's chat template with a generation "
@@ -112,9 +177,10 @@ class DataArguments:
     )
     system_prompt: str | None = option(None, help="System message put before each prompt (`template: chat` only).")
     domain_interleave_probs: dict[str, float] | None = option(
-        None, help="Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain."
+        None,
+        help="Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain.",
     )
-    max_samples: int | None = option(None, help="Use at most this many prompts (after shuffling).")
+    max_samples: int | None = option(None, help="Use at most this many prompts (after shuffling).", range=COUNT)
     shuffle: bool = option(True, help="Shuffle the prompts at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
         "error", help="What to do with prompts longer than `prompt_length` tokens."
@@ -125,13 +191,26 @@ class DataArguments:
 class GeneratingArguments:
     """Sampling parameters."""
 
-    max_new_tokens: int | None = option(None, help="Longest response in tokens. Default: `response_length`.")
-    temperature: float = option(1.0, help="Sampling temperature. 0 is greedy.")
-    top_p: float = option(1.0, help="Nucleus sampling: keep the smallest set of tokens with this total probability.")
-    top_k: int = option(0, help="Keep the k most likely tokens. 0 keeps all.")
-    num_return_sequences: int = option(1, help="Samples per prompt in validation. Training uses `num_return_sequences_in_group`.")
+    max_new_tokens: int | None = option(
+        None, help="Longest response in tokens. Default: `response_length`.", range=COUNT
+    )
+    temperature: float = option(1.0, help="Sampling temperature. 0 is greedy.", range=NOT_NEGATIVE)
+    top_p: float = option(
+        1.0, help="Nucleus sampling: keep the smallest set of tokens with this total probability.", range=NUCLEUS
+    )
+    top_k: int = option(0, help="Keep the k most likely tokens. 0 keeps all.", range=NOT_NEGATIVE)
+    num_return_sequences: int = option(
+        1, help="Samples per prompt in validation. Training uses `num_return_sequences_in_group`.", range=COUNT
+    )
     stop_strings: list[str] = option(factory=list, help="A response ends as soon as its text contains one of these.")
     ignore_eos: bool = option(False, help="Go on to `max_new_tokens` whatever is sampled (for benchmarks).")
+
+
+@dataclass
+class ValidationGeneratingArguments(GeneratingArguments):
+    """Sampling parameters of validation: greedy unless told otherwise."""
+
+    temperature: float = option(0.0, help="Sampling temperature. 0 is greedy.", range=NOT_NEGATIVE)
 
 
 @dataclass
@@ -140,8 +219,23 @@ class StrategyArguments:
 
     strategy_name: str = option("", help="Registered strategy, such as `fsdp2_train` or `hf_infer`.")
     strategy_config: dict[str, Any] = option(
-        factory=dict, help="Options of the engine, passed on as they are. An option the engine does not know is an error."
+        factory=dict,
+        help="Options of the engine, passed on as they are. An option the engine does not know is an error.",
     )
+
+
+@dataclass
+class TrainStrategyArguments(StrategyArguments):
+    """The engine of a trained role, or of a forward-only one."""
+
+    strategy_name: str = option("fsdp2_train", help="Registered trainer.")
+
+
+@dataclass
+class InferStrategyArguments(StrategyArguments):
+    """The engine that generates."""
+
+    strategy_name: str = option("hf_infer", help="Registered generation engine.")
 
 
 @dataclass
@@ -150,27 +244,29 @@ class WorkerConfig:
 
     model_args: ModelArguments = option(factory=ModelArguments, help="How the model is loaded.")
     training_args: TrainingArguments = option(factory=TrainingArguments, help="Optimizer and batch arithmetic.")
-    data_args: DataArguments = option(factory=DataArguments, help="Prompts (under `actor_train`: the training prompts).")
+    data_args: DataArguments = option(
+        factory=DataArguments, help="Prompts (under `actor_train`: the training prompts)."
+    )
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="Sampling (under `actor_infer`).")
     strategy_args: StrategyArguments = option(factory=StrategyArguments, help="Engine of the role.")
     device_mapping: DeviceMapping = option(
-        None, help="Devices of the role: `[0, 1]`, `\"0-3\"`, `list(range(0,4))` or a comma-separated mixture."
+        None, help="Devices of the role: `[0, 1]`, `\"0-3\"`, `\"0,2,5-7\"`, `list(range(0,4))` or a sum of such lists."
     )
     infer_batch_size: int = option(
-        16, help="Samples per forward pass when log-probabilities are computed (without dynamic batching)."
+        16, help="Samples per forward pass when log-probabilities are computed (without dynamic batching).", range=COUNT
     )
     worker_cls: str | None = option(None, help="Import path of a worker class to use in place of the built-in one.")
     use_dynamic_batching_in_train: bool = option(
         True, help="Build training micro-batches by token budget in place of a fixed number of samples."
     )
     max_tokens_per_microbatch_in_train: int = option(
-        8192, help="Padded tokens per rank in one training micro-batch (dynamic batching)."
+        8192, help="Padded tokens per rank in one training micro-batch (dynamic batching).", range=COUNT
     )
     use_dynamic_batching_in_infer: bool = option(
         True, help="Build forward-only micro-batches by token budget."
     )
     max_tokens_per_microbatch_in_infer: int = option(
-        16384, help="Padded tokens per rank in one forward-only micro-batch (dynamic batching)."
+        16384, help="Padded tokens per rank in one forward-only micro-batch (dynamic batching).", range=COUNT
     )
 
 
@@ -178,6 +274,7 @@ class WorkerConfig:
 class ActorTrainConfig(WorkerConfig):
     """The trained policy."""
 
+    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
     pg_variant: str = option("ppo", help="Policy loss: a name from the registry (`vanilla`, `ppo`, `tis`).")
     pg_variant_args: dict[str, Any] = option(
         factory=dict, help="Knobs of the policy loss; those of another loss are an error. See `docs/algorithms.md`."
@@ -188,11 +285,23 @@ class ActorTrainConfig(WorkerConfig):
 class ActorInferConfig(WorkerConfig):
     """The engine that generates."""
 
-    num_gpus_per_engine: int = option(1, help="Devices of one engine replica; the number of replicas follows.")
-    max_replica_restarts: int = option(3, help="Restarts of dead engine replicas over the run before it fails.")
-    request_timeout_seconds: float = option(
-        600.0, help="A request that has not ended after this time fails with the replica's name."
+    strategy_args: InferStrategyArguments = option(factory=InferStrategyArguments, help="Engine of the role.")
+    num_gpus_per_engine: int = option(
+        1, help="Devices of one engine replica; the number of replicas follows.", range=COUNT
     )
+    max_replica_restarts: int = option(
+        3, help="Restarts of dead engine replicas over the run before it fails.", range=NOT_NEGATIVE
+    )
+    request_timeout_seconds: float = option(
+        600.0, help="A request that has not ended after this time fails with the replica's name.", range=POSITIVE
+    )
+
+
+@dataclass
+class ReferenceConfig(WorkerConfig):
+    """The frozen reference policy."""
+
+    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
 
 
 @dataclass
@@ -200,15 +309,20 @@ class RewardConfig:
     """A verifier and its worker processes; the key under `rewards` is its name."""
 
     verifier: str = option(
-        "", help="`math`, `exact`, `numeric`, `reasoning_gym`, or the import path of a callable `package.module:function`."
+        "",
+        help="`math`, `exact`, `numeric`, `reasoning_gym`, or the import path of a callable `package.module:function`.",
     )
     verifier_args: dict[str, Any] = option(factory=dict, help="Keyword arguments of the verifier.")
     tag_included: list[str] = option(
         factory=list, help="Domain tags of the prompts this reward judges. Default: the reward's own name."
     )
-    num_workers: int = option(1, help="Worker processes.")
-    timeout_seconds: float = option(10.0, help="Longest time to judge one sample; then the worker is replaced.")
-    max_retries: int = option(2, help="Further attempts after an error or a timeout; then the group is dropped as failed.")
+    num_workers: int = option(1, help="Worker processes.", range=COUNT)
+    timeout_seconds: float = option(
+        10.0, help="Longest time to judge one sample; then the worker is replaced.", range=POSITIVE
+    )
+    max_retries: int = option(
+        2, help="Further attempts after an error or a timeout; then the group is dropped as failed.", range=NOT_NEGATIVE
+    )
 
 
 @dataclass
@@ -216,79 +330,98 @@ class ValidationConfig:
     """Validation prompts and their own sampling parameters."""
 
     data_args: DataArguments = option(factory=DataArguments, help="Validation prompts.")
-    generating_args: GeneratingArguments = option(
-        factory=lambda: GeneratingArguments(temperature=0.0), help="Sampling in validation; greedy by default."
+    generating_args: ValidationGeneratingArguments = option(
+        factory=ValidationGeneratingArguments, help="Sampling in validation; greedy by default."
     )
     mode: Literal["pause", "overlap"] = option(
         "pause", help="`pause`: no training group starts while validation runs; `overlap`: both share the engine."
     )
-    timeout_seconds: float = option(1800.0, help="Longest time for one validation before the run fails.")
+    timeout_seconds: float = option(
+        1800.0, help="Longest time for one validation before the run fails.", range=POSITIVE
+    )
 
 
 @dataclass
 class WeightUpdateConfig:
     """How new weights reach the engine."""
 
-    interval_steps: int = option(1, help="Publish weights every n training steps.")
+    interval_steps: int = option(1, help="Publish weights every n training steps.", range=COUNT)
     in_flight: Literal["keep", "resume", "drain"] = option(
         "keep",
-        help="Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues them "
-        "from prefix plus partial tokens with new caches, `drain` lets them finish first.",
+        help="Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues "
+        "them from prefix plus partial tokens with new caches, `drain` lets them finish first.",
     )
     transport: Literal["object_store"] = option("object_store", help="How the bytes travel.")
-    bucket_size_mb: float = option(256.0, help="Size of one bucket of weights in MiB.")
-    timeout_seconds: float = option(600.0, help="Longest time for one publication before the run fails.")
+    bucket_size_mb: float = option(256.0, help="Size of one bucket of weights in MiB.", range=POSITIVE)
+    timeout_seconds: float = option(
+        600.0, help="Longest time for one publication before the run fails.", range=POSITIVE
+    )
 
 
 @dataclass
 class EnvManagerConfig:
     """A set of environments (agentic pipeline)."""
 
-    num_env_groups: int = option(1, help="Groups of environments.")
-    group_size: int = option(1, help="Environments of one group; they share a seed.")
-    group_size_redundancy: int = option(0, help="Extra environments per group, against failures.")
+    num_env_groups: int = option(1, help="Groups of environments.", range=COUNT)
+    group_size: int = option(1, help="Environments of one group; they share a seed.", range=COUNT)
+    group_size_redundancy: int = option(0, help="Extra environments per group, against failures.", range=NOT_NEGATIVE)
     tags: list[str] = option(factory=list, help="Tags of `custom_envs` used.")
     num_groups_partition: list[int] = option(factory=list, help="Groups of each tag.")
-    max_traj_per_env: int | None = option(None, help="Episodes of one environment per step.")
-    format_penalty: float = option(0.0, help="Penalty for an action that cannot be parsed.")
+    max_traj_per_env: int | None = option(None, help="Episodes of one environment per step.", range=COUNT)
+    format_penalty: float = option(0.0, help="Penalty for an action that cannot be parsed.", range=ANY_FINITE)
 
 
 @dataclass
 class PipelineConfig:
     """Keys that every pipeline has."""
 
+    __pydantic_config__ = {"extra": "forbid"}
+
     pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs.")
     exp_name: str = option("run", help="Name of the experiment.")
-    seed: int = option(42, help="Every random choice derives from it.")
-    output_dir: str | None = option(None, help="Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link.")
+    seed: int = option(42, help="Every random choice derives from it.", range=SEED)
+    output_dir: str | None = option(
+        None, help="Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
+    )
     pretrain: str = option("", help="Folder or hub name of the model that is trained.")
     reward_pretrain: str | None = option(None, help="Model of learned rewards.")
     cluster: ClusterConfig = option(factory=ClusterConfig, help="Devices and nodes.")
 
-    max_steps: int = option(100, help="Training steps.")
-    save_steps: int = option(0, help="Export the model in Hugging Face format every n steps; 0: only at the end.")
-    eval_steps: int = option(0, help="Validate every n steps (and before the first and after the last); 0: never.")
-    logging_steps: int = option(1, help="Print a console line every n steps. `metrics.jsonl` always has each step.")
+    max_steps: int = option(100, help="Training steps.", range=COUNT)
+    save_steps: int = option(
+        0, help="Export the model in Hugging Face format every n steps; 0: only at the end.", range=NOT_NEGATIVE
+    )
+    eval_steps: int = option(
+        0, help="Validate every n steps (and before the first and after the last); 0: never.", range=NOT_NEGATIVE
+    )
+    logging_steps: int = option(
+        1, help="Print a console line every n steps. `metrics.jsonl` always has each step.", range=COUNT
+    )
     trackers: list[Literal["tensorboard"]] = option(
         factory=lambda: ["tensorboard"], help="Trackers beside `metrics.jsonl`."
     )
-    num_logged_samples: int = option(4, help="Readable rollouts written to `samples.jsonl` per step and per validation.")
+    num_logged_samples: int = option(
+        4, help="Readable rollouts written to `samples.jsonl` per step and per validation.", range=NOT_NEGATIVE
+    )
 
-    rollout_batch_size: int = option(64, help="Prompts (groups) per training step.")
-    val_batch_size: int = option(256, help="Validation requests in flight at a time.")
-    prompt_length: int = option(512, help="Longest prompt in tokens.")
-    response_length: int = option(512, help="Longest response in tokens.")
-    sequence_length: int | None = option(None, help="Longest prompt plus response. Default: their sum.")
-    num_return_sequences_in_group: int = option(8, help="Samples per prompt in training.")
+    rollout_batch_size: int = option(64, help="Prompts (groups) per training step.", range=COUNT)
+    val_batch_size: int = option(256, help="Validation requests in flight at a time.", range=COUNT)
+    prompt_length: int = option(512, help="Longest prompt in tokens.", range=COUNT)
+    response_length: int = option(512, help="Longest response in tokens.", range=COUNT)
+    sequence_length: int | None = option(None, help="Longest prompt plus response. Default: their sum.", range=COUNT)
+    num_return_sequences_in_group: int = option(8, help="Samples per prompt in training.", range=COUNT)
     is_num_return_sequences_expand: bool = option(
         True, help="Send the samples of a group as separate requests, which may run on different replicas."
     )
 
     async_generation_ratio: float = option(
-        0.0, help="Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed."
+        0.0, help="Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed.",
+        range=NOT_NEGATIVE,
     )
     max_staleness: int | None = option(
-        None, help="Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1."
+        None,
+        help="Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1.",
+        range=NOT_NEGATIVE,
     )
     consumption: Literal["ready_first", "fifo"] | None = option(
         None, help="Order in which finished groups are trained on. Default: `fifo` at ratio 0, else `ready_first`."
@@ -296,19 +429,23 @@ class PipelineConfig:
     staleness_policy: Literal["wait", "drop"] = option(
         "wait", help="A group at its deadline is waited for, or dropped as `stale` (which favours short answers)."
     )
-    max_group_retries: int = option(2, help="Attempts after the first for a group whose rollout failed.")
+    max_group_retries: int = option(
+        2, help="Attempts after the first for a group whose rollout failed.", range=NOT_NEGATIVE
+    )
     max_consecutive_refunds: int = option(
-        64, help="Groups dropped in a row, with none accepted in between, before the run fails."
+        64, help="Groups dropped in a row, with none accepted in between, before the run fails.", range=COUNT
     )
     group_filter: Literal["none", "zero_variance"] = option(
         "none", help="`zero_variance` drops groups whose scores are all equal; each gives its slot back."
     )
     weight_update: WeightUpdateConfig = option(factory=WeightUpdateConfig, help="Weight publication.")
     stall_timeout_seconds: float = option(
-        900.0, help="A run in which no stage makes progress for this long fails with a report of who waits for whom."
+        900.0, help="A run in which no stage makes progress for this long fails with a report of who waits for whom.",
+        range=POSITIVE,
     )
     stages: dict[str, str] = option(
-        factory=dict, help="Stages of one's own: name of the stage replaced -> registered name or `package.module:Class`."
+        factory=dict,
+        help="Stages of one's own: name of the stage replaced -> registered name or `package.module:Class`.",
     )
 
 
@@ -316,26 +453,38 @@ class PipelineConfig:
 class RLVRConfig(PipelineConfig):
     """Prompts with verifiable rewards."""
 
-    actor_train: ActorTrainConfig = option(
-        factory=lambda: ActorTrainConfig(strategy_args=StrategyArguments("fsdp2_train")), help="The trained policy."
-    )
-    actor_infer: ActorInferConfig = option(
-        factory=lambda: ActorInferConfig(strategy_args=StrategyArguments("hf_infer")), help="The engine that generates."
-    )
-    reference: WorkerConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
+    actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
+    actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
+    reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
     rewards: dict[str, RewardConfig] = option(factory=dict, help="Verifiers by name.")
     validation: ValidationConfig | None = option(None, help="Validation prompts. Needed with `eval_steps`.")
 
     adv_estimator: str = option("grpo", help="Advantage estimator: a name from the registry (`reinforce`, `grpo`).")
     adv_estimator_args: dict[str, Any] = option(factory=dict, help="Knobs of the advantage estimator.")
     whiten_advantages: bool = option(False, help="Give the advantages of a batch mean 0 and deviation 1 over tokens.")
-    ppo_epochs: int = option(1, help="Passes over each batch.")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = option(
-        "token-mean", help="How per-token losses become one number."
-    )
+    ppo_epochs: int = option(1, help="Passes over each batch.", range=COUNT)
+    loss_agg_mode: LossAggregation = option("token-mean", help="How per-token losses become one number.")
     use_kl_loss: bool = option(False, help="Add the KL divergence to the reference to the loss.")
-    kl_loss_coef: float = option(0.001, help="Weight of the KL loss.")
+    kl_loss_coef: float = option(0.001, help="Weight of the KL loss.", range=NOT_NEGATIVE)
     add_token_level_kl: bool = option(False, help="Subtract the KL divergence to the reference from the token rewards.")
-    init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards.")
+    init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards.", range=NOT_NEGATIVE)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Per-token KL estimator.")
-    entropy_loss_coef: float = option(0.0, help="Weight of the entropy bonus.")
+    entropy_loss_coef: float = option(0.0, help="Weight of the entropy bonus.", range=NOT_NEGATIVE)
+
+
+ROLES = ("actor_train", "actor_infer", "reference")
+"""Roles that run a model on devices."""
+
+TRAINING_ONLY_KEYS = (
+    "training_args",
+    "data_args",
+    "use_dynamic_batching_in_train",
+    "max_tokens_per_microbatch_in_train",
+)
+FORWARD_ONLY_KEYS = ("infer_batch_size", "use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer")
+UNREAD_KEYS: dict[str, tuple[str, ...]] = {
+    "actor_train": ("generating_args",),
+    "actor_infer": TRAINING_ONLY_KEYS + FORWARD_ONLY_KEYS,
+    "reference": TRAINING_ONLY_KEYS + ("generating_args",),
+}
+"""Keys that each role has by its type and that nothing reads there; setting one is an error."""

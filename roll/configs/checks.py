@@ -1,0 +1,66 @@
+"""Whether a configuration can work, judged before anything loads.
+
+Types are the loader's business; here are ranges and relations: between keys, between roles and devices, and with the
+file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that would
+have no effect is a problem too. Rules are plain functions in the `rules_*` modules; a new one is one line below.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+from roll.configs import rules_data, rules_devices, rules_keys, rules_training
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import RLVRConfig
+
+Rule = Callable[[RLVRConfig], Iterator[ConfigProblem]]
+
+RULES: tuple[Rule, ...] = (
+    rules_keys.unread_keys_are_left_alone,
+    rules_keys.inert_keys_are_left_alone,
+    rules_keys.names_are_known,
+    rules_keys.output_can_be_written,
+    rules_data.models_exist,
+    rules_data.prompts_exist,
+    rules_data.prompt_settings_fit,
+    rules_data.rewards_are_complete,
+    rules_data.validation_is_complete,
+    rules_devices.cluster_can_be_reached,
+    rules_devices.devices_exist,
+    rules_devices.roles_share_devices_whole,
+    rules_devices.engines_divide_devices,
+    rules_training.staleness_is_possible,
+    rules_training.batches_divide,
+    rules_training.lengths_fit,
+    rules_training.sampling_varies,
+    rules_training.kl_has_a_reference,
+    rules_training.schedule_is_clear,
+)
+
+
+def check_config(config: RLVRConfig) -> None:
+    """Raise `ConfigError` with every reason why this configuration cannot work. Reads the file system only."""
+    problems = list(rules_keys.numbers_are_in_range(config))
+    sane = _with_defaults_at(config, [problem.path for problem in problems])
+    reported = {problem.path for problem in problems}
+    problems += [problem for rule in RULES for problem in rule(sane) if problem.path not in reported]
+    if problems:
+        raise ConfigError(problems)
+
+
+def config_warnings(config: RLVRConfig) -> list[str]:
+    """What works but is often not meant, for a configuration that passed `check_config`."""
+    return [
+        *rules_devices.device_warnings(config),
+        *rules_data.data_warnings(config),
+        *rules_training.training_warnings(config),
+    ]
+
+
+def _with_defaults_at(config: RLVRConfig, paths: list[str]) -> RLVRConfig:
+    """A copy with the numbers at ``paths`` back at their defaults, so that the other rules can do arithmetic."""
+    sane = copy.deepcopy(config)
+    for path in paths:
+        rules_keys.reset(sane, path)
+    return sane

@@ -1,0 +1,114 @@
+"""Numbers that follow from a configuration, each computed in one place.
+
+The pipeline, the checks and the printed plan all read them here, so what is printed is what runs. Functions expect a
+configuration whose single values are in range; whether the values fit together is judged in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.schema import ROLES, RLVRConfig, WorkerConfig
+
+
+def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """The roles of this run that own devices, by name."""
+    roles = dict(zip(ROLES, (config.actor_train, config.actor_infer, config.reference), strict=True))
+    return {name: role for name, role in roles.items() if role is not None}
+
+
+def uses_kl(config: RLVRConfig) -> bool:
+    """Whether a term needs the reference policy."""
+    return config.use_kl_loss or config.add_token_level_kl
+
+
+def model_path(config: RLVRConfig, role: WorkerConfig) -> str:
+    """Folder or hub name of a role's model."""
+    return role.model_args.model_name_or_path or config.pretrain
+
+
+def total_devices(config: RLVRConfig) -> int:
+    """Devices of the cluster; they are numbered from 0."""
+    return config.cluster.num_nodes * config.cluster.num_devices_per_node
+
+
+def train_ranks(config: RLVRConfig) -> int:
+    """Ranks of the trainer, one per device."""
+    return len(parse_device_mapping(config.actor_train.device_mapping))
+
+
+def engine_replicas(config: RLVRConfig) -> int:
+    """Generation engines, each on ``num_gpus_per_engine`` devices."""
+    return len(parse_device_mapping(config.actor_infer.device_mapping)) // config.actor_infer.num_gpus_per_engine
+
+
+def samples_per_step(config: RLVRConfig) -> int:
+    """Samples of one training step: prompts times samples per prompt."""
+    return config.rollout_batch_size * config.num_return_sequences_in_group
+
+
+def optimizer_batch_size(config: RLVRConfig) -> int:
+    """Samples of one optimizer step over all ranks; those of a training step unless accumulation is configured."""
+    arguments = config.actor_train.training_args
+    if arguments.gradient_accumulation_steps is None:
+        return samples_per_step(config)
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * train_ranks(config)
+
+
+def optimizer_steps_per_step(config: RLVRConfig) -> int:
+    """Optimizer steps of one training step, all epochs together."""
+    return samples_per_step(config) // optimizer_batch_size(config) * config.ppo_epochs
+
+
+def total_optimizer_steps(config: RLVRConfig) -> int:
+    """Optimizer steps of the run: the length of the learning rate schedule."""
+    return config.max_steps * optimizer_steps_per_step(config)
+
+
+def warmup_steps(config: RLVRConfig) -> int:
+    """Optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
+    arguments = config.actor_train.training_args
+    return arguments.warmup_steps or round(arguments.warmup_ratio * total_optimizer_steps(config))
+
+
+def sequence_length(config: RLVRConfig) -> int:
+    """Longest prompt plus response in tokens."""
+    longest = config.prompt_length + config.response_length
+    return longest if config.sequence_length is None else min(config.sequence_length, longest)
+
+
+def max_new_tokens(config: RLVRConfig) -> int:
+    """Longest training response in tokens. A long prompt may leave less: see `sequence_length`."""
+    return config.actor_infer.generating_args.max_new_tokens or config.response_length
+
+
+def least_staleness(config: RLVRConfig) -> int:
+    """Smallest bound under which a run can go on: ceil(async_generation_ratio) + interval_steps - 1.
+
+    A group may start ceil(ratio) steps before it is trained on, with weights up to interval_steps - 1 versions old.
+    """
+    return math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps - 1
+
+
+def resolved_max_staleness(config: RLVRConfig) -> int:
+    """Oldest token trained on, in policy versions."""
+    return least_staleness(config) if config.max_staleness is None else config.max_staleness
+
+
+def resolved_consumption(config: RLVRConfig) -> str:
+    """``fifo`` or ``ready_first``."""
+    return config.consumption or ("ready_first" if config.async_generation_ratio > 0 else "fifo")
+
+
+def groups_ahead(config: RLVRConfig) -> int:
+    """Groups in flight beyond the batch being trained: ratio times batch, rounded up."""
+    return math.ceil(config.async_generation_ratio * config.rollout_batch_size)
+
+
+def validation_count(config: RLVRConfig) -> int:
+    """How often validation runs: before the first step, every `eval_steps`, and after the last."""
+    if config.eval_steps == 0:
+        return 0
+    whole, rest = divmod(config.max_steps, config.eval_steps)
+    return 1 + whole + (rest > 0)

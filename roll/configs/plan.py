@@ -1,0 +1,206 @@
+"""The arithmetic of a run in units, printed before anything loads.
+
+`plan` collects the numbers of a configuration that passed `check_config`; `render` says them in sentences a reader can
+verify: prompts times samples, optimizer steps, devices, what runs ahead and how old a token may get.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from roll.configs import derived
+from roll.configs.checks import config_warnings
+from roll.configs.device_mapping import compact, parse_device_mapping
+from roll.configs.rules_data import files_of
+from roll.configs.schema import DataArguments, RLVRConfig, WorkerConfig
+from roll.configs.wording import count
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Who computes where."""
+
+    name: str
+    strategy: str
+    model: str
+    devices: list[int]
+    workers: int
+    """Ranks, or engine replicas."""
+    worker_word: str
+    """``rank`` or ``replica``."""
+    shares_with: list[str]
+    """Roles that own some of the same devices, and take turns on them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run."""
+
+    exp_name: str
+    device: str
+    devices: int
+    roles: list[RolePlan]
+    training_data: str
+    validation_data: str
+    prompts_per_step: int
+    samples_per_prompt: int
+    samples_per_step: int
+    optimizer_batch_size: int
+    optimizer_steps_per_step: int
+    epochs: int
+    steps: int
+    total_optimizer_steps: int
+    warmup_steps: int
+    prompt_length: int
+    max_new_tokens: int
+    sequence_length: int
+    ratio: float
+    groups_ahead: int
+    consumption: str
+    max_staleness: int
+    least_staleness: int
+    interval_steps: int
+    in_flight: str
+    eval_steps: int
+    validation_count: int
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan(config: RLVRConfig) -> Plan:
+    """The numbers of a configuration that passed `check_config`."""
+    validation = config.validation
+    return Plan(
+        exp_name=config.exp_name,
+        device=config.cluster.device,
+        devices=derived.total_devices(config),
+        roles=[_role_plan(config, name, role) for name, role in derived.present_roles(config).items()],
+        training_data=_sources(config.actor_train.data_args),
+        validation_data=_sources(validation.data_args) if validation is not None else "",
+        prompts_per_step=config.rollout_batch_size,
+        samples_per_prompt=config.num_return_sequences_in_group,
+        samples_per_step=derived.samples_per_step(config),
+        optimizer_batch_size=derived.optimizer_batch_size(config),
+        optimizer_steps_per_step=derived.optimizer_steps_per_step(config),
+        epochs=config.ppo_epochs,
+        steps=config.max_steps,
+        total_optimizer_steps=derived.total_optimizer_steps(config),
+        warmup_steps=derived.warmup_steps(config),
+        prompt_length=config.prompt_length,
+        max_new_tokens=derived.max_new_tokens(config),
+        sequence_length=derived.sequence_length(config),
+        ratio=config.async_generation_ratio,
+        groups_ahead=derived.groups_ahead(config),
+        consumption=derived.resolved_consumption(config),
+        max_staleness=derived.resolved_max_staleness(config),
+        least_staleness=derived.least_staleness(config),
+        interval_steps=config.weight_update.interval_steps,
+        in_flight=config.weight_update.in_flight,
+        eval_steps=config.eval_steps,
+        validation_count=derived.validation_count(config),
+        warnings=config_warnings(config),
+    )
+
+
+def _role_plan(config: RLVRConfig, name: str, role: WorkerConfig) -> RolePlan:
+    owned = {
+        other: parse_device_mapping(section.device_mapping) for other, section in derived.present_roles(config).items()
+    }
+    devices = owned[name]
+    generates = name == "actor_infer"
+    return RolePlan(
+        name=name,
+        strategy=role.strategy_args.strategy_name,
+        model=derived.model_path(config, role),
+        devices=devices,
+        workers=derived.engine_replicas(config) if generates else len(devices),
+        worker_word="replica" if generates else "rank",
+        shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
+    )
+
+
+def _sources(data: DataArguments) -> str:
+    tasks = [f"{source.dataset} ({count(source.size, 'task')}, seed {source.seed})" for source in data.reasoning_gym]
+    return ", ".join([*files_of(data), *tasks])
+
+
+def render(plan: Plan) -> str:
+    """The plan as lines for a console."""
+    slots = "CPU slot" if plan.device == "cpu" else "GPU"
+    rows = [
+        ("run", f"{plan.exp_name}: {count(plan.steps, 'training step')} on {count(plan.devices, slots)}"),
+        *((role.name, _role_text(role)) for role in plan.roles),
+        ("data", plan.training_data),
+        ("batch", _batch_text(plan)),
+        ("optimizer", _optimizer_text(plan)),
+        ("lengths", _length_text(plan)),
+        ("schedule", _schedule_text(plan)),
+        ("staleness", _staleness_text(plan)),
+        ("weights", f"published every {_steps(plan.interval_steps)}; running requests: {plan.in_flight}"),
+        ("validation", _validation_text(plan)),
+        *(("warning", warning) for warning in plan.warnings),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _role_text(role: RolePlan) -> str:
+    where = f"shared with {', '.join(role.shares_with)}" if role.shares_with else "of its own"
+    return (
+        f"{role.strategy}, {count(role.workers, role.worker_word)} on device {compact(role.devices)} ({where}), "
+        f"model {role.model}"
+    )
+
+
+def _batch_text(plan: Plan) -> str:
+    return (
+        f"{count(plan.prompts_per_step, 'prompt')} x {count(plan.samples_per_prompt, 'sample')} = "
+        f"{count(plan.samples_per_step, 'sample')} a step; "
+        f"{count(plan.optimizer_steps_per_step // plan.epochs, 'optimizer step')} of {plan.optimizer_batch_size:,}"
+        + (f", {plan.epochs} epochs" if plan.epochs > 1 else "")
+    )
+
+
+def _optimizer_text(plan: Plan) -> str:
+    warmup = f", {plan.warmup_steps:,} of them warm-up" if plan.warmup_steps else ""
+    return (
+        f"{count(plan.steps, 'training step')} x {plan.optimizer_steps_per_step:,} = "
+        f"{count(plan.total_optimizer_steps, 'optimizer step')}{warmup}"
+    )
+
+
+def _length_text(plan: Plan) -> str:
+    return (
+        f"prompt up to {plan.prompt_length:,} + response up to {plan.max_new_tokens:,} tokens, "
+        f"together up to {plan.sequence_length:,}"
+    )
+
+
+def _schedule_text(plan: Plan) -> str:
+    if plan.ratio == 0:
+        return "ratio 0: generation and training take turns (on-policy)"
+    return (
+        f"ratio {plan.ratio:g} x {count(plan.prompts_per_step, 'group')} = up to {count(plan.groups_ahead, 'group')} "
+        f"in flight beyond the batch being trained; {plan.consumption}"
+    )
+
+
+def _staleness_text(plan: Plan) -> str:
+    versions = count(plan.max_staleness, "policy version")
+    if plan.max_staleness > plan.least_staleness:
+        reason = f"configured; at least {plan.least_staleness} is needed"
+    else:
+        reason = f"ceil({plan.ratio:g}) + {plan.interval_steps} - 1 = {math.ceil(plan.ratio) + plan.interval_steps - 1}"
+    return f"no token older than {versions} is trained on ({reason})"
+
+
+def _validation_text(plan: Plan) -> str:
+    if not plan.validation_count:
+        return "none"
+    times = count(plan.validation_count, "time")
+    rhythm = f"before the first step, every {_steps(plan.eval_steps)} and after the last"
+    return f"{times} ({rhythm}) on {plan.validation_data}"
+
+
+def _steps(number: int) -> str:
+    return "step" if number == 1 else f"{number} steps"

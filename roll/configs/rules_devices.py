@@ -1,0 +1,101 @@
+"""Rules about devices: they exist, each role has some, and two roles share all of the smaller one's or none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+
+from roll.configs.derived import present_roles, total_devices
+from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
+from roll.configs.errors import ConfigProblem
+from roll.configs.schema import RLVRConfig
+from roll.configs.wording import count, shown
+
+_ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
+
+
+def readable_mappings(config: RLVRConfig) -> dict[str, list[int]]:
+    """Devices of each role whose mapping can be read."""
+    mappings = {}
+    for name, role in present_roles(config).items():
+        try:
+            mappings[name] = parse_device_mapping(role.device_mapping)
+        except DeviceMappingError:
+            continue
+    return mappings
+
+
+def cluster_can_be_reached(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Several nodes need a running cluster, and its address has its form."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1 and cluster.address is None:
+        message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
+        yield ConfigProblem("cluster.num_nodes", message, "run `ray start` on the nodes and set `cluster.address`")
+    if total_devices(config) > MAX_DEVICES:
+        message = f"{cluster.num_nodes} x {cluster.num_devices_per_node} devices; at most {MAX_DEVICES} can be used"
+        yield ConfigProblem("cluster.num_devices_per_node", message, "write the devices that one node really has")
+    if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
+        message = f"{shown(cluster.address)} is no address of a Ray cluster"
+        yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
+    for name, role in present_roles(config).items():
+        if role.model_args.attn_implementation != "flash_attention_2":
+            continue
+        path = f"{name}.model_args.attn_implementation"
+        if cluster.device == "cpu":
+            yield ConfigProblem(path, "flash_attention_2 needs GPUs, and cluster.device is cpu", "write `sdpa`")
+        elif role.model_args.dtype == "float32":
+            yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
+
+
+def devices_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Each role names devices that the cluster has."""
+    total = total_devices(config)
+    for name, role in present_roles(config).items():
+        path = f"{name}.device_mapping"
+        try:
+            devices = parse_device_mapping(role.device_mapping)
+        except DeviceMappingError as error:
+            remedy = f"name devices of this run: 0 to {total - 1}, each once"
+            yield ConfigProblem(path, f"{shown(role.device_mapping)}: {error}", remedy)
+            continue
+        outside = [device for device in devices if device >= total]
+        if outside:
+            cluster = config.cluster
+            nodes = f"{count(cluster.num_nodes, 'node')} x {count(cluster.num_devices_per_node, 'device')}"
+            message = f"{shown(role.device_mapping)} names device {compact(outside)}, but there are {total} ({nodes})"
+            remedy = f"name devices 0 to {total - 1}, or raise `cluster.num_devices_per_node` or `cluster.num_nodes`"
+            yield ConfigProblem(path, message, remedy)
+
+
+def roles_share_devices_whole(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Two roles are apart, or the one's devices are among the other's: roles that share a device share one lock."""
+    for (first, owned), (second, others) in combinations(readable_mappings(config).items(), 2):
+        shared = set(owned) & set(others)
+        if shared and shared not in (set(owned), set(others)):
+            message = (
+                f"devices {compact(others)} overlap in part with {first}'s {compact(owned)} (shared: {compact(shared)})"
+            )
+            remedy = "give the roles the same devices, separate ones, or one a part of the other's"
+            yield ConfigProblem(f"{second}.device_mapping", message, remedy)
+
+
+def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The devices of generation make whole engines."""
+    path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine
+    devices = readable_mappings(config).get("actor_infer", [])
+    if len(devices) % size:
+        message = f"{size} devices per engine do not divide the {count(len(devices), 'device')} of actor_infer"
+        divisors = [number for number in range(1, len(devices) + 1) if len(devices) % number == 0]
+        yield ConfigProblem(path, message, f"write one of {', '.join(map(str, divisors))}")
+    strategy = config.actor_infer.strategy_args.strategy_name
+    if config.cluster.device == "cuda" and strategy == "hf_infer" and size > 1:
+        yield ConfigProblem(path, f"{size}: hf_infer computes on one GPU, the others would idle", "write 1")
+
+
+def device_warnings(config: RLVRConfig) -> Iterator[str]:
+    """Devices that nobody uses."""
+    used = {device for devices in readable_mappings(config).values() for device in devices}
+    idle = set(range(total_devices(config))) - used
+    if idle:
+        yield f"no role uses device {compact(idle)}"

@@ -1,0 +1,203 @@
+"""Rules about single keys: numbers in their range, names that exist, and no key that nothing reads."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.configs.derived import present_roles, uses_kl
+from roll.configs.errors import ConfigProblem
+from roll.configs.schema import (
+    INFER_STRATEGIES,
+    LARGEST_NUMBER,
+    TRAIN_STRATEGIES,
+    UNREAD_KEYS,
+    PipelineConfig,
+    RLVRConfig,
+    WorkerConfig,
+)
+from roll.configs.wording import choose_among, shown
+
+_IDENTIFIER = r"[A-Za-z_]\w*"
+IMPORT_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}(\.{_IDENTIFIER})*")
+"""`package.module:name`"""
+_REGISTERED_NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Default value of a dataclass field."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def differs_from_default(section: Any, name: str) -> bool:
+    """Whether a key of a section was set to something else than its default."""
+    item = next(item for item in fields(section) if item.name == name)
+    return bool(vars(section)[name] != default_of(item))
+
+
+def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Field[Any]]]:
+    """Each field below a dataclass instance as (path, section, value, field)."""
+    for item in fields(section):
+        path, value = prefix + item.name, vars(section)[item.name]
+        yield path, section, value, item
+        if is_dataclass(value):
+            yield from values_below(value, f"{path}.")
+        elif isinstance(value, dict):
+            for key, below in value.items():
+                if is_dataclass(below):
+                    yield from values_below(below, f"{path}.{key}.")
+        elif isinstance(value, list):
+            for index, below in enumerate(value):
+                if is_dataclass(below):
+                    yield from values_below(below, f"{path}[{index}].")
+
+
+def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Each number keeps the range that its field declares; none is infinite or not a number."""
+    for path, _, value, item in values_below(config):
+        limits = item.metadata.get("range")
+        if limits is not None and value is not None and not limits.contains(value):
+            too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
+            reason = f"is beyond {LARGEST_NUMBER:g}" if too_large else f"must be {limits}"
+            yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
+
+
+def reset(config: PipelineConfig, path: str) -> None:
+    """Put the field at ``path`` back to its default, in place."""
+    for candidate, section, _, item in list(values_below(config)):
+        if candidate == path:
+            setattr(section, item.name, default_of(item))
+
+
+def unread_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A role does not set keys that only other roles read."""
+    for role, section in present_roles(config).items():
+        for key in UNREAD_KEYS[role]:
+            default = default_of(next(item for item in fields(section) if item.name == key))
+            value = vars(section)[key]
+            if not is_dataclass(value):
+                if value != default:
+                    yield _unread(f"{role}.{key}", value, role, key)
+                continue
+            for item in fields(value):
+                if vars(value)[item.name] != vars(default)[item.name]:
+                    yield _unread(f"{role}.{key}.{item.name}", vars(value)[item.name], role, f"{key}.{item.name}")
+
+
+def _unread(path: str, value: Any, role: str, key: str) -> ConfigProblem:
+    section = key.partition(".")[0]
+    readers = [name for name, unread in UNREAD_KEYS.items() if name != role and section not in unread]
+    belongs = " or ".join(f"`{name}.{key}`" for name in readers)
+    message = f"{shown(value)} has no effect: nothing reads this key here"
+    return ConfigProblem(path, message, f"it belongs under {belongs}")
+
+
+def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A key that another setting switches off is not set."""
+    if config.reward_pretrain is not None:
+        yield ConfigProblem(
+            "reward_pretrain",
+            f"{shown(config.reward_pretrain)} has no effect: no reward of this pipeline loads a model",
+            "remove it",
+        )
+    if config.validation is None and differs_from_default(config, "val_batch_size"):
+        yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
+    if not config.use_kl_loss and differs_from_default(config, "kl_loss_coef"):
+        yield _inert("kl_loss_coef", config.kl_loss_coef, "`use_kl_loss` is false", "set `use_kl_loss: true`")
+    if not config.add_token_level_kl and differs_from_default(config, "init_kl_coef"):
+        remedy = "set `add_token_level_kl: true`"
+        yield _inert("init_kl_coef", config.init_kl_coef, "`add_token_level_kl` is false", remedy)
+    if not uses_kl(config) and differs_from_default(config, "kl_estimator"):
+        yield _inert("kl_estimator", config.kl_estimator, "there is no KL term", "set `use_kl_loss: true`")
+    if config.async_generation_ratio == 0:
+        yield from _inert_when_synchronous(config)
+    yield from _inert_batching(config)
+
+
+def _inert_when_synchronous(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    ahead = "set `async_generation_ratio` above 0"
+    reason = "with async_generation_ratio 0 nothing is generated ahead"
+    if config.consumption == "ready_first":
+        yield _inert("consumption", config.consumption, f"{reason}, and a step needs every group", ahead)
+    if config.staleness_policy == "drop":
+        yield _inert("staleness_policy", config.staleness_policy, f"{reason}, so no group is ever late", ahead)
+
+
+def _inert_batching(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    actor = config.actor_train
+    if actor.use_dynamic_batching_in_train:
+        arguments, key = actor.training_args, "per_device_train_batch_size"
+        if arguments.gradient_accumulation_steps is None and differs_from_default(arguments, key):
+            yield _inert(
+                f"actor_train.training_args.{key}",
+                arguments.per_device_train_batch_size,
+                "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch",
+                "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`",
+            )
+    elif differs_from_default(actor, "max_tokens_per_microbatch_in_train"):
+        yield _inert_budget("actor_train", actor, "train")
+    for name, role in present_roles(config).items():
+        if "infer_batch_size" in UNREAD_KEYS[name]:
+            continue
+        if role.use_dynamic_batching_in_infer and differs_from_default(role, "infer_batch_size"):
+            yield _inert(
+                f"{name}.infer_batch_size",
+                role.infer_batch_size,
+                "dynamic batching cuts micro-batches by tokens",
+                "set `use_dynamic_batching_in_infer: false`",
+            )
+        if not role.use_dynamic_batching_in_infer and differs_from_default(role, "max_tokens_per_microbatch_in_infer"):
+            yield _inert_budget(name, role, "infer")
+
+
+def _inert_budget(name: str, role: WorkerConfig, mode: str) -> ConfigProblem:
+    key = f"max_tokens_per_microbatch_in_{mode}"
+    switch = f"use_dynamic_batching_in_{mode}"
+    return _inert(f"{name}.{key}", vars(role)[key], f"`{switch}` is false", f"set `{switch}: true`")
+
+
+def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
+    return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", f"{remedy}, or remove this key")
+
+
+def names_are_known(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Strategies are registered for their role, import paths have their form, no tracker is listed twice."""
+    for name, role in present_roles(config).items():
+        known = INFER_STRATEGIES if name == "actor_infer" else TRAIN_STRATEGIES
+        strategy = role.strategy_args.strategy_name
+        if strategy not in known:
+            message = f"{shown(strategy)} is no strategy for this role"
+            yield ConfigProblem(f"{name}.strategy_args.strategy_name", message, choose_among(strategy, known))
+        if role.worker_cls is not None and not IMPORT_PATH.fullmatch(role.worker_cls):
+            message = f"{shown(role.worker_cls)} is no import path"
+            yield ConfigProblem(f"{name}.worker_cls", message, "write `package.module:Class`")
+    for stage, target in config.stages.items():
+        if not (IMPORT_PATH.fullmatch(target) or _REGISTERED_NAME.fullmatch(target)):
+            message = f"{shown(target)} is neither a name nor an import path"
+            yield ConfigProblem(f"stages.{stage}", message, "write a registered name or `package.module:Class`")
+    if len(set(config.trackers)) != len(config.trackers):
+        yield ConfigProblem("trackers", f"{shown(config.trackers)} names a tracker twice", "name each once")
+
+
+def output_can_be_written(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The run's folder can be made."""
+    if config.output_dir is None:
+        if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):
+            message = f"{shown(config.exp_name)} is no folder name, and the run's folder is named after it"
+            yield ConfigProblem("exp_name", message, "write a name without slashes, or set `output_dir`")
+        return
+    folder = Path(config.output_dir)
+    if not config.output_dir.strip() or "\0" in config.output_dir:
+        yield ConfigProblem("output_dir", f"{shown(config.output_dir)} is no path", "write a folder, or remove the key")
+        return
+    nearest_existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not nearest_existing.is_dir():
+        message = f"{shown(config.output_dir)}: {nearest_existing} is a file"
+        yield ConfigProblem("output_dir", message, "choose another folder")
+    elif not os.access(nearest_existing, os.W_OK | os.X_OK):
+        message = f"{shown(config.output_dir)}: no permission to write to {nearest_existing}"
+        yield ConfigProblem("output_dir", message, "choose a folder that you may write to")

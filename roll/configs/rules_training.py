@@ -1,0 +1,157 @@
+"""Rules about the arithmetic of a run: staleness, batches, lengths, sampling, KL, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from roll.configs.derived import (
+    least_staleness,
+    max_new_tokens,
+    optimizer_batch_size,
+    present_roles,
+    samples_per_step,
+    sequence_length,
+    total_optimizer_steps,
+    uses_kl,
+    warmup_steps,
+)
+from roll.configs.errors import ConfigProblem
+from roll.configs.rules_devices import readable_mappings
+from roll.configs.schema import GROUP_RELATIVE_ESTIMATORS, UNREAD_KEYS, GeneratingArguments, RLVRConfig
+from roll.configs.wording import count
+
+
+def staleness_is_possible(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The bound leaves room for what the ratio generates ahead, and weights are published at all."""
+    interval, least = config.weight_update.interval_steps, least_staleness(config)
+    if config.max_staleness is not None and config.max_staleness < least:
+        ahead = math.ceil(config.async_generation_ratio)
+        message = (
+            f"{config.max_staleness} is impossible: a group may start ceil({config.async_generation_ratio:g}) = "
+            f"{count(ahead, 'step')} ahead, with weights up to {interval} - 1 = {count(interval - 1, 'version')} old, "
+            f"so tokens reach a lag of {ahead} + {interval - 1} = {least}"
+        )
+        remedy = f"set at least {least}, or lower `async_generation_ratio` or `weight_update.interval_steps`"
+        yield ConfigProblem("max_staleness", message, remedy)
+    if interval > config.max_steps:
+        steps = count(config.max_steps, "step")
+        message = f"{interval} is more than the {steps} of the run: no weights would be published"
+        yield ConfigProblem("weight_update.interval_steps", message, f"set at most {config.max_steps}")
+
+
+def batches_divide(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Every rank gets samples, and optimizer steps divide the batch."""
+    samples, mappings = samples_per_step(config), readable_mappings(config)
+    batch = f"{config.rollout_batch_size} x {config.num_return_sequences_in_group} = {count(samples, 'sample')}"
+    for role in ("actor_train", "reference"):
+        ranks = len(mappings.get(role, []))
+        if samples < ranks:
+            message = f"a step has {batch}, fewer than the {ranks} ranks of {role}"
+            yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
+    accumulation = config.actor_train.training_args.gradient_accumulation_steps
+    if accumulation is None or "actor_train" not in mappings:
+        return
+    size = optimizer_batch_size(config)
+    if samples % size:
+        per_device = config.actor_train.training_args.per_device_train_batch_size
+        message = (
+            f"an optimizer step takes {per_device} (per_device_train_batch_size) x {accumulation} x "
+            f"{len(mappings['actor_train'])} (ranks) = {count(size, 'sample')}, which does not divide {batch}"
+        )
+        remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
+        yield ConfigProblem("actor_train.training_args.gradient_accumulation_steps", message, remedy)
+
+
+def lengths_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Prompts, responses and sequences fit into each other."""
+    if config.sequence_length is not None and config.sequence_length <= config.prompt_length:
+        message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
+        remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
+        yield ConfigProblem("sequence_length", message, remedy)
+    yield from _response_fits("actor_infer.generating_args", config.actor_infer.generating_args, config)
+    if config.validation is not None:
+        yield from _response_fits("validation.generating_args", config.validation.generating_args, config)
+
+
+def _response_fits(path: str, sampling: GeneratingArguments, config: RLVRConfig) -> Iterator[ConfigProblem]:
+    tokens = sampling.max_new_tokens
+    if tokens is not None and tokens > config.response_length:
+        message = f"{tokens} is more than response_length {config.response_length}"
+        yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
+
+
+def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The samples of a group can differ, and there are enough of them to compare."""
+    sampling, size = config.actor_infer.generating_args, config.num_return_sequences_in_group
+    if sampling.temperature == 0:
+        message = "0 is greedy: all samples of a group are equal and nothing can be learned"
+        yield ConfigProblem("actor_infer.generating_args.temperature", message, "set it above 0, for example 1.0")
+    if sampling.num_return_sequences != 1:
+        path = "actor_infer.generating_args.num_return_sequences"
+        message = f"{sampling.num_return_sequences} has no effect in training"
+        yield ConfigProblem(path, message, "set `num_return_sequences_in_group` instead")
+    if size == 1 and config.adv_estimator in GROUP_RELATIVE_ESTIMATORS:
+        message = f"1: {config.adv_estimator} compares the samples of a prompt, so all advantages would be 0"
+        remedy = "set at least 2, or `adv_estimator: reinforce`"
+        yield ConfigProblem("num_return_sequences_in_group", message, remedy)
+    if size == 1 and config.group_filter == "zero_variance":
+        message = "zero_variance would drop every group: each has 1 sample"
+        yield ConfigProblem("group_filter", message, "set `num_return_sequences_in_group` to at least 2, or `none`")
+
+
+def kl_has_a_reference(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A KL term and the reference come together."""
+    if config.reference is None:
+        for key in ("use_kl_loss", "add_token_level_kl"):
+            if vars(config)[key]:
+                message = "true, but there is no `reference` to measure the divergence from"
+                yield ConfigProblem(key, message, "add `reference: {device_mapping: ...}`, or set false")
+    elif not uses_kl(config):
+        message = "has no effect: no KL term uses it, yet it would be loaded"
+        yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
+
+
+def schedule_is_clear(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Warm-up is given in one way."""
+    arguments = config.actor_train.training_args
+    if arguments.warmup_steps and arguments.warmup_ratio:
+        message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
+        yield ConfigProblem("actor_train.training_args.warmup_ratio", message, "keep one of the two")
+
+
+def training_warnings(config: RLVRConfig) -> Iterator[str]:
+    """Arithmetic that works but may not be meant."""
+    sampling = config.actor_infer.generating_args
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        yield (
+            "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "
+            "the trainer's own have no truncation, so the importance ratio is biased"
+        )
+    if config.sequence_length is not None:
+        left = config.sequence_length - config.prompt_length
+        if left < max_new_tokens(config):
+            yield f"sequence_length leaves {count(left, 'token')} for the response to a prompt of full length"
+        if config.sequence_length > config.prompt_length + config.response_length:
+            yield "sequence_length is never reached: prompt_length + response_length is less"
+    if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least_staleness(config):
+        yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least_staleness(config)}"
+    yield from _budget_warnings(config)
+    if warmup_steps(config) >= total_optimizer_steps(config):
+        yield "warm-up lasts the whole run: the learning rate never reaches its peak"
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        yield "kl_loss_coef is 0: the KL divergence is measured but weighs nothing"
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        yield "init_kl_coef is 0: the KL divergence is measured but weighs nothing"
+
+
+def _budget_warnings(config: RLVRConfig) -> Iterator[str]:
+    for name, role in present_roles(config).items():
+        for mode, dynamic, budget in (
+            ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),
+            ("infer", role.use_dynamic_batching_in_infer, role.max_tokens_per_microbatch_in_infer),
+        ):
+            key = f"max_tokens_per_microbatch_in_{mode}"
+            if dynamic and key not in UNREAD_KEYS[name] and budget < sequence_length(config):
+                longest = sequence_length(config)
+                yield f"{name}.{key} {budget} is less than one sequence of {longest}, which goes beyond it alone"

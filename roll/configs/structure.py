@@ -1,0 +1,112 @@
+"""The schema read as data: which keys exist where, and how their types are called in words.
+
+The loader, the checks and the reference page all walk the same dataclasses through these functions, so a key added to
+`schema.py` is validated, suggested and documented without another line anywhere. Paths are written as
+``rewards.math.tag_included[0]``.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+PathPart = str | int
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def join(parts: Sequence[PathPart]) -> str:
+    """``("a", "b", 0)`` -> ``a.b[0]``."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+@lru_cache(maxsize=None)
+def field_types(cls: type) -> dict[str, Any]:
+    """Type of each field of a dataclass, references resolved."""
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself; ``None`` left out."""
+    members = typing.get_args(kind) if _is_union(kind) else (kind,)
+    return tuple(member for member in members if member is not type(None))
+
+
+def is_optional(kind: Any) -> bool:
+    """Whether ``null`` is a value of the type."""
+    return _is_union(kind) and type(None) in typing.get_args(kind)
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+
+
+def dataclass_of(kind: Any) -> type | None:
+    """The dataclass a type stands for (also ``X | None``), if it does."""
+    return next((member for member in alternatives(kind) if is_dataclass(member)), None)
+
+
+def member(kind: Any, part: PathPart) -> Any:
+    """Type of one key or element below ``kind``; None where the schema says nothing about it."""
+    for option in alternatives(kind):
+        if is_dataclass(option):
+            return field_types(option).get(part)
+        arguments = typing.get_args(option)
+        if typing.get_origin(option) is dict and isinstance(part, str):
+            return arguments[1]
+        if typing.get_origin(option) is list and isinstance(part, int):
+            return arguments[0]
+    return None
+
+
+def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
+    """Type at a path below the dataclass ``root``; None where there is none."""
+    kind: Any = root
+    for part in parts:
+        kind = member(kind, part)
+    return kind
+
+
+def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Each field below a dataclass as (path, field, type), sections before their keys.
+
+    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``.
+    """
+    kinds = field_types(cls)
+    for item in fields(cls):
+        path = f"{prefix}.{item.name}" if prefix else item.name
+        kind = kinds[item.name]
+        yield path, item, kind
+        for suffix, part in (("", None), (".<name>", ""), ("[i]", 0)):
+            below = dataclass_of(kind if part is None else member(kind, part))
+            if below is not None:
+                yield from walk(below, path + suffix)
+                break
+
+
+def describe(kind: Any) -> str:
+    """A type in words, for messages: ``a whole number or null``."""
+    words = [_describe_one(option) for option in alternatives(kind)]
+    return " or ".join(words + (["null"] if is_optional(kind) else []))
+
+
+def _describe_one(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind) or origin is dict:
+        return "a mapping"
+    if origin is list:
+        entry = arguments[0]
+        return f"a list of {_PLURALS.get(entry) or ('mappings' if is_dataclass(entry) else 'names')}"
+    if origin is typing.Literal:
+        names = ", ".join(f"`{name}`" for name in arguments)
+        return names if len(arguments) == 1 else f"one of {names}"
+    return _WORDS[kind]

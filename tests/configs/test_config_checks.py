@@ -1,0 +1,349 @@
+"""Each configuration that cannot work is refused with the path and a remedy, all reasons at once."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.configs.checks import check_config, config_warnings
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.loader import config_from_tree
+from roll.configs.schema import UNREAD_KEYS
+
+GYM = {"dataset": "basic_arithmetic", "domain": "math"}
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The tree with dotted keys set; the value `remove` takes a key away."""
+    tree = copy.deepcopy(tree)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        if value == "remove":
+            section.pop(last)
+        else:
+            section[last] = value
+    return tree
+
+
+def problems_of(tree: dict[str, Any]) -> dict[str, ConfigProblem]:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config_from_tree(tree))
+    assert all(problem.message and problem.remedy for problem in caught.value.problems)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+@pytest.fixture
+def with_validation(tree: dict[str, Any]) -> dict[str, Any]:
+    tree |= {"eval_steps": 5, "validation": {"data_args": {"reasoning_gym": [GYM | {"seed": 1}]}}}
+    return tree
+
+
+def test_a_valid_configuration_passes_without_warnings(tree):
+    config = config_from_tree(tree)
+    check_config(config)
+    assert config_warnings(config) == []
+
+
+def test_validation_reference_and_asynchrony_pass_together(with_validation):
+    with_validation |= {"reference": {"device_mapping": [0]}, "use_kl_loss": True, "async_generation_ratio": 1.5}
+    with_validation |= {"max_staleness": 3, "weight_update": {"interval_steps": 2}, "staleness_policy": "drop"}
+    check_config(config_from_tree(with_validation))
+
+
+WRONG = [
+    # Numbers.
+    ({"max_steps": 0}, "max_steps", "0 must be >= 1", "100"),
+    ({"async_generation_ratio": -1.0}, "async_generation_ratio", "-1.0 must be >= 0", "0.0"),
+    ({"async_generation_ratio": float("nan")}, "async_generation_ratio", "beyond 1e+15", "0.0"),
+    ({"async_generation_ratio": 1e300}, "async_generation_ratio", "beyond 1e+15", "0.0"),
+    ({"max_steps": 10**400}, "max_steps", "beyond 1e+15", "100"),
+    ({"actor_infer.generating_args.top_p": 0.0}, "actor_infer.generating_args.top_p", "> 0", "1.0"),
+    ({"actor_infer.generating_args.top_k": -1}, "actor_infer.generating_args.top_k", ">= 0", "0"),
+    ({"actor_infer.generating_args.temperature": -0.5}, "actor_infer.generating_args.temperature", ">= 0", "1.0"),
+    ({"actor_infer.request_timeout_seconds": 0}, "actor_infer.request_timeout_seconds", "> 0", "600"),
+    ({"weight_update.bucket_size_mb": -1}, "weight_update.bucket_size_mb", "> 0", "256"),
+    (
+        {"actor_train.training_args.learning_rate": float("inf")},
+        "actor_train.training_args.learning_rate", "beyond", "1e-06",
+    ),
+    ({"actor_train.training_args.adam_beta1": 1.0}, "actor_train.training_args.adam_beta1", "< 1", "0.9"),
+    ({"rewards.math.num_workers": 0}, "rewards.math.num_workers", ">= 1", "1"),
+    # Models and data.
+    ({"pretrain": "remove"}, "pretrain", "no model", "folder"),
+    ({"pretrain": "/nowhere/model"}, "pretrain", "no folder", "config.json"),
+    ({"pretrain": "./nowhere"}, "pretrain", "no folder", "config.json"),
+    ({"pretrain": "a/b/c"}, "pretrain", "no folder", "config.json"),
+    ({"pretrain": "{tmp}"}, "pretrain", "without a config.json", "config.json"),
+    (
+        {"actor_infer.model_args": {"model_name_or_path": "/nowhere"}},
+        "actor_infer.model_args.model_name_or_path", "no folder", "config.json",
+    ),
+    ({"actor_train.data_args": {}}, "actor_train.data_args", "no training prompts", "file_name"),
+    ({"actor_train.data_args.file_name": "no.jsonl"}, "actor_train.data_args.file_name", "no file", "JSONL"),
+    ({"actor_train.data_args.file_name": ["{tmp}/empty"]}, "actor_train.data_args.file_name[0]", "is empty", "JSONL"),
+    ({"actor_train.data_args.file_name": "{tmp}"}, "actor_train.data_args.file_name", "folder", "JSONL"),
+    (
+        {"actor_train.data_args.reasoning_gym": [{}]},
+        "actor_train.data_args.reasoning_gym[0].dataset", "no dataset", "name",
+    ),
+    (
+        {"actor_train.data_args.system_prompt": "hi"},
+        "actor_train.data_args.system_prompt", "no effect", "template: chat",
+    ),
+    (
+        {"actor_train.data_args.domain_interleave_probs": {"a": -1.0}},
+        "actor_train.data_args.domain_interleave_probs.a", "no share", "at least 0",
+    ),
+    (
+        {"actor_train.data_args.domain_interleave_probs": {"a": 0.0}},
+        "actor_train.data_args.domain_interleave_probs", "adds up to 0", "above 0",
+    ),
+    (
+        {"actor_train.data_args": {"reasoning_gym": [GYM], "domain_interleave_probs": {"maths": 1.0, "math": 1.0}}},
+        "actor_train.data_args.domain_interleave_probs.maths", "no prompt", "`math`",
+    ),
+    # Devices.
+    ({"actor_train.device_mapping": "remove"}, "actor_train.device_mapping", "no devices", "0 to 1"),
+    ({"actor_infer.device_mapping": []}, "actor_infer.device_mapping", "empty", "0 to 1"),
+    ({"actor_infer.device_mapping": [1, 1]}, "actor_infer.device_mapping", "more than once", "each once"),
+    ({"actor_infer.device_mapping": [-1]}, "actor_infer.device_mapping", "negative", "0 to 1"),
+    ({"actor_infer.device_mapping": "1-2"}, "actor_infer.device_mapping", "device 2, but there are 2", "num_devices"),
+    ({"actor_infer.device_mapping": "__import__('os')"}, "actor_infer.device_mapping", "never evaluated", "0 to 1"),
+    ({"reference": {}, "use_kl_loss": True}, "reference.device_mapping", "no devices", "0 to 1"),
+    (
+        {"cluster.num_devices_per_node": 4, "actor_train.device_mapping": "0-2", "actor_infer.device_mapping": "2-3"},
+        "actor_infer.device_mapping", "overlap in part with actor_train", "separate",
+    ),
+    (
+        {"cluster.num_devices_per_node": 4, "actor_infer.device_mapping": "1-3", "actor_infer.num_gpus_per_engine": 2},
+        "actor_infer.num_gpus_per_engine", "do not divide the 3 devices", "1, 3",
+    ),
+    (
+        {"cluster.device": "cuda", "actor_infer.device_mapping": "0-1", "actor_infer.num_gpus_per_engine": 2},
+        "actor_infer.num_gpus_per_engine", "one GPU", "write 1",
+    ),
+    ({"cluster.num_nodes": 2}, "cluster.num_nodes", "one node", "cluster.address"),
+    ({"cluster.num_devices_per_node": 10**12}, "cluster.num_devices_per_node", "at most 4096", "really has"),
+    ({"cluster.address": "somewhere"}, "cluster.address", "no address", "host:port"),
+    (
+        {"actor_train.model_args": {"attn_implementation": "flash_attention_2"}},
+        "actor_train.model_args.attn_implementation", "needs GPUs", "sdpa",
+    ),
+    # Names.
+    (
+        {"actor_train.strategy_args": {"strategy_name": "fsdp2"}},
+        "actor_train.strategy_args.strategy_name", "no strategy", "`fsdp2_train`",
+    ),
+    (
+        {"actor_infer.strategy_args": {"strategy_name": "fsdp2_train"}},
+        "actor_infer.strategy_args.strategy_name", "no strategy", "`hf_infer`",
+    ),
+    ({"actor_train.worker_cls": "my worker"}, "actor_train.worker_cls", "no import path", "package.module:Class"),
+    ({"stages": {"reward": "my stage!"}}, "stages.reward", "neither", "package.module:Class"),
+    ({"trackers": ["tensorboard", "tensorboard"]}, "trackers", "twice", "once"),
+    ({"exp_name": "a/b"}, "exp_name", "no folder name", "without slashes"),
+    ({"output_dir": "{tmp}/train.jsonl"}, "output_dir", "is a file", "another folder"),
+    ({"output_dir": "{tmp}/train.jsonl/run"}, "output_dir", "is a file", "another folder"),
+    ({"output_dir": ""}, "output_dir", "no path", "folder"),
+    # Rewards.
+    ({"rewards": {}}, "rewards", "no reward", "verifier"),
+    ({"rewards": {"math": {}}}, "rewards.math.verifier", "no verifier", "numeric"),
+    ({"rewards.math.verifier": "maths"}, "rewards.math.verifier", "neither", "`math`"),
+    ({"rewards.math.verifier": "my.module"}, "rewards.math.verifier", "neither", "known"),
+    (
+        {"rewards.other": {"verifier": "exact", "tag_included": ["math"]}},
+        "rewards.other.tag_included", "judged by rewards.math already", "one reward",
+    ),
+    (
+        {"actor_train.data_args.reasoning_gym": [{"dataset": "chain_sum"}]},
+        "actor_train.data_args.reasoning_gym[0]", "no reward judges its domain `chain_sum`", "tag_included",
+    ),
+    # Validation.
+    ({"eval_steps": 5}, "eval_steps", "no validation prompts", "validation.data_args"),
+    ({"validation": {"data_args": {"reasoning_gym": [GYM]}}}, "validation", "eval_steps is 0", "eval_steps"),
+    ({"validation": {}, "eval_steps": 5}, "validation.data_args", "no validation prompts", "file_name"),
+    ({"val_batch_size": 7}, "val_batch_size", "no effect", "validation"),
+    (
+        {"actor_train.data_args.reasoning_gym": [GYM], "validation.data_args.reasoning_gym": [GYM], "eval_steps": 1},
+        "validation.data_args.reasoning_gym[0].seed", "very tasks of training", "another seed",
+    ),
+    (
+        {"validation": {"data_args": {"reasoning_gym": [GYM]}, "generating_args": {"top_k": 5}}, "eval_steps": 1},
+        "validation.generating_args.top_k", "greedy", "temperature",
+    ),
+    # Arithmetic.
+    ({"async_generation_ratio": 1.5, "max_staleness": 1}, "max_staleness", "ceil(1.5) = 2 steps ahead", "at least 2"),
+    (
+        {"async_generation_ratio": 1, "max_staleness": 2, "weight_update": {"interval_steps": 3}},
+        "max_staleness", "1 + 2 = 3", "at least 3",
+    ),
+    (
+        {"max_steps": 2, "weight_update": {"interval_steps": 3}},
+        "weight_update.interval_steps", "published", "at most 2",
+    ),
+    ({"consumption": "ready_first"}, "consumption", "no effect", "async_generation_ratio"),
+    ({"staleness_policy": "drop"}, "staleness_policy", "no effect", "async_generation_ratio"),
+    (
+        {"cluster.num_devices_per_node": 4, "actor_train.device_mapping": "0-3", "rollout_batch_size": 1,
+         "num_return_sequences_in_group": 2},
+        "rollout_batch_size", "fewer than the 4 ranks", "fewer devices",
+    ),
+    (
+        {"actor_train.training_args": {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 2}},
+        "actor_train.training_args.gradient_accumulation_steps",
+        "10 samples, which does not divide 16 x 4 = 64", "change",
+    ),
+    (
+        {"actor_train.training_args": {"per_device_train_batch_size": 2}},
+        "actor_train.training_args.per_device_train_batch_size", "no effect", "gradient_accumulation_steps",
+    ),
+    (
+        {"actor_train.use_dynamic_batching_in_train": False, "actor_train.max_tokens_per_microbatch_in_train": 99},
+        "actor_train.max_tokens_per_microbatch_in_train", "no effect", "use_dynamic_batching_in_train: true",
+    ),
+    ({"actor_train.infer_batch_size": 4}, "actor_train.infer_batch_size", "no effect", "use_dynamic_batching_in_infer"),
+    ({"num_return_sequences_in_group": 1}, "num_return_sequences_in_group", "advantages would be 0", "at least 2"),
+    (
+        {"num_return_sequences_in_group": 1, "adv_estimator": "reinforce", "group_filter": "zero_variance"},
+        "group_filter", "drop every group", "none",
+    ),
+    ({"use_kl_loss": True}, "use_kl_loss", "no `reference`", "add `reference"),
+    ({"add_token_level_kl": True}, "add_token_level_kl", "no `reference`", "add `reference"),
+    ({"reference": {"device_mapping": [0]}}, "reference", "no effect", "use_kl_loss"),
+    ({"kl_loss_coef": 0.5}, "kl_loss_coef", "no effect", "use_kl_loss"),
+    ({"init_kl_coef": 0.5}, "init_kl_coef", "no effect", "add_token_level_kl"),
+    ({"kl_estimator": "k1"}, "kl_estimator", "no effect", "use_kl_loss"),
+    ({"reward_pretrain": "gpt2"}, "reward_pretrain", "no effect", "remove"),
+    ({"sequence_length": 512}, "sequence_length", "no token for the response", "at least 513"),
+    ({"actor_infer.generating_args.max_new_tokens": 513}, "actor_infer.generating_args.max_new_tokens", "512", "raise"),
+    ({"actor_infer.generating_args.temperature": 0}, "actor_infer.generating_args.temperature", "greedy", "above 0"),
+    (
+        {"actor_infer.generating_args.num_return_sequences": 4},
+        "actor_infer.generating_args.num_return_sequences", "no effect", "num_return_sequences_in_group",
+    ),
+    (
+        {"actor_train.training_args": {"warmup_steps": 5, "warmup_ratio": 0.1}},
+        "actor_train.training_args.warmup_ratio", "no effect", "one of the two",
+    ),
+    # Keys in the wrong role.
+    (
+        {"actor_train.generating_args": {"temperature": 0.5}},
+        "actor_train.generating_args.temperature", "nothing reads", "`actor_infer.generating_args.temperature`",
+    ),
+    (
+        {"actor_infer.training_args": {"learning_rate": 1.0}},
+        "actor_infer.training_args.learning_rate", "nothing reads", "`actor_train.training_args.learning_rate`",
+    ),
+    (
+        {"actor_infer.infer_batch_size": 3},
+        "actor_infer.infer_batch_size", "nothing reads",
+        "`actor_train.infer_batch_size` or `reference.infer_batch_size`",
+    ),
+    (
+        {"reference": {"device_mapping": [0], "data_args": {"template": "chat"}}, "use_kl_loss": True},
+        "reference.data_args.template", "nothing reads", "`actor_train.data_args.template`",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "path", "message", "remedy"), WRONG)
+def test_a_configuration_that_cannot_work_is_refused(tree, tmp_path, changes, path, message, remedy):
+    (tmp_path / "empty").touch()
+    found = problems_of(merged(tree, _filled(changes, tmp_path)))
+    assert path in found
+    assert message in found[path].message
+    assert remedy in found[path].remedy
+
+
+@pytest.mark.parametrize(("changes", "path"), [(wrong[0], wrong[1]) for wrong in WRONG])
+def test_one_mistake_gives_no_unrelated_report(tree, tmp_path, changes, path):
+    (tmp_path / "empty").touch()
+    found = problems_of(merged(tree, _filled(changes, tmp_path)))
+    assert len(found) == 1 or path == "actor_train.data_args.domain_interleave_probs.maths"
+
+
+def _filled(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
+    def fill(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return value.replace("{tmp}", str(folder)) if isinstance(value, str) else value
+
+    return {key: fill(value) for key, value in changes.items()}
+
+
+def test_all_problems_are_reported_at_once(tree):
+    changes = {
+        "pretrain": "/nowhere", "max_steps": -1, "actor_train.device_mapping": "zero", "rewards": {},
+        "num_return_sequences_in_group": 1, "use_kl_loss": True, "eval_steps": 5, "output_dir": "",
+    }
+    assert set(problems_of(merged(tree, changes))) == {
+        "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "num_return_sequences_in_group",
+        "use_kl_loss", "eval_steps", "output_dir",
+    }
+
+
+def test_checking_leaves_the_configuration_as_it_was(tree):
+    config = config_from_tree(merged(tree, {"max_steps": -1}))
+    with pytest.raises(ConfigError):
+        check_config(config)
+    assert config.max_steps == -1
+
+
+@pytest.mark.parametrize("mapping", [("0-3", "0-3"), ("0-1", "2-3"), ("0-3", "1-2"), ("1", "0-3"), (0, [1, 2])])
+def test_roles_share_all_devices_or_none(tree, mapping):
+    changes = {"cluster.num_devices_per_node": 4}
+    changes |= {"actor_train.device_mapping": mapping[0], "actor_infer.device_mapping": mapping[1]}
+    check_config(config_from_tree(merged(tree, changes)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B"])
+def test_hub_names_are_not_taken_for_folders(tree, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_config(config_from_tree(merged(tree, {"pretrain": name})))
+
+
+def test_a_missing_folder_below_one_that_exists_is_no_hub_name(tree, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert "no folder" in problems_of(merged(tree, {"pretrain": "models/tiny"}))["pretrain"].message
+
+
+def test_an_unwritable_output_folder_is_reported(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "permission" in problems_of(merged(tree, {"output_dir": str(tmp_path / "run")}))["output_dir"].message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"actor_infer.generating_args.top_p": 0.9}, "truncated distribution"),
+        ({"actor_infer.generating_args.top_k": 20}, "truncated distribution"),
+        ({"cluster.num_devices_per_node": 4}, "no role uses device 2-3"),
+        ({"sequence_length": 600}, "leaves 88 tokens"),
+        ({"sequence_length": 2000}, "never reached"),
+        ({"max_staleness": 3}, "never reached"),
+        ({"actor_train.max_tokens_per_microbatch_in_train": 100}, "less than one sequence of 1024"),
+        ({"actor_train.training_args": {"warmup_steps": 100}}, "never reaches its peak"),
+        ({"actor_train.data_args.domain_interleave_probs": {"a": 3.0, "b": 1.0}}, "adds up to 4"),
+        ({"actor_train.data_args.max_samples": 5}, "repeats"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.0, "reference": {"device_mapping": 0}}, "weighs nothing"),
+        ({"actor_infer.model_args": {"model_name_or_path": "gpt2"}}, "another model"),
+    ],
+)
+def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
+    config = config_from_tree(merged(tree, changes))
+    check_config(config)
+    (warning,) = config_warnings(config)
+    assert words in warning
+
+
+def test_the_unread_keys_are_keys_of_their_roles(tree):
+    config = config_from_tree(merged(tree, {"reference": {}}))
+    for role, keys in UNREAD_KEYS.items():
+        assert set(keys) <= set(vars(vars(config)[role]))

@@ -1,0 +1,102 @@
+"""The printed arithmetic is the arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.configs import derived
+from roll.configs.checks import check_config
+from roll.configs.loader import config_from_tree
+from roll.configs.plan import plan, render
+from roll.configs.schema import RLVRConfig, WeightUpdateConfig
+
+
+@pytest.fixture
+def config(tree):
+    tree |= {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "max_steps": 25, "eval_steps": 10}
+    tree |= {"async_generation_ratio": 1.5, "ppo_epochs": 2, "cluster": {"num_devices_per_node": 6}}
+    tree["validation"] = {"data_args": {"reasoning_gym": [{"dataset": "chain_sum", "domain": "math", "size": 50}]}}
+    tree["actor_train"] |= {
+        "device_mapping": "0-1",
+        "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "warmup_ratio": 0.1},
+    }
+    tree["actor_infer"] |= {"device_mapping": "2-5", "num_gpus_per_engine": 2}
+    tree |= {"reference": {"device_mapping": "0-1"}, "use_kl_loss": True}
+    config = config_from_tree(tree)
+    check_config(config)
+    return config
+
+
+def test_the_numbers_of_a_run(config):
+    numbers = plan(config)
+    assert (numbers.samples_per_step, numbers.optimizer_batch_size, numbers.optimizer_steps_per_step) == (512, 128, 8)
+    assert (numbers.total_optimizer_steps, numbers.warmup_steps) == (200, 20)
+    assert (numbers.groups_ahead, numbers.max_staleness, numbers.consumption) == (96, 2, "ready_first")
+    assert numbers.validation_count == len({0, 10, 20, 25})
+    train, infer, reference = numbers.roles
+    assert (train.workers, infer.workers, reference.workers) == (2, 2, 2)
+    assert (train.shares_with, infer.shares_with) == (["reference"], [])
+
+
+def test_the_plan_is_told_in_units(config):
+    text = render(plan(config))
+    for words in (
+        "64 prompts x 8 samples = 512 samples a step; 4 optimizer steps of 128, 2 epochs",
+        "25 training steps x 8 = 200 optimizer steps, 20 of them warm-up",
+        "hf_infer, 2 replicas on device 2-5 (of its own)",
+        "2 ranks on device 0-1 (shared with reference)",
+        "ratio 1.5 x 64 groups = up to 96 groups in flight beyond the batch being trained; ready_first",
+        "no token older than 2 policy versions is trained on (ceil(1.5) + 1 - 1 = 2)",
+        "4 times (before the first step, every 10 steps and after the last) on chain_sum (50 tasks, seed 0)",
+    ):
+        assert words in text
+
+
+def test_a_synchronous_run_says_so(tree):
+    text = render(plan(config_from_tree(tree)))
+    assert "generation and training take turns" in text
+    assert "no token older than 0 policy versions" in text
+    assert "1 optimizer step of 64" in text
+
+
+def test_warnings_are_printed(tree):
+    tree["cluster"]["num_devices_per_node"] = 3
+    assert "no role uses device 2" in render(plan(config_from_tree(tree)))
+
+
+def test_lengths_have_defaults():
+    config = RLVRConfig(prompt_length=100, response_length=50)
+    assert (derived.sequence_length(config), derived.max_new_tokens(config)) == (150, 50)
+    config.sequence_length, config.actor_infer.generating_args.max_new_tokens = 120, 20
+    assert (derived.sequence_length(config), derived.max_new_tokens(config)) == (120, 20)
+
+
+@given(st.floats(0, 8), st.integers(1, 5), st.integers(1, 20))
+def test_the_default_bound_is_the_largest_lag_that_admission_reaches(ratio, interval, batch):
+    """Worst case by enumeration: the last group admitted at step s, started with the weights published last."""
+    config = RLVRConfig(
+        async_generation_ratio=ratio, rollout_batch_size=batch, weight_update=WeightUpdateConfig(interval)
+    )
+    lags = []
+    for step in range(4 * interval):
+        last_group = max(group for group in range((step + 10) * batch) if group < (step + 1 + ratio) * batch)
+        lags.append(last_group // batch - step // interval * interval)
+    bound = derived.resolved_max_staleness(config)
+    assert max(lags) <= bound
+    if ratio * batch >= 1 and ratio == int(ratio):
+        assert max(lags) == bound
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_validation_is_counted_as_it_is_listed(max_steps, eval_steps):
+    config = RLVRConfig(max_steps=max_steps, eval_steps=eval_steps)
+    listed = {0, *range(eval_steps, max_steps + 1, eval_steps), max_steps}
+    assert derived.validation_count(config) == len(listed)
+
+
+def test_consumption_follows_the_ratio():
+    assert derived.resolved_consumption(RLVRConfig()) == "fifo"
+    assert derived.resolved_consumption(RLVRConfig(async_generation_ratio=0.5)) == "ready_first"
+    assert derived.resolved_consumption(RLVRConfig(async_generation_ratio=1, consumption="fifo")) == "fifo"
