@@ -1,0 +1,35 @@
+"""What can go wrong with workers, each error naming the worker and the cause."""
+
+from __future__ import annotations
+
+
+class PlacementError(RuntimeError):
+    """The cluster does not have the devices that the run needs."""
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended. ``worker`` is its name, such as ``actor_infer/0``."""
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(f"worker {worker} died: {cause}")
+        self.worker = worker
+        self.cause = cause
+
+
+class WorkerFailed(RuntimeError):
+    """A call raised inside a worker. The message carries the original error; the traceback is in the worker's log."""
+
+    def __init__(self, worker: str, method: str, cause: str) -> None:
+        super().__init__(f"{worker}.{method} failed: {cause}")
+        self.worker = worker
+        self.method = method
+        self.cause = cause
+
+
+class WorkerTimeout(TimeoutError):
+    """A call did not return within its deadline."""
+
+    def __init__(self, worker: str, method: str, seconds: float) -> None:
+        super().__init__(f"{worker}.{method} did not return within {seconds:g} s")
+        self.worker = worker
+        self.method = method

@@ -1,0 +1,148 @@
+"""The workers of one role, as the driver sees them.
+
+Every wait ends: with the answer, with the worker's own error, with its death, or at its deadline; each of these names
+the worker. Workers are killed, not asked, when a run ends, so nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.distributed.placement import Placement, import_paths
+from roll.distributed.worker import Worker, WorkerIdentity, WorkerProcess
+
+
+class WorkerHandle:
+    """One worker process."""
+
+    def __init__(self, identity: WorkerIdentity, class_path: str, actor: Any) -> None:
+        self.identity = identity
+        self._class_path = class_path
+        self._actor = actor
+        self.pid: int | None = None
+        self.host: str | None = None
+        self.node: str | None = None
+        self.port: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the worker and wait for its answer."""
+        return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the worker without waiting; its death is noticed elsewhere."""
+        self._actor.invoke.remote(method, *args)
+
+    async def create(self, timeout: float) -> None:
+        """Wait until the process runs, and learn its id, node and address."""
+        ref = self._actor.create.remote(self._class_path, self.identity)
+        facts = await self._answer(ref, "create", timeout)
+        self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
+
+    async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
+        try:
+            async with asyncio.timeout(timeout):
+                return await ref
+        except TimeoutError:
+            raise WorkerTimeout(self.name, method, timeout or 0.0) from None
+        except RayActorError as error:
+            raise self.died(error) from error
+        except RayTaskError as error:
+            raise WorkerFailed(self.name, method, _task_cause(error)) from error
+
+    async def wait_for_death(self) -> WorkerDied:
+        """Return when the process has ended, with the cause."""
+        try:
+            await self._actor.watch.remote()
+        except RayActorError as error:
+            return self.died(error)
+        return WorkerDied(self.name, "its watch call returned")
+
+    def died(self, error: BaseException) -> WorkerDied:
+        process = f"process {self.pid}, " if self.pid is not None else ""
+        return WorkerDied(self.name, f"{process}{_death_cause(error)}")
+
+    def kill(self) -> None:
+        """End the process now."""
+        ray.kill(self._actor, no_restart=True)
+
+
+class WorkerGroup:
+    """All ranks of a role."""
+
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self.workers = list(workers)
+
+    async def call_all(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """The same call on every rank; answers in rank order. The first failure is raised, the others given up."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
+        except ExceptionGroup as failures:
+            deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
+            raise (deaths or list(failures.exceptions))[0] from None
+        return [task.result() for task in tasks]
+
+    async def watch(self) -> None:
+        """Raise `WorkerDied` as soon as any rank dies."""
+        deaths = [asyncio.ensure_future(worker.wait_for_death()) for worker in self.workers]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            raise done.pop().result()
+        finally:
+            for death in deaths:
+                death.cancel()
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+def start_worker(
+    worker_class: type[Worker],
+    placement: Placement,
+    *,
+    role: str,
+    rank: int,
+    world_size: int,
+    devices: Sequence[int],
+    log_dir: str | None,
+    concurrency: int = 1000,
+) -> WorkerHandle:
+    """Start the actor of one rank; it is ready once `create` has answered."""
+    place = placement.place(devices)
+    identity = WorkerIdentity(role, rank, world_size, place, log_dir, tuple(import_paths()))
+    process_class = ray.remote(max_concurrency=concurrency, max_restarts=0, **placement.actor_options(place))(WorkerProcess)
+    class_path = f"{worker_class.__module__}:{worker_class.__qualname__}"
+    return WorkerHandle(identity, class_path, process_class.remote())
+
+
+async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: float) -> WorkerGroup:
+    """Start all ranks at once; returns when every process runs."""
+    group = WorkerGroup([build(rank) for rank in range(size)])
+    try:
+        await asyncio.gather(*(worker.create(timeout) for worker in group.workers))
+    except BaseException:
+        group.kill()
+        raise
+    return group
+
+
+def _task_cause(error: RayTaskError) -> str:
+    cause = error.cause if error.cause is not None else error
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _death_cause(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
+    return (wanted or lines or ["no cause given"])[-1]

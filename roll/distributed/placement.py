@@ -1,0 +1,160 @@
+"""From device numbers to places in a Ray cluster.
+
+Device ``i`` lives on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per
+node, so that a run either has its devices or fails at the start with what is missing. Workers of several roles may
+then share a device: they take no Ray resources of their own beyond the reservation, and see exactly their devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from roll.configs.schema import ClusterConfig
+from roll.distributed.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where one worker goes and what it sees."""
+
+    node: int
+    device: str
+    """``cpu`` or ``cuda``."""
+    local_devices: tuple[int, ...]
+    """CPU slots or physical GPU numbers on that node."""
+    cpu_threads: int
+
+
+class RaySession:
+    """A connection to Ray: the cluster at ``address``, or a local one that ends with the session."""
+
+    def __init__(self, config: ClusterConfig, *, local_cpus: int) -> None:
+        self._config = config
+        self._local_cpus = local_cpus
+
+    def __enter__(self) -> RaySession:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        if self._config.address is not None:
+            ray.init(address=self._config.address, **common)
+        else:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(address="local", num_cpus=self._local_cpus, include_dashboard=False, **common)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+def _describe_node() -> dict[str, Any]:
+    context = ray.get_runtime_context()
+    return {
+        "gpus": [int(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
+        "cores": os.cpu_count() or 1,
+    }
+
+
+class Placement:
+    """The reserved devices of a run."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._group: PlacementGroup | None = None
+        self._nodes: list[dict[str, Any]] = []
+
+    async def reserve(self) -> None:
+        """Reserve every device. Raises `PlacementError` with what the cluster has when it does not have them."""
+        config = self._config
+        per_node = float(config.num_devices_per_node)
+        resources = {"CPU": per_node} if config.device == "cpu" else {"GPU": per_node, "CPU": 1.0}
+        self._require_nodes(resources)
+        self._group = placement_group(
+            [dict(resources) for _ in range(config.num_nodes)],
+            strategy="STRICT_SPREAD" if config.num_nodes > 1 else "STRICT_PACK",
+        )
+        try:
+            await asyncio.wait_for(_as_coroutine(self._group.ready()), config.worker_start_timeout_seconds)
+        except TimeoutError:
+            raise PlacementError(
+                f"the cluster did not give {config.num_nodes} node(s) with {resources} within "
+                f"{config.worker_start_timeout_seconds:g} s; it has {self._cluster_text()}, partly in use"
+            ) from None
+        gpus = config.num_devices_per_node if config.device == "cuda" else 0
+        probes = [
+            _describe_node.options(scheduling_strategy=self._strategy(node), num_gpus=gpus).remote()
+            for node in range(config.num_nodes)
+        ]
+        self._nodes = [await _as_coroutine(probe) for probe in probes]
+
+    def place(self, devices: Sequence[int]) -> WorkerPlace:
+        """The place of a worker that owns these devices, all of one node."""
+        per_node = self._config.num_devices_per_node
+        nodes = {device // per_node for device in devices}
+        if len(nodes) != 1:
+            raise PlacementError(f"devices {list(devices)} of one worker are on several nodes ({sorted(nodes)})")
+        node = nodes.pop()
+        local = [device % per_node for device in devices]
+        if self._config.device == "cuda":
+            local = [self._nodes[node]["gpus"][index] for index in local]
+        threads = self._config.cpu_threads_per_device or max(1, self._nodes[node]["cores"] // per_node)
+        return WorkerPlace(node, self._config.device, tuple(local), threads * len(devices))
+
+    def actor_options(self, place: WorkerPlace) -> dict[str, Any]:
+        """Ray options that put an actor at its place."""
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": self._strategy(place.node)}
+
+    def release(self) -> None:
+        """Give the devices back."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _strategy(self, node: int) -> PlacementGroupSchedulingStrategy:
+        if self._group is None:
+            raise PlacementError("devices are used before they are reserved")
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+
+    def _require_nodes(self, resources: dict[str, float]) -> None:
+        fitting = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in resources.items())
+        ]
+        if len(fitting) < self._config.num_nodes:
+            raise PlacementError(
+                f"the run needs {self._config.num_nodes} node(s) with {resources} each "
+                f"(cluster.num_nodes, cluster.num_devices_per_node), the cluster has {self._cluster_text()}"
+            )
+
+    def _cluster_text(self) -> str:
+        nodes = [
+            {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes() if node["Alive"]
+        ]
+        return f"{len(nodes)} node(s): {nodes}"
+
+
+async def _as_coroutine(ref: Any) -> Any:
+    return await ref
+
+
+def local_cpu_slots(config: ClusterConfig) -> int:
+    """CPUs that a local Ray must offer: one per slot."""
+    return max(config.num_devices_per_node, os.cpu_count() or 1) + 1
+
+
+def import_paths() -> list[str]:
+    """Where the driver finds modules, for workers that import the user's own code."""
+    return [str(Path.cwd())] + [entry for entry in sys.path if entry]

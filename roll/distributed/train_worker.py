@@ -1,0 +1,164 @@
+"""The process of one trainer rank (or of one rank of a forward-only role).
+
+All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them
+into buckets and returns, so that training may go on; `send` hands the buckets to the transport from another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import WorkerConfig
+from roll.data.records import SampleBatch
+from roll.data.seeds import derive_seed
+from roll.distributed.weights import TRANSPORTS, Publication, cast_weights, manifest
+from roll.distributed.worker import Worker
+from roll.strategies.infer.base import WeightBucket
+from roll.strategies.train import build_train_strategy
+from roll.strategies.train.base import TrainStrategy
+from roll.strategies.weights import pack_buckets
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a trainer process needs to build its strategy."""
+
+    config: WorkerConfig
+    model_path: str
+    total_optimizer_steps: int
+    forward_only: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """How one training step uses its batch."""
+
+    step: int
+    epochs: int
+    optimizer_batch_size: int
+    """Samples per optimizer step."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Weights copied out of the trainer, waiting to be sent."""
+
+    buckets: list[WeightBucket]
+    seconds: float
+
+
+class TrainWorker(Worker):
+    """Wraps a `TrainStrategy`."""
+
+    _strategy: TrainStrategy
+
+    async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
+        """Join the other ranks and load the model."""
+        self._seed = spec.seed
+        self._gathered: dict[int, Gathered] = {}
+        await self.in_thread(self._start, spec, master_address, master_port)
+
+    def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
+        self.set_threads()
+        config = spec.config
+        self._strategy = build_train_strategy(
+            config.strategy_args.strategy_name,
+            spec.model_path,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            master_address=master_address,
+            master_port=master_port,
+            device=self.identity.place.device,
+            model_args=config.model_args,
+            training_args=config.training_args,
+            total_optimizer_steps=spec.total_optimizer_steps,
+            max_tokens_per_micro_batch_train=(
+                config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None
+            ),
+            micro_batch_size_train=config.training_args.per_device_train_batch_size,
+            max_tokens_per_micro_batch_infer=(
+                config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None
+            ),
+            micro_batch_size_infer=config.infer_batch_size,
+            forward_only=spec.forward_only,
+            seed=spec.seed,
+            strategy_config=config.strategy_args.strategy_config,
+        )
+        self._strategy.initialize()
+
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
+        """Log-probabilities of the batch's tokens; from rank 0 only."""
+        values = await self.in_thread(self._strategy.log_probs, batch, temperature)
+        return values if self.identity.rank == 0 else None
+
+    async def train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+        """All optimizer steps of one training step; metrics are means over them."""
+        return await self.in_thread(self._train, batch, objective, plan)
+
+    def _train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+        results = [
+            self._strategy.train_step(batch.select(rows), objective, plan.temperature)
+            for rows in optimizer_batches(len(batch), plan, self._seed)
+        ]
+        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+
+    async def gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
+        """Copy the weights into buckets in the engine's dtype (rank 0 keeps them, the others join the collective)."""
+        await self.in_thread(self._gather, version, dtype, bucket_bytes)
+
+    def _gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
+        started = time.perf_counter()
+        weights = cast_weights(self._strategy.named_weights(), dtype)
+        if self.identity.rank != 0:
+            for _ in weights:
+                pass
+            return
+        self._gathered[version] = Gathered(list(pack_buckets(weights, bucket_bytes)), time.perf_counter() - started)
+
+    async def send(self, version: int, transport: str) -> Publication:
+        """Hand the gathered buckets of a version to the transport, beside training. Rank 0 only."""
+        return await asyncio.to_thread(self._send, version, transport)
+
+    def _send(self, version: int, transport: str) -> Publication:
+        started = time.perf_counter()
+        gathered = self._gathered.pop(version)
+        sender = TRANSPORTS[transport]()
+        handles = [sender.send(bucket) for bucket in gathered.buckets]
+        parameter_count, checksums = manifest(gathered.buckets)
+        return Publication(
+            version=version,
+            handles=handles,
+            parameter_count=parameter_count,
+            checksums=checksums,
+            total_bytes=sum(bucket.data.nbytes for bucket in gathered.buckets),
+            seconds={"gather": gathered.seconds, "send": time.perf_counter() - started},
+        )
+
+    async def save(self, path: str) -> None:
+        """Export the model in Hugging Face format."""
+        await self.in_thread(self._strategy.save, path)
+
+    async def offload_states(self) -> None:
+        await self.in_thread(self._strategy.offload_states)
+
+    async def load_states(self) -> None:
+        await self.in_thread(self._strategy.load_states)
+
+
+def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
+    """Rows of each optimizer step, all epochs. One step per epoch keeps the order; several are shuffled."""
+    batches: list[np.ndarray] = []
+    for epoch in range(plan.epochs):
+        rows = np.arange(samples)
+        if plan.optimizer_batch_size < samples:
+            rows = np.random.default_rng(derive_seed(seed, "optimizer", plan.step, epoch)).permutation(samples)
+        batches += [rows[start : start + plan.optimizer_batch_size] for start in range(0, samples, plan.optimizer_batch_size)]
+    return batches

@@ -1,0 +1,66 @@
+"""All ranks of a trainer (or of a forward-only role) as one object.
+
+A batch is put into the object store once; every rank reads it from there and takes its share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import ray
+
+from roll.algorithms.objective import PolicyObjective
+from roll.data.records import SampleBatch
+from roll.distributed.group import WorkerGroup
+from roll.distributed.train_worker import TrainerSpec, TrainPlan
+from roll.distributed.weights import Publication
+
+
+class TrainerGroup:
+    """The ranks of one role."""
+
+    def __init__(self, workers: WorkerGroup, *, start_timeout_seconds: float, call_timeout_seconds: float) -> None:
+        self.workers = workers
+        self._start_timeout_seconds = start_timeout_seconds
+        self._call_timeout_seconds = call_timeout_seconds
+
+    async def start(self, spec: TrainerSpec) -> None:
+        """Join the ranks and load the model on each."""
+        first = self.workers.workers[0]
+        await self.workers.call_all("start", spec, first.host, first.port, timeout=self._start_timeout_seconds)
+
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """float32 ``[total_tokens]``: log-probability of each token of the batch under the role's model."""
+        answers = await self._call("log_probs", ray.put(batch), temperature)
+        return np.array(answers[0])
+
+    async def train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+        """One training step; metrics of rank 0 (equal on all ranks)."""
+        return (await self._call("train", ray.put(batch), objective, plan))[0]
+
+    async def gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
+        """Set a copy of the weights aside for publication."""
+        await self._call("gather", version, dtype, bucket_bytes)
+
+    async def send(self, version: int, transport: str) -> Publication:
+        """Hand gathered weights to the transport, beside training."""
+        first = self.workers.workers[0]
+        return await first.call("send", version, transport, timeout=self._call_timeout_seconds)
+
+    async def save(self, path: str) -> None:
+        await self._call("save", path)
+
+    async def offload_states(self) -> None:
+        await self._call("offload_states")
+
+    async def load_states(self) -> None:
+        await self._call("load_states")
+
+    async def watch(self) -> None:
+        """Raise `WorkerDied` as soon as a rank dies."""
+        await self.workers.watch()
+
+    def kill(self) -> None:
+        self.workers.kill()
+
+    async def _call(self, method: str, *args: object) -> list:
+        return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)

@@ -1,0 +1,105 @@
+"""The process of one worker: a Ray actor around one strategy.
+
+Heavy work runs in one thread of its own, so the actor always answers `watch`, the call that never returns: Ray
+resolves it with an error the moment the process ends, which is how a death is noticed and named without polling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from roll.data.imports import import_object
+from roll.distributed.placement import WorkerPlace
+from roll.tracking.logs import configure_logging
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Who a worker is."""
+
+    role: str
+    rank: int
+    world_size: int
+    place: WorkerPlace
+    log_dir: str | None
+    import_paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.rank}"
+
+
+class Worker:
+    """What the workers of all roles share. Subclasses add the calls of their role."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.identity = identity
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=identity.name)
+        if identity.place.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in identity.place.local_devices)
+        if identity.log_dir is not None:
+            configure_logging(Path(identity.log_dir), identity.name)
+
+    async def describe(self) -> dict[str, Any]:
+        """Process id, node and address, for messages and for the rendezvous of trainers."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "host": ray.util.get_node_ip_address(), "node": node, "port": free_port()}
+
+    async def in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run heavy work in the worker's own thread, calls one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def set_threads(self) -> None:
+        """Limit torch to the threads of this worker's place."""
+        import torch
+
+        torch.set_num_threads(self.identity.place.cpu_threads)
+
+
+class WorkerProcess:
+    """The Ray actor: an empty process until `create` fills it with a worker.
+
+    The worker's class travels as a name, because on another node the driver's modules can only be imported once its
+    paths are known there.
+    """
+
+    async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
+        """Become the worker; returns what `Worker.describe` tells."""
+        for path in reversed(identity.import_paths):
+            if path not in sys.path:
+                sys.path.insert(0, path)
+        self._worker: Worker = import_object(class_path)(identity)
+        return await self._worker.describe()
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return await getattr(self._worker, method)(*args)
+
+    async def watch(self) -> None:
+        """Never returns; ends with Ray's error when the process dies."""
+        await asyncio.Event().wait()
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def split_devices(devices: Sequence[int], per_worker: int) -> list[list[int]]:
+    """Consecutive devices of each worker."""
+    return [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]

@@ -1,0 +1,103 @@
+"""What flows between the stages of a pipeline: the batch of one training step, filled in as it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roll.data.records import Group, Sample, SampleBatch
+
+
+class StalenessViolation(AssertionError):
+    """A token older than `max_staleness` versions reached a batch. The scheduler has a bug; the run stops."""
+
+
+@dataclass
+class TrainingBatch:
+    """The groups of one training step.
+
+    ``step`` counts from 0; the step turns policy version ``step`` into ``step + 1``.
+    """
+
+    step: int
+    groups: list[Group]
+    data: SampleBatch
+    metrics: dict[str, float] = field(default_factory=dict)
+    gathered: bool = False
+    """Whether the trainer has set the new weights aside for publication."""
+
+    @classmethod
+    def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
+        return cls(step, groups, SampleBatch.from_samples([sample for group in groups for sample in group.samples]))
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def group_of_sample(self) -> np.ndarray:
+        """int64 ``[samples]``: position in ``groups`` of each sample's group."""
+        return np.repeat(np.arange(len(self.groups)), [len(group.samples) for group in self.groups])
+
+    @property
+    def lags(self) -> np.ndarray:
+        """int64 ``[sampled tokens]``: training step minus version."""
+        mask = self.data.tokens["response_mask"]
+        return self.step - self.data.tokens["versions"][mask].astype(np.int64)
+
+    def note_time(self, stage: str, seconds: float) -> None:
+        self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
+
+    def check_staleness(self, bound: int) -> None:
+        """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or from the future."""
+        lags = self.lags
+        if lags.size and (lags.max() > bound or lags.min() < 0):
+            culprit = max(self.groups, key=lambda group: self.step - min(s.oldest_version for s in group.samples))
+            raise StalenessViolation(
+                f"training step {self.step}: lags from {lags.min()} to {lags.max()}, allowed 0 to {bound}; "
+                f"oldest tokens in group {culprit.group_id}"
+            )
+
+    def describe_rollouts(self) -> None:
+        """Add the metrics that rollouts have: rewards, lengths, lags."""
+        scores = self.data.per_sample["scores"]
+        lengths = np.array([sample.response_tokens for sample in self.samples], dtype=np.float64)
+        lags = self.lags
+        per_group = [group.scores for group in self.groups]
+        self.metrics.update(
+            {
+                "reward/mean": float(scores.mean()),
+                "reward/std": float(scores.std()),
+                "reward/min": float(scores.min()),
+                "reward/max": float(scores.max()),
+                "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
+                "response/length_mean": float(lengths.mean()),
+                "response/length_max": float(lengths.max()),
+                "response/truncated_share": float(
+                    np.mean([sample.finish_reason == "length" for sample in self.samples])
+                ),
+                "lag/mean": float(lags.mean()) if lags.size else 0.0,
+                "lag/max": float(lags.max()) if lags.size else 0.0,
+            }
+        )
+        self.metrics.update(self._domain_rewards())
+        self.metrics.update(self._verifier_metrics())
+
+    def _domain_rewards(self) -> dict[str, float]:
+        domains = sorted({group.prompt.domain for group in self.groups})
+        return {
+            f"reward/{domain}/mean": float(
+                np.mean(np.concatenate([group.scores for group in self.groups if group.prompt.domain == domain]))
+            )
+            for domain in domains
+        }
+
+    def _verifier_metrics(self) -> dict[str, float]:
+        names = sorted({name for sample in self.samples for name in sample.metrics})
+        return {
+            f"reward/{name}": float(
+                np.mean([sample.metrics[name] for sample in self.samples if name in sample.metrics])
+            )
+            for name in names
+        }

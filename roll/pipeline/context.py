@@ -1,0 +1,42 @@
+"""What the stages of a run share: its services and its settings, wired once in the pipeline module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import RLVRConfig
+from roll.data.records import Group, Prompt
+from roll.distributed.inference import InferencePool
+from roll.distributed.trainers import TrainerGroup
+from roll.pipeline.advantages import AdvantageSettings
+from roll.pipeline.device_lock import DeviceLock
+from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.validation import Validator
+from roll.rollout.scheduler import RolloutScheduler
+
+
+@dataclass
+class RunContext:
+    """Everything a stage may need."""
+
+    config: RLVRConfig
+    scheduler: RolloutScheduler[Prompt, Group]
+    trainer: TrainerGroup
+    reference: TrainerGroup | None
+    pool: InferencePool
+    validator: Validator | None
+    locks: dict[str, DeviceLock]
+    recorder: RunRecorder
+    objective: PolicyObjective
+    advantages: AdvantageSettings
+    max_staleness: int
+    optimizer_batch_size: int
+    train_temperature: float
+    checkpoint_dir: Path
+
+    def hold(self, role: str) -> Callable[[], object]:
+        """A stage's way to its devices."""
+        return lambda: self.locks[role].hold(role)

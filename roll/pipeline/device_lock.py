@@ -1,0 +1,135 @@
+"""Who may use a set of devices now.
+
+Roles that share a device share one lock. The lock belongs to a *role*, not to a task: several tasks of the role that
+holds it may work at once (generation goes on while one replica takes new weights), tasks of another role wait in
+line, and nobody of the holding role overtakes them. When the lock passes to another role, the states of the old one
+leave the devices before those of the new one come back; roles with devices of their own never notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Resident(Protocol):
+    """A role whose states can leave its devices and come back."""
+
+    async def load_states(self) -> None: ...
+
+    async def offload_states(self) -> None: ...
+
+
+@dataclass
+class _Waiter:
+    role: str
+    granted: asyncio.Future[None]
+
+
+class DeviceLock:
+    """First come, first served between roles; shared within a role."""
+
+    def __init__(self, roles: Iterable[str]) -> None:
+        self.roles = frozenset(roles)
+        self._residents: dict[str, Resident] = {}
+        self._loaded: set[str] = set()
+        self._holder: str | None = None
+        self._holders = 0
+        self._waiting: deque[_Waiter] = deque()
+        self._contended = asyncio.Event()
+        self._switch = asyncio.Lock()
+
+    def register(self, role: str, resident: Resident) -> None:
+        """Name the states of a role; they are on the devices now, as they are after a model was loaded."""
+        if role not in self.roles:
+            raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
+        self._residents[role] = resident
+        self._loaded.add(role)
+
+    @property
+    def holder(self) -> str | None:
+        return self._holder
+
+    async def wait_contended(self) -> None:
+        """Return when somebody waits for the lock."""
+        await self._contended.wait()
+
+    @asynccontextmanager
+    async def hold(self, role: str) -> AsyncIterator[None]:
+        """Hold the devices as ``role``, its states loaded."""
+        await self._acquire(role)
+        try:
+            await self._make_resident(role)
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, role: str) -> None:
+        if role not in self.roles:
+            raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
+        if not self._waiting and self._holder in (None, role):
+            self._grant(role)
+            return
+        waiter = _Waiter(role, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._contended.set()
+        try:
+            await waiter.granted
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._refresh()
+            elif waiter.granted.done() and not waiter.granted.cancelled():
+                self._release()
+            raise
+
+    def _grant(self, role: str) -> None:
+        self._holder = role
+        self._holders += 1
+
+    def _release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            self._holder = None
+        self._refresh()
+
+    def _refresh(self) -> None:
+        while self._waiting and self._holder in (None, self._waiting[0].role):
+            waiter = self._waiting.popleft()
+            if waiter.granted.cancelled():
+                continue
+            self._grant(waiter.role)
+            waiter.granted.set_result(None)
+        if not self._waiting:
+            self._contended.clear()
+
+    async def _make_resident(self, role: str) -> None:
+        """Only the states of ``role`` are on the devices afterwards."""
+        async with self._switch:
+            for other in sorted(self._loaded - {role}):
+                await self._residents[other].offload_states()
+                self._loaded.discard(other)
+            if role in self._residents and role not in self._loaded:
+                await self._residents[role].load_states()
+                self._loaded.add(role)
+
+
+def build_device_locks(devices_of_role: Mapping[str, Iterable[int]]) -> dict[str, DeviceLock]:
+    """One lock per connected set of roles: roles that share a device, directly or through a third, share the lock."""
+    clusters: list[tuple[set[str], set[int]]] = []
+    for role, devices in devices_of_role.items():
+        roles, union = {role}, set(devices)
+        for other in [cluster for cluster in clusters if cluster[1] & union]:
+            clusters.remove(other)
+            roles |= other[0]
+            union |= other[1]
+        clusters.append((roles, union))
+    locks: dict[str, DeviceLock] = {}
+    for roles, _ in clusters:
+        lock = DeviceLock(roles)
+        locks.update({role: lock for role in roles})
+    return locks

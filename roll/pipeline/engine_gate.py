@@ -1,0 +1,67 @@
+"""Generation as a user of devices that others may want.
+
+While requests are running the gate holds the engine's devices; as soon as another role waits for them it lets go, and
+the device lock interrupts the requests by putting the engine to sleep. They go on when the gate has the devices again.
+With devices of its own the engine never notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from roll.distributed.inference import InferencePool
+from roll.pipeline.device_lock import DeviceLock
+from roll.strategies.infer.base import Completion, GenerateRequest
+
+
+class EngineGate:
+    """The engine as rollouts and validation see it."""
+
+    def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
+        self._pool = pool
+        self._lock = lock
+        self._role = role
+        self._demand = 0
+        self._demanded = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._open = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        """Run one request to its end."""
+        self._enter()
+        try:
+            await self._open.wait()
+            return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version)
+        finally:
+            self._leave()
+
+    async def run(self) -> None:
+        """Hold the devices whenever there is work, until cancelled."""
+        while True:
+            await self._demanded.wait()
+            async with self._lock.hold(self._role):
+                self._open.set()
+                await self._until_idle_or_wanted()
+                self._open.clear()
+
+    def _enter(self) -> None:
+        self._demand += 1
+        self._demanded.set()
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._demand -= 1
+        if self._demand == 0:
+            self._demanded.clear()
+            self._idle.set()
+
+    async def _until_idle_or_wanted(self) -> None:
+        waits = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._lock.wait_contended())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()

@@ -1,0 +1,228 @@
+"""Everything that can be known to be wrong before Ray or a model starts.
+
+The configuration's own checks come first; then what it names is looked up: prompts, verifiers, algorithms, stages,
+worker classes, engine options. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from roll.configs import derived
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import RLVRConfig
+from roll.data.dataset import load_prompts
+from roll.data.imports import import_object
+from roll.data.records import Prompt
+from roll.data.tokenizer import load_tokenizer
+from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.algorithms.objective import PolicyObjective
+    from roll.algorithms.registry import KnobError
+    from roll.distributed.worker import Worker
+    from roll.pipeline.advantages import AdvantageSettings
+    from roll.pipeline.stage import Stage
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Prepared:
+    """A configuration with everything it names found and checked."""
+
+    config: RLVRConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    validation_prompts: list[Prompt]
+    objective: PolicyObjective
+    advantages: AdvantageSettings
+    stage_classes: dict[str, type[Stage]]
+    worker_classes: dict[str, type[Worker]]
+
+
+class _Problems:
+    """Collects problems, so that one wrong thing does not hide another."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigProblem] = []
+
+    def attempt(self, look_up: Callable[[], Value]) -> Value | None:
+        try:
+            return look_up()
+        except ConfigError as error:
+            self.found += error.problems
+            return None
+
+    def raise_any(self) -> None:
+        if self.found:
+            raise ConfigError(self.found)
+
+
+def prepare(config: RLVRConfig) -> Prepared:
+    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of data, verifiers and
+    algorithms, or else with all problems of stages and worker classes, whose libraries take long to import."""
+    problems = _Problems()
+    verifiers = {
+        name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
+        for name, reward in config.rewards.items()
+    }
+    tokenizer = problems.attempt(lambda: load_tokenizer(config.pretrain))
+    prompts: list[Prompt] = []
+    validation_prompts: list[Prompt] = []
+    if tokenizer is not None:
+        prompts = problems.attempt(lambda: _prompts(config, tokenizer)) or []
+        validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
+    if prompts and not problems.found:
+        problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
+    objective = problems.attempt(lambda: _objective(config))
+    advantages = problems.attempt(lambda: _advantages(config))
+    problems.raise_any()
+    problems.attempt(lambda: _check_strategies(config))
+    stage_classes = problems.attempt(lambda: _stage_classes(config))
+    worker_classes = problems.attempt(lambda: _worker_classes(config))
+    problems.raise_any()
+    return Prepared(
+        config, tokenizer, prompts, validation_prompts, objective, advantages, stage_classes, worker_classes
+    )
+
+
+def _objective(config: RLVRConfig) -> PolicyObjective:
+    from roll.algorithms.objective import PolicyObjective
+    from roll.algorithms.registry import KnobError
+
+    try:
+        return PolicyObjective(
+            max_response_length=derived.max_new_tokens(config),
+            pg_variant=config.actor_train.pg_variant,
+            pg_variant_args=config.actor_train.pg_variant_args,
+            loss_agg_mode=config.loss_agg_mode,
+            use_kl_loss=config.use_kl_loss,
+            kl_loss_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
+            entropy_loss_coef=config.entropy_loss_coef,
+        )
+    except KnobError as error:
+        raise _knob_problems(error, "actor_train.pg_variant", "actor_train.pg_variant_args") from error
+
+
+def _advantages(config: RLVRConfig) -> AdvantageSettings:
+    from roll.algorithms.advantages import make_advantage_estimator
+    from roll.algorithms.registry import KnobError
+    from roll.pipeline.advantages import AdvantageSettings
+
+    try:
+        estimator = make_advantage_estimator(config.adv_estimator, config.adv_estimator_args)
+    except KnobError as error:
+        raise _knob_problems(error, "adv_estimator", "adv_estimator_args") from error
+    kl_coef = config.init_kl_coef if config.add_token_level_kl else None
+    return AdvantageSettings(estimator, config.whiten_advantages, kl_coef, config.kl_estimator)
+
+
+def _knob_problems(error: KnobError, name_path: str, args_path: str) -> ConfigError:
+    return ConfigError(
+        [
+            ConfigProblem(
+                name_path if problem.knob is None else f"{args_path}.{problem.knob}", problem.message, problem.remedy
+            )
+            for problem in error.problems
+        ]
+    )
+
+
+def _check_strategies(config: RLVRConfig) -> None:
+    """Options that an engine does not know are an error here, not in a worker."""
+    from roll.strategies.infer import infer_strategy_class
+    from roll.strategies.train import train_strategy_class
+
+    problems: list[ConfigProblem] = []
+    for role, role_config in derived.present_roles(config).items():
+        find = infer_strategy_class if role == "actor_infer" else train_strategy_class
+        arguments = role_config.strategy_args
+        if arguments.strategy_config:
+            path = f"{role}.strategy_args.strategy_config"
+            problems += find(arguments.strategy_name).check_options(arguments.strategy_config, path)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _stage_classes(config: RLVRConfig) -> dict[str, type[Stage]]:
+    from roll.pipeline.registry import resolve_stages
+    from roll.pipeline.stages import STAGE_ORDER
+
+    return resolve_stages({name: name for name in STAGE_ORDER}, config.stages)
+
+
+def _worker_classes(config: RLVRConfig) -> dict[str, type[Worker]]:
+    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.train_worker import TrainWorker
+
+    roles = {"actor_train": (config.actor_train, TrainWorker), "actor_infer": (config.actor_infer, InferWorker)}
+    if config.reference is not None:
+        roles["reference"] = (config.reference, TrainWorker)
+    classes: dict[str, type[Worker]] = {}
+    problems: list[ConfigProblem] = []
+    for role, (role_config, base) in roles.items():
+        if role_config.worker_cls is None:
+            continue
+        path = f"{role}.worker_cls"
+        try:
+            found = import_object(role_config.worker_cls)
+        except ImportError as error:
+            problems.append(ConfigProblem(path, str(error), "give the class as `package.module:Class`"))
+            continue
+        if isinstance(found, type) and issubclass(found, base):
+            classes[role] = found
+        else:
+            message = f"{role_config.worker_cls!r} is not a subclass of {base.__name__}"
+            problems.append(ConfigProblem(path, message, f"derive it from {base.__module__}.{base.__name__}"))
+    if problems:
+        raise ConfigError(problems)
+    return classes
+
+
+def _prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    return load_prompts(
+        config.actor_train.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="actor_train.data_args",
+        seed=config.seed,
+    )
+
+
+def _validation_prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if config.validation is None:
+        return []
+    return load_prompts(
+        config.validation.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="validation.data_args",
+        seed=config.seed,
+    )
+
+
+def _judgement_problems(
+    config: RLVRConfig, verifiers: dict[str, Verifier], prompts: list[Prompt], validation_prompts: list[Prompt]
+) -> list[ConfigProblem]:
+    """Every prompt needs a reward that can judge it, and every reward's domain needs prompts."""
+    routes = route_domains(config.rewards)
+    problems = check_prompts(routes, verifiers, prompts, "actor_train.data_args")
+    problems += check_prompts(routes, verifiers, validation_prompts, "validation.data_args")
+    present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
+    problems += [
+        ConfigProblem(
+            f"rewards.{reward}.tag_included",
+            f"no prompt has the domain {domain!r}",
+            f"the prompts have the domains {', '.join(present)}",
+        )
+        for domain, reward in sorted(routes.items())
+        if domain not in present
+    ]
+    return problems

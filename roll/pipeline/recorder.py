@@ -1,0 +1,168 @@
+"""What a run leaves behind, gathered in one place: metrics, timeline, samples, summary and the console.
+
+Stages tell it what happened; it knows nothing of how. Shares and rates are over the wall-clock time between the ends
+of two consecutive steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from roll.configs.schema import PipelineConfig
+from roll.data.records import Group, SampleBatch
+from roll.distributed.inference import InferencePool
+from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.validation import ValidationResult
+from roll.rollout.scheduler import RolloutScheduler
+from roll.tracking.console import Console
+from roll.tracking.metrics import MetricsLog
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.samples import ReadableSample, SampleLog
+from roll.tracking.summary import Summary
+from roll.tracking.timeline import Timeline
+from roll.tracking.trackers import Trackers, open_trackers
+
+
+FinalStatus = Literal["success", "failed", "interrupted"]
+
+
+class RunRecorder:
+    """Writes the run directory while the run goes on."""
+
+    def __init__(self, config: PipelineConfig, run: RunDirectory, *, started: float) -> None:
+        self.run = run
+        self.timeline = Timeline(run.timeline)
+        self.summary = Summary(run.summary, started=started)
+        self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
+        self.ledger: dict[str, int] = {}
+        self._trackers = Trackers([MetricsLog(run.metrics), *open_trackers(config.trackers, run)])
+        self._samples = SampleLog(run.samples)
+        self._samples_per_step = config.num_logged_samples
+        self._step_ended = time.time()
+        self._trained_tokens = 0
+        self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
+
+    def event(self, text: str) -> None:
+        """Something worth a line on the console."""
+        self.console.event(text)
+
+    @contextmanager
+    def busy(self, role: str) -> Iterator[None]:
+        """The role computes while this is open."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            self.timeline.busy(role, started, time.time())
+
+    @contextmanager
+    def validating(self, version: int) -> Iterator[None]:
+        """A row of its own in the timeline for validation."""
+        self.timeline.transition("validation", "running", version=version)
+        try:
+            yield
+        finally:
+            self.timeline.transition("validation", "idle")
+
+    def count_trained_tokens(self, tokens: int) -> None:
+        self._trained_tokens += tokens
+
+    def start_clock(self) -> None:
+        """The first step begins now."""
+        self._step_ended = time.time()
+
+    async def step(
+        self, batch: TrainingBatch, scheduler: RolloutScheduler[Any, Group], pool: InferencePool
+    ) -> None:
+        """Record a finished training step."""
+        step = batch.step + 1
+        window = (self._step_ended, time.time())
+        self._step_ended = window[1]
+        self.ledger = scheduler.ledger.counts()
+        batch.metrics.update({f"ledger/{name}": float(count) for name, count in self.ledger.items()})
+        with_reference = "reference_logprobs" in batch.data.tokens
+        batch.metrics.update(self._rates(await pool.stats(), window, with_reference))
+        batch.metrics["time/step"] = window[1] - window[0]
+        batch.metrics["engine/restarts"] = float(pool.restarts)
+        self._log(batch.metrics, step)
+        self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
+
+    def validation(self, result: ValidationResult) -> None:
+        """Record a validation; version 0 has no step that would carry its metrics."""
+        self._samples.write(readable_validation(result, self._samples_per_step))
+        if result.version == 0:
+            self._log(result.metrics, 0)
+
+    def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
+        """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
+        (a full disk) make a failure of a success."""
+        try:
+            self.timeline.close()
+            self._samples.close()
+            self._trackers.close()
+        except OSError as unwritten:
+            status, error = "failed", error or unwritten
+        self.summary.finish(status, error, ledger=self.ledger)
+        self.console.close(self.summary.as_dict())
+        return status
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        self._trackers.log(metrics, step)
+        self.summary.update(metrics, step, self.ledger)
+        self.console.step(metrics, step)
+
+    def _rates(
+        self, engines: Sequence[dict[str, Any]], window: tuple[float, float], with_reference: bool
+    ) -> dict[str, float]:
+        seconds = max(window[1] - window[0], 1e-9)
+        totals = {name: float(sum(engine[name] for engine in engines)) for name in self._engine_totals}
+        gained = {name: max(0.0, totals[name] - before) for name, before in self._engine_totals.items()}
+        self._engine_totals = totals
+        trained, self._trained_tokens = self._trained_tokens, 0
+        rates = {
+            "tokens_per_second/actor_infer": gained["generated_tokens"] / seconds,
+            "tokens_per_second/actor_train": trained / seconds,
+            "idle/actor_infer": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * max(1, len(engines)))),
+            "idle/actor_train": self.timeline.idle_share("actor_train", window),
+        }
+        if with_reference:
+            rates["idle/reference"] = self.timeline.idle_share("reference", window)
+        return rates
+
+
+def readable(groups: Sequence[Group], data: SampleBatch, step: int, count: int) -> Iterator[ReadableSample]:
+    """The first sample of the first groups, with the mean advantage of its tokens."""
+    offsets = data.offsets
+    first_row = 0
+    for group in groups[:count]:
+        sample = group.samples[0]
+        inside = slice(offsets[first_row], offsets[first_row + 1])
+        mask = data.tokens["response_mask"][inside]
+        advantages = data.tokens["advantages"][inside][mask]
+        yield _readable(group, step, "train", float(advantages.mean()) if mask.any() else 0.0, sample.oldest_version)
+        first_row += len(group.samples)
+
+
+def readable_validation(result: ValidationResult, count: int) -> Iterator[ReadableSample]:
+    for group in result.groups[:count]:
+        yield _readable(group, result.version, "val", None, result.version)
+
+
+def _readable(group: Group, step: int, split: Any, advantage: float | None, oldest: int) -> ReadableSample:
+    sample = group.samples[0]
+    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
+    return ReadableSample(
+        step=step,
+        group_id=group.group_id,
+        prompt=group.prompt.text,
+        response=sample.response_text,
+        score=sample.score,
+        advantage=advantage,
+        versions=(oldest, newest),
+        finish_reason=sample.finish_reason,
+        domain=group.prompt.domain,
+        split=split,
+    )

@@ -1,0 +1,125 @@
+"""The running roles of an RLVR run: started together, killed together.
+
+Starting them at once matters: each process spends seconds on imports, and the slowest one decides when the first step
+can begin. Whatever happens while they start or run, `kill` leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from roll.configs import derived
+from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.schema import RLVRConfig, WorkerConfig
+from roll.distributed.group import WorkerGroup, WorkerHandle, start_group, start_worker
+from roll.distributed.infer_worker import EngineSpec, InferWorker
+from roll.distributed.inference import InferencePool, PoolSettings
+from roll.distributed.placement import Placement
+from roll.distributed.train_worker import TrainerSpec, TrainWorker
+from roll.distributed.trainers import TrainerGroup
+from roll.distributed.worker import Worker, split_devices
+from roll.pipeline.preflight import Prepared
+from roll.rewards.pool import RewardPool
+
+
+class Roles:
+    """Every worker process of a run."""
+
+    def __init__(
+        self, prepared: Prepared, placement: Placement, log_dir: str, on_event: Callable[[str], None]
+    ) -> None:
+        self._prepared = prepared
+        self._config: RLVRConfig = prepared.config
+        self._placement = placement
+        self._log_dir = log_dir
+        self._groups: list[WorkerGroup] = []
+        self.pool = self._build_pool(on_event)
+        self.rewards = RewardPool(self._config.rewards)
+        self.trainer: TrainerGroup
+        self.reference: TrainerGroup | None = None
+
+    async def start(self) -> None:
+        """Start every process and load every model."""
+        config = self._config
+        async with asyncio.TaskGroup() as tasks:
+            trainer = tasks.create_task(self._start_trainer("actor_train", config.actor_train, forward_only=False))
+            tasks.create_task(self.pool.start())
+            reference = None
+            if config.reference is not None:
+                reference = tasks.create_task(self._start_trainer("reference", config.reference, forward_only=True))
+            tasks.create_task(self.rewards.start())
+        self.trainer = trainer.result()
+        self.reference = reference.result() if reference is not None else None
+
+    async def shutdown(self) -> None:
+        """End every process."""
+        self.pool.kill()
+        for group in self._groups:
+            group.kill()
+        await self.rewards.shutdown()
+        self._placement.release()
+
+    def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
+        config, role = self._config, self._config.actor_infer
+        engines = split_devices(parse_device_mapping(role.device_mapping), role.num_gpus_per_engine)
+        worker_class = self._prepared.worker_classes.get("actor_infer", InferWorker)
+
+        def start(index: int) -> WorkerHandle:
+            return self._start_worker(worker_class, "actor_infer", index, len(engines), engines[index])
+
+        spec = EngineSpec(
+            strategy_name=role.strategy_args.strategy_name,
+            strategy_config=role.strategy_args.strategy_config,
+            model_path=derived.model_path(config, role),
+            dtype=role.model_args.dtype,
+            attn_implementation=role.model_args.attn_implementation,
+            trust_remote_code=role.model_args.trust_remote_code,
+            max_length=derived.sequence_length(config),
+        )
+        settings = PoolSettings(
+            transport=config.weight_update.transport,
+            in_flight=config.weight_update.in_flight,
+            max_restarts=role.max_replica_restarts,
+            start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
+            request_timeout_seconds=role.request_timeout_seconds,
+            publish_timeout_seconds=config.weight_update.timeout_seconds,
+        )
+        return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
+
+    async def _start_trainer(self, role: str, config: WorkerConfig, *, forward_only: bool) -> TrainerGroup:
+        devices = parse_device_mapping(config.device_mapping)
+        worker_class = self._prepared.worker_classes.get(role, TrainWorker)
+        timeout = self._config.cluster.worker_start_timeout_seconds
+        group = await start_group(
+            lambda rank: self._start_worker(worker_class, role, rank, len(devices), [devices[rank]]),
+            len(devices),
+            timeout,
+        )
+        self._groups.append(group)
+        trainer = TrainerGroup(
+            group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
+        )
+        await trainer.start(
+            TrainerSpec(
+                config=config,
+                model_path=derived.model_path(self._config, config),
+                total_optimizer_steps=derived.total_optimizer_steps(self._config),
+                forward_only=forward_only,
+                seed=self._config.seed,
+            )
+        )
+        return trainer
+
+    def _start_worker(
+        self, worker_class: type[Worker], role: str, rank: int, world_size: int, devices: list[int]
+    ) -> WorkerHandle:
+        return start_worker(
+            worker_class,
+            self._placement,
+            role=role,
+            rank=rank,
+            world_size=world_size,
+            devices=devices,
+            log_dir=self._log_dir,
+        )

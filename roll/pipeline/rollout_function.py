@@ -1,0 +1,116 @@
+"""How one RLVR group comes about: sample the prompt n times, judge each response.
+
+Everything random derives from (run seed, group id, sample index, turn), so a group can be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from roll.data.records import Group, Prompt, Sample
+from roll.data.seeds import derive_seed
+from roll.rewards.records import RewardInput, RewardOutput
+from roll.strategies.infer.base import Completion, GenerateRequest, SamplingParams
+
+
+class Generator(Protocol):
+    """Anything that runs requests."""
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion: ...
+
+
+class Judge(Protocol):
+    """Anything that judges the responses to a prompt of some domain."""
+
+    async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]: ...
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns a response into text."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True)
+class RolloutFunction:
+    """Generation and reward of one group; one object serves training, another validation."""
+
+    generator: Generator
+    judge: Judge
+    decoder: Decoder
+    sampling: SamplingParams
+    samples_per_group: int
+    run_seed: int
+    purpose: str
+    """Part of each request's name and seed: ``train`` or ``validation``."""
+    separate_requests: bool = True
+    """False keeps the samples of a group on one replica."""
+
+    async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
+        """Run the group with weights of ``min_version`` or newer. Raises what the engine or the verifier raised."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._sample(group_id, index, prompt, min_version))
+                for index in range(self.samples_per_group)
+            ]
+        group = Group(group_id, prompt, [task.result() for task in running])
+        await self._judge(group)
+        return group
+
+    async def _sample(self, group_id: int, index: int, prompt: Prompt, min_version: int | None) -> Sample:
+        seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
+        request = GenerateRequest(
+            request_id=f"{self.purpose}-{group_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=replace(self.sampling, seed=seed),
+        )
+        sticky_key = None if self.separate_requests else f"{self.purpose}-{group_id}"
+        completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
+        text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        return sample_from_completion(prompt, completion, text)
+
+    async def _judge(self, group: Group) -> None:
+        prompt = group.prompt
+        inputs = [
+            RewardInput(
+                prompt_id=prompt.prompt_id,
+                prompt_text=prompt.text,
+                response_text=sample.response_text,
+                ground_truth=prompt.ground_truth,
+                domain=prompt.domain,
+                metadata=prompt.metadata,
+                finish_reason=sample.finish_reason,
+                prompt_tokens=len(prompt.token_ids),
+                response_tokens=sample.response_tokens,
+            )
+            for sample in group.samples
+        ]
+        for sample, output in zip(group.samples, await self.judge.score(prompt.domain, inputs), strict=True):
+            sample.score = output.score
+            sample.reward = output.score
+            sample.metrics = dict(output.metrics)
+
+
+def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:
+    """Prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
+    given, sampled = len(prompt.token_ids), len(completion.token_ids)
+    return Sample(
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        response_mask=np.concatenate([np.zeros(given, dtype=bool), np.ones(sampled, dtype=bool)]),
+        behaviour_logprobs=np.concatenate([np.zeros(given), completion.logprobs]).astype(np.float32),
+        versions=np.concatenate([np.full(given, -1), completion.versions]).astype(np.int32),
+        finish_reason=completion.finish_reason,
+        response_text=text,
+    )
+
+
+def has_score_variance(group: Group) -> bool:
+    """Whether the samples of a group differ in score (a group without variance teaches a group baseline nothing)."""
+    return bool(np.ptp(group.scores) > 0)

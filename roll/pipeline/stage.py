@@ -1,0 +1,156 @@
+"""A box of the flow: a small state machine with its own consume-produce loop.
+
+Every change of state is recorded with its time; that record is the timeline, the idle shares and the report of a
+hang. A stage that raises is FAILED and takes the whole graph down with it: nothing is swallowed, nothing spins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+from roll.pipeline.channel import Channel, ChannelClosed
+
+
+class StageState(enum.Enum):
+    IDLE = "idle"
+    WAITING_INPUT = "waiting for input"
+    WAITING_RESOURCE = "waiting for devices"
+    RUNNING = "running"
+    WAITING_OUTPUT = "waiting for output"
+    FAILED = "failed"
+    DONE = "done"
+
+
+class StateRecorder(Protocol):
+    """What a stage tells about itself (the timeline implements it)."""
+
+    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None: ...
+
+
+class StageItem(Protocol):
+    """What flows through channels."""
+
+    def note_time(self, stage: str, seconds: float) -> None:
+        """A stage has worked on this item for so long (waiting not counted)."""
+
+
+class Stage:
+    """One consume-produce loop. Subclasses implement `process`; a source overrides `take_input` too.
+
+    ``hold`` opens the context in which `process` runs (a device lock held as a role); without it the stage needs no
+    devices.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recorder: StateRecorder,
+        *,
+        inbox: Channel[Any] | None = None,
+        outbox: Channel[Any] | None = None,
+        hold: Callable[[], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.inbox = inbox
+        self.outbox = outbox
+        self.state = StageState.IDLE
+        self.items_done = 0
+        self._recorder = recorder
+        self._hold = hold
+
+    async def take_input(self) -> Any:
+        """The next item to work on. Raises `ChannelClosed` at the end of the data."""
+        if self.inbox is None:
+            raise TypeError(f"stage {self.name!r} has no inbox and does not override take_input")
+        return await self.inbox.get()
+
+    async def process(self, item: Any) -> StageItem:
+        """Work on one item and return what the next stage gets."""
+        raise NotImplementedError
+
+    def enter(self, state: StageState, **details: Any) -> None:
+        """Change state and record it."""
+        self.state = state
+        self._recorder.transition(f"stage/{self.name}", state.value, **details)
+
+    async def run(self) -> None:
+        """Work until the input ends, then close the output."""
+        try:
+            await self._loop()
+        except asyncio.CancelledError:
+            self.enter(StageState.DONE, cancelled=True)
+            raise
+        except BaseException as error:
+            self.enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
+            raise
+        self.enter(StageState.DONE)
+
+    async def _loop(self) -> None:
+        while True:
+            self.enter(StageState.WAITING_INPUT)
+            try:
+                item = await self.take_input()
+            except ChannelClosed:
+                break
+            result = await self._work(item)
+            self.items_done += 1
+            if self.outbox is not None:
+                self.enter(StageState.WAITING_OUTPUT)
+                await self.outbox.put(result)
+        if self.outbox is not None:
+            await self.outbox.close()
+
+    async def _work(self, item: Any) -> StageItem:
+        if self._hold is None:
+            return await self._process_timed(item)
+        self.enter(StageState.WAITING_RESOURCE)
+        async with self._hold():
+            return await self._process_timed(item)
+
+    async def _process_timed(self, item: Any) -> StageItem:
+        self.enter(StageState.RUNNING)
+        clock = asyncio.get_running_loop()
+        started = clock.time()
+        result = await self.process(item)
+        result.note_time(self.name, clock.time() - started)
+        return result
+
+
+class StageGraph:
+    """Stages and background tasks under one roof: the first failure cancels all the others and is raised."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self.stages = list(stages)
+
+    async def run(
+        self,
+        background: Iterable[tuple[str, Callable[[], Awaitable[None]]]] = (),
+        first: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Run all stages to their end; ``background`` tasks are cancelled once every stage is done.
+
+        ``first`` is awaited, with the background tasks running, before the stages start. Raises the first failure
+        itself, not an exception group, so that its cause is named plainly.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [group.create_task(start(), name=name) for name, start in background]
+                if first is not None:
+                    await first()
+                workers = [group.create_task(stage.run(), name=f"stage/{stage.name}") for stage in self.stages]
+                await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+                for helper in helpers:
+                    helper.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first leaf of an exception group: what failed before everything else was cancelled."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,172 @@
+"""The stages of a training step, in the order a batch passes through them.
+
+    rollout -> reference -> advantage -> train -> param_update
+
+Each is a few lines: the work is done by the scheduler, the workers and the algorithms. The first stage waits for the
+scheduler's groups, the last one publishes the new weights, which is what lets the scheduler start more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.distributed.train_worker import TrainPlan
+from roll.pipeline.advantages import add_advantages
+from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.channel import Channel, ChannelClosed
+from roll.pipeline.context import RunContext
+from roll.pipeline.registry import register_stage
+from roll.pipeline.stage import Stage
+from roll.rollout.scheduler import FinishedGroup
+
+MEBIBYTE = 1024 * 1024
+STAGE_ORDER = ("rollout", "reference", "advantage", "train", "param_update")
+
+
+@register_stage("rollout")
+class RolloutStage(Stage):
+    """Source: the scheduler's batches, checked against the staleness bound and the ledger."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__("rollout", context.recorder.timeline, inbox=inbox, outbox=outbox)
+        self.context = context
+        self._next_step = 0
+
+    async def take_input(self) -> list[FinishedGroup]:
+        if self._next_step == self.context.config.max_steps:
+            raise ChannelClosed("all training steps have their batch")
+        return await self.context.scheduler.next_batch()
+
+    async def process(self, finished: list[FinishedGroup]) -> TrainingBatch:
+        batch = TrainingBatch.from_groups(self._next_step, [group.result for group in finished])
+        self._next_step += 1
+        batch.check_staleness(self.context.max_staleness)
+        self.context.scheduler.ledger.check()
+        batch.describe_rollouts()
+        return batch
+
+
+@register_stage("reference")
+class ReferenceStage(Stage):
+    """Log-probabilities under the frozen reference policy, for a KL term."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__(
+            "reference", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("reference")
+        )
+        self.context = context
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        reference = self.context.reference
+        if reference is None:
+            raise RuntimeError("the reference stage is wired without a reference role")
+        with self.context.recorder.busy("reference"):
+            logprobs = await reference.log_probs(batch.data, self.context.train_temperature)
+        batch.data.tokens["reference_logprobs"] = logprobs
+        return batch
+
+
+@register_stage("advantage")
+class AdvantageStage(Stage):
+    """From rewards (and the KL penalty, if any) to what multiplies the gradient."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__("advantage", context.recorder.timeline, inbox=inbox, outbox=outbox)
+        self.context = context
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        batch.metrics.update(add_advantages(batch, self.context.advantages))
+        return batch
+
+
+@register_stage("train")
+class TrainStage(Stage):
+    """The optimizer steps of one training step; then the new weights are set aside for publication."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__(
+            "train", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("actor_train")
+        )
+        self.context = context
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        context, config = self.context, self.context.config
+        version = batch.step + 1
+        with context.recorder.busy("actor_train"):
+            plan = TrainPlan(batch.step, config.ppo_epochs, context.optimizer_batch_size, context.train_temperature)
+            metrics = await context.trainer.train(batch.data, context.objective, plan)
+            if publication_due(context, version):
+                await gather(context, version)
+                batch.gathered = True
+            if version == config.max_steps or (config.save_steps and version % config.save_steps == 0):
+                await context.trainer.save(str(context.checkpoint_dir / f"step-{version}"))
+        batch.metrics.update({f"actor/{name}": value for name, value in metrics.items()})
+        context.recorder.count_trained_tokens(int(batch.data.lengths.sum()) * config.ppo_epochs)
+        context.scheduler.training_step_done(version)
+        return batch
+
+
+@register_stage("param_update")
+class ParamUpdateStage(Stage):
+    """Send the weights, load them into every replica, validate when due, and record the step."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__("param_update", context.recorder.timeline, inbox=inbox, outbox=outbox)
+        self.context = context
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        version = batch.step + 1
+        if batch.gathered:
+            batch.metrics.update(await publish(self.context, version))
+            batch.metrics.update(await announce(self.context, version))
+        await self.context.recorder.step(batch, self.context.scheduler, self.context.pool)
+        return batch
+
+
+def validation_due(context: RunContext, version: int) -> bool:
+    """Whether this version is validated: every `eval_steps`, and the first and the last version."""
+    eval_steps = context.config.eval_steps
+    return eval_steps > 0 and (version % eval_steps == 0 or version == context.config.max_steps)
+
+
+def publication_due(context: RunContext, version: int) -> bool:
+    """Whether this version goes to the engine: every `interval_steps`, the last one, and what is validated."""
+    interval = context.config.weight_update.interval_steps
+    return version % interval == 0 or version == context.config.max_steps or validation_due(context, version)
+
+
+async def gather(context: RunContext, version: int) -> None:
+    """Copy the trainer's weights aside."""
+    bucket_bytes = int(context.config.weight_update.bucket_size_mb * MEBIBYTE)
+    await context.trainer.gather(version, context.pool.dtype, bucket_bytes)
+
+
+async def publish(context: RunContext, version: int) -> dict[str, float]:
+    """Bring gathered weights to every replica; seconds of each part."""
+    publication = await context.trainer.send(version, context.config.weight_update.transport)
+    async with context.locks["actor_infer"].hold("actor_infer"):
+        loaded = await context.pool.publish(publication)
+    seconds = {**publication.seconds, **loaded}
+    return {f"weights/{name}_seconds": value for name, value in seconds.items()}
+
+
+async def announce(context: RunContext, version: int) -> dict[str, float]:
+    """Tell the scheduler of a published version, and validate it when due.
+
+    With `validation.mode: pause` no training group starts until the validation has ended.
+    """
+    if context.validator is None or not validation_due(context, version):
+        context.scheduler.weights_published(version)
+        return {}
+    pause = context.config.validation is not None and context.config.validation.mode == "pause"
+    if pause:
+        context.scheduler.pause_admission()
+    else:
+        context.scheduler.weights_published(version)
+    with context.recorder.validating(version):
+        result = await context.validator.run(version)
+    context.recorder.validation(result)
+    if pause:
+        context.scheduler.weights_published(version)
+        context.scheduler.resume_admission()
+    return result.metrics

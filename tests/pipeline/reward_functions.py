@@ -1,0 +1,52 @@
+"""Rewards of the pipeline's tests, named in configurations as `reward_functions:name`."""
+
+import asyncio
+import hashlib
+import os
+import random
+import time
+from pathlib import Path
+
+
+def digit_reward(response, ground_truth):
+    """Something that differs between the responses of an untrained model: how many characters are right."""
+    return sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False)) + 0.1 * len(response)
+
+
+async def late_reward(response, ground_truth):
+    """The same, after a wait that depends on chance."""
+    await asyncio.sleep(random.expovariate(20))
+    return digit_reward(response, ground_truth)
+
+
+def raising_reward(response):
+    raise RuntimeError("the verifier of this test always fails")
+
+
+def nonsense_reward(response):
+    return float("nan")
+
+
+def hanging_reward(response):
+    time.sleep(3600)
+
+
+def sometimes_failing_reward(response, ground_truth, prompt_id):
+    """Fails for good on one prompt in ten."""
+    if int(hashlib.sha256(prompt_id.encode()).hexdigest(), 16) % 10 == 0:
+        raise RuntimeError(f"prompt {prompt_id} cannot be judged")
+    return digit_reward(response, ground_truth)
+
+
+def dying_once_reward(response, ground_truth, marker):
+    """Kills its own process the first time it is called."""
+    path = Path(marker)
+    if not path.exists():
+        path.touch()
+        os.kill(os.getpid(), 9)
+    return digit_reward(response, ground_truth)
+
+
+def slow_reward(response, ground_truth):
+    time.sleep(0.05)
+    return digit_reward(response, ground_truth)

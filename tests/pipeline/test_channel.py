@@ -1,0 +1,62 @@
+import asyncio
+
+import pytest
+
+from roll.pipeline.channel import Channel, ChannelClosed
+from roll.rollout.clock import run_virtual
+
+
+def test_a_full_channel_makes_the_producer_wait_until_something_is_taken():
+    async def scenario():
+        channel = Channel("c", capacity=1)
+        await channel.put(1)
+        second = asyncio.create_task(channel.put(2))
+        await asyncio.sleep(1)
+        assert not second.done()
+        assert await channel.get() == 1
+        await second
+        assert await channel.get() == 2
+
+    run_virtual(scenario())
+
+
+def test_items_put_before_close_are_still_delivered_and_then_the_end_is_an_exception():
+    async def scenario():
+        channel = Channel("c", capacity=2)
+        await channel.put("last")
+        await channel.close()
+        assert await channel.get() == "last"
+        with pytest.raises(ChannelClosed):
+            await channel.get()
+        with pytest.raises(ChannelClosed):
+            await channel.put("too late")
+
+    run_virtual(scenario())
+
+
+def test_none_is_an_item_like_any_other():
+    async def scenario():
+        channel = Channel("c")
+        await channel.put(None)
+        assert await channel.get() is None
+
+    run_virtual(scenario())
+
+
+def test_a_cancelled_put_leaves_nothing_behind():
+    async def scenario():
+        channel = Channel("c", capacity=1)
+        await channel.put(1)
+        blocked = asyncio.create_task(channel.put(2))
+        await asyncio.sleep(1)
+        blocked.cancel()
+        await asyncio.wait([blocked])
+        assert await channel.get() == 1
+        assert len(channel) == 0
+
+    run_virtual(scenario())
+
+
+def test_a_channel_without_room_is_refused():
+    with pytest.raises(ValueError, match="capacity"):
+        Channel("c", capacity=0)
