@@ -1,0 +1,56 @@
+"""What a verifier is given, what it answers, and the two ways it can let a run down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One response to be judged."""
+
+    prompt_id: str
+    prompt_text: str
+    response_text: str
+    ground_truth: Any = None
+    domain: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    """``stop``, ``length`` or ``abort``."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """The values by the names under which a verifier's parameters ask for them (see `VERIFIER_FIELDS`)."""
+        return {
+            "prompt": self.prompt_text,
+            "response": self.response_text,
+            "ground_truth": self.ground_truth,
+            "domain": self.domain,
+            "metadata": self.metadata,
+            "finish_reason": self.finish_reason,
+            "prompt_id": self.prompt_id,
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+        }
+
+
+VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
+"""Names a verifier's parameters may have to be filled from the response under judgement."""
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """A judgement: the raw score, and whatever else the verifier measured."""
+
+    score: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RewardNonsense(ValueError):
+    """A verifier answered something that is no score. The message names the verifier and the value."""
+
+
+class RewardFailed(RuntimeError):
+    """A response could not be judged, after all retries. The message names reward, prompt and cause."""

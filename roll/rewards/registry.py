@@ -1,0 +1,269 @@
+"""Verifiers by name or import path, checked against their signature before anything starts.
+
+A verifier is a plain function (or coroutine function) whose parameter names say what it wants: any of
+`VERIFIER_FIELDS` is filled from the response under judgement, the others from `verifier_args`. It returns a number, or
+a mapping with a `score` and further numbers. A new built-in verifier is one file and one line in `BUILT_IN`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import RewardConfig
+from roll.configs.wording import shown
+from roll.data.imports import import_object
+from roll.data.names import nearest_name_hint
+from roll.data.records import Prompt
+from roll.rewards.records import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A verifier of our own: where it is, and what it needs."""
+
+    import_path: str
+    requires: tuple[str, ...] = ()
+    """Modules it imports when it first judges; workers import them at their start."""
+    timeout_score: float | None = None
+    """Score of a response that cannot be judged in time; ``None``: that is a failure of the reward."""
+
+
+BUILT_IN = {
+    "exact": BuiltIn("roll.rewards.exact:exact"),
+    "numeric": BuiltIn("roll.rewards.numeric:numeric"),
+    # An expression that takes ten seconds to evaluate is no answer. Were it a failure, the policy could make whole
+    # groups disappear by writing such expressions.
+    "math": BuiltIn("roll.rewards.math_answer:math_answer", ("math_verify",), timeout_score=0.0),
+    "reasoning_gym": BuiltIn(
+        "roll.rewards.reasoning_gym_task:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A checked verifier, ready to be called."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    fields: tuple[str, ...] = ()
+    """Names of the fields the function is given."""
+    needs_ground_truth: bool = False
+    is_async: bool = False
+    requires: tuple[str, ...] = ()
+    timeout_score: float | None = None
+
+    def __call__(self, record: RewardInput) -> Any:
+        """What the function answers, unchecked (see `checked_output`); a coroutine of it, if it is async."""
+        values = record.fields()
+        return self.function(**{name: values[name] for name in self.fields}, **self.arguments)
+
+
+def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
+    """Find a verifier and check its arguments. ``path`` is the configuration path, for example ``rewards.math``.
+
+    Nothing heavy is imported but the module a user names. Raises `ConfigError` with every problem.
+    """
+    name = config.verifier
+    if not name:
+        raise _error(f"{path}.verifier", "no verifier is named", nearest_name_hint("", BUILT_IN))
+    built_in = BUILT_IN.get(name, BuiltIn(name))
+    for module in built_in.requires:
+        if importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
+            raise _error(f"{path}.verifier", f"`{name}` needs the package `{package}`", f"pip install {package}")
+    function = _import_function(built_in.import_path, f"{path}.verifier")
+    parameters = _parameters(function, f"{path}.verifier")
+    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    named = {
+        key: each
+        for key, each in parameters.items()
+        if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    problems = _argument_problems(config, parameters, named, takes_anything, path)
+    arguments, value_problems = _converted(config.verifier_args, named, path)
+    if problems or value_problems:
+        raise ConfigError(problems + value_problems)
+    truth = named.get("ground_truth")
+    return Verifier(
+        name=name,
+        function=function,
+        arguments=arguments,
+        fields=VERIFIER_FIELDS if takes_anything else tuple(key for key in VERIFIER_FIELDS if key in named),
+        needs_ground_truth=truth is not None and truth.default is inspect.Parameter.empty,
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        requires=built_in.requires,
+        timeout_score=built_in.timeout_score,
+    )
+
+
+def checked_output(verifier_name: str, value: Any) -> RewardOutput:
+    """What a verifier answered, as a `RewardOutput`. Raises `RewardNonsense` if it is no finite number."""
+    if isinstance(value, RewardOutput):
+        return RewardOutput(
+            _number(verifier_name, value.score, value),
+            {key: _number(verifier_name, each, value) for key, each in value.metrics.items()},
+        )
+    if not isinstance(value, Mapping):
+        return RewardOutput(_number(verifier_name, value, value))
+    if "score" not in value:
+        raise RewardNonsense(f"verifier `{verifier_name}` answered {_short(value)}, which has no `score`")
+    numbers = {str(key): _number(verifier_name, each, value) for key, each in value.items()}
+    return RewardOutput(numbers.pop("score"), numbers)
+
+
+def route_domains(rewards: Mapping[str, RewardConfig], path: str = "rewards") -> dict[str, str]:
+    """Domain tag -> name of the reward that judges it. Raises `ConfigError` if two rewards claim a domain."""
+    routes: dict[str, str] = {}
+    problems = []
+    for name, config in rewards.items():
+        for domain in config.tag_included or [name]:
+            owner = routes.setdefault(domain, name)
+            if owner != name:
+                message = f"the domain `{domain}` already belongs to the reward `{owner}`"
+                problems.append(ConfigProblem(f"{path}.{name}.tag_included", message, "name each domain once"))
+    if problems:
+        raise ConfigError(problems)
+    return routes
+
+
+def check_prompts(
+    routes: Mapping[str, str], verifiers: Mapping[str, Verifier], prompts: Iterable[Prompt], path: str
+) -> list[ConfigProblem]:
+    """Prompts that no reward can judge: domains without one, and prompts without the ground truth it needs.
+
+    ``verifiers`` is by reward name, ``path`` the configuration path of the prompts.
+    """
+    problems: dict[tuple[str, str], ConfigProblem] = {}
+    for prompt in prompts:
+        reward = routes.get(prompt.domain)
+        if reward is None:
+            message = f"no reward judges the domain `{prompt.domain}` (prompt {prompt.prompt_id})"
+            hint = nearest_name_hint(prompt.domain, routes)
+            remedy = f"add `{prompt.domain}` to the `tag_included` of a reward; {hint}"
+            problems.setdefault(("domain", prompt.domain), ConfigProblem(path, message, remedy))
+        elif prompt.ground_truth is None and verifiers[reward].needs_ground_truth:
+            message = f"prompt {prompt.prompt_id} has no ground truth, which `rewards.{reward}` needs"
+            remedy = "give each prompt of this domain a `ground_truth` (or `answer`)"
+            problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))
+    return list(problems.values())
+
+
+def make_importable(folders: Iterable[str]) -> None:
+    """Append folders to this process' import path, so that a user's module is found in the driver and in workers."""
+    for folder in folders:
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _error(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+def _import_function(import_path: str, path: str) -> Callable[..., Any]:
+    if ":" not in import_path:
+        hint = nearest_name_hint(import_path, BUILT_IN)
+        remedy = f"{hint}; or use an import path `package.module:function`"
+        raise _error(path, f"`{import_path}` is no verifier", remedy)
+    make_importable([os.getcwd()])
+    try:
+        found = import_object(import_path)
+    except ImportError as cause:
+        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
+        raise _error(path, str(cause), remedy) from cause
+    if not callable(found):
+        raise _error(path, f"`{import_path}` is a {type(found).__name__}", "name a function")
+    return found
+
+
+def _parameters(function: Callable[..., Any], path: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # annotations that only a type checker can resolve: their values go unconverted
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as cause:
+        raise _error(path, f"the signature cannot be read ({cause})", "wrap it in a Python function") from cause
+
+
+def _argument_problems(
+    config: RewardConfig,
+    parameters: Mapping[str, inspect.Parameter],
+    named: Mapping[str, inspect.Parameter],
+    takes_anything: bool,
+    path: str,
+) -> list[ConfigProblem]:
+    """Parameters that nothing fills, and `verifier_args` that fill nothing."""
+    problems = []
+    for key, parameter in parameters.items():
+        required = parameter.default is inspect.Parameter.empty
+        if required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            message = f"`{config.verifier}` takes `{key}` by position only"
+            problems.append(ConfigProblem(f"{path}.verifier", message, "parameters are filled by name"))
+        elif required and key in named and key not in VERIFIER_FIELDS and key not in config.verifier_args:
+            message = f"`{config.verifier}` needs `{key}`, which is neither set nor known of a response"
+            remedy = f"set `{path}.verifier_args.{key}`; {nearest_name_hint(key, VERIFIER_FIELDS)}"
+            problems.append(ConfigProblem(f"{path}.verifier", message, remedy))
+    settable = set(named) - set(VERIFIER_FIELDS)
+    for key in config.verifier_args:
+        if key in VERIFIER_FIELDS:
+            message = f"`{key}` is filled from the response that is judged"
+            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, "leave it out"))
+        elif key not in settable and not takes_anything:
+            message = f"`{config.verifier}` has no argument `{key}`"
+            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, nearest_name_hint(key, settable)))
+    return problems
+
+
+def _converted(
+    arguments: Mapping[str, Any], named: Mapping[str, inspect.Parameter], path: str
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """The arguments, converted to the types the function's annotations name (a regular expression gets compiled)."""
+    converted = dict(arguments)
+    problems = []
+    for key, value in arguments.items():
+        annotation = named[key].annotation if key in named else inspect.Parameter.empty
+        if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+            continue
+        try:
+            converted[key] = _type_adapter(annotation).validate_python(value)
+        except ValidationError as cause:
+            reason = cause.errors()[0]["msg"]
+            message = f"{shown(value, key)} does not fit ({reason})"
+            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, f"a value for `{annotation}`"))
+    return converted, problems
+
+
+def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # the type brings its own settings
+        return TypeAdapter(annotation)
+
+
+def _number(verifier_name: str, value: Any, answer: Any) -> float:
+    """``value`` as a float; numpy's numbers are numbers too, text is not."""
+    is_number = isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
+    try:
+        number = float(value) if is_number else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardNonsense(f"verifier `{verifier_name}` answered {_short(answer)}, which is no finite number")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,36 @@
+"""One small Ray for all tests of this folder, and the helpers they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+
+from roll.configs.schema import RewardConfig
+from roll.rewards.pool import PoolSettings, RewardPool
+from roll.rewards.records import RewardInput
+
+
+@pytest.fixture(scope="package")
+def local_ray() -> Iterator[None]:
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make_pool(local_ray: None) -> Callable[..., RewardPool]:
+    def make(verifier: str, **settings) -> RewardPool:
+        config = RewardConfig(verifier=verifier, tag_included=["test"], **settings)
+        return RewardPool({"test": config}, settings=PoolSettings(kill_grace_seconds=0.5))
+
+    return make
+
+
+@pytest.fixture
+def judged() -> Callable[..., RewardInput]:
+    def make(response: str, ground_truth: object = None, **settings) -> RewardInput:
+        return RewardInput("train.jsonl:1", "prompt", response, ground_truth, "test", **settings)
+
+    return make

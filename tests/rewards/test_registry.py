@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import roll
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import BUILTIN_VERIFIERS, RewardConfig
+from roll.data.records import Prompt
+from roll.rewards.records import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
+from roll.rewards.registry import BUILT_IN, check_prompts, checked_output, resolve_verifier, route_domains
+
+USER = "tests.rewards.sample_verifiers:"
+RECORD = RewardInput("p:1", "prompt", "abc", "truth", "sum", {"level": 4}, "length", 6, 3)
+
+
+def resolve(verifier: str, **arguments):
+    return resolve_verifier(RewardConfig(verifier=verifier, verifier_args=arguments), "rewards.x")
+
+
+def problems_of(verifier: str, **arguments) -> list[ConfigProblem]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(verifier, **arguments)
+    return caught.value.problems
+
+
+def make_prompt(domain: str, ground_truth: object) -> Prompt:
+    return Prompt(f"{domain}:1", domain, np.array([1], dtype=np.int32), "text", ground_truth)
+
+
+def test_a_function_gets_the_fields_it_names_and_its_arguments():
+    verifier = resolve(USER + "detailed", scale="2.5")  # converted to the annotated type
+    assert verifier.fields == ("response", "metadata")
+    assert verifier(RECORD) == {"score": 7.5, "level": 4}
+
+
+def test_a_function_of_anything_gets_all_fields():
+    verifier = resolve(USER + "everything", scale=2)
+    assert verifier(RECORD) == {"score": 3, "fields": len(VERIFIER_FIELDS) + 1, "scale": 2}
+
+
+def test_annotations_for_type_checkers_only_do_not_matter():
+    assert resolve(USER + "lazily_annotated", scale=Decimal(2))(RECORD) == 2.0
+
+
+def test_async_functions_are_known_as_such():
+    assert resolve(USER + "async_answer").is_async
+    assert not resolve(USER + "length").is_async
+
+
+def test_the_schema_knows_the_built_in_verifiers():
+    assert set(BUILT_IN) == set(BUILTIN_VERIFIERS)
+    for name in BUILT_IN:
+        assert resolve(name).needs_ground_truth
+
+
+@pytest.mark.parametrize(
+    ("verifier", "arguments", "path", "words"),
+    [
+        ("", {}, ".verifier", "no verifier is named"),
+        ("maths", {}, ".verifier", "did you mean `math`?"),
+        ("no_such_module:judge", {}, ".verifier", "no_such_module"),
+        (USER + "no_such_function", {}, ".verifier", "no_such_function"),
+        (USER, {}, ".verifier", "package.module:attribute"),
+        (USER + "NOT_A_FUNCTION", {}, ".verifier", "is a int"),
+        (USER + "by_position", {}, ".verifier", "by position only"),
+        (USER + "needs_more", {}, ".verifier", "did you mean `ground_truth`?"),
+        (USER + "detailed", {"scael": 1}, ".verifier_args.scael", "did you mean `scale`?"),
+        (USER + "detailed", {"response": "x"}, ".verifier_args.response", "filled from the response"),
+        (USER + "detailed", {"scale": "much"}, ".verifier_args.scale", "does not fit"),
+        ("exact", {"extract": "("}, ".verifier_args.extract", "valid regular expression"),
+        ("builtins:max", {}, ".verifier", "signature cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_a_problem_with_its_path(verifier, arguments, path, words):
+    (problem,) = problems_of(verifier, **arguments)
+    assert problem.path == f"rewards.x{path}"
+    assert words in str(problem)
+
+
+def test_all_wrong_arguments_are_reported_at_once_and_secrets_never():
+    problems = problems_of("exact", ignore_case="perhaps", extract="(", api_key=1, pattern="a")
+    assert len(problems) == 4
+    assert "sesame" not in str(problems_of(USER + "detailed", scale=1, secret="sesame"))
+
+
+def test_resolving_imports_no_heavy_library():
+    script = (
+        "import sys; from roll.rewards.registry import *\n"
+        "for name in BUILT_IN: resolve_verifier(RewardConfig(verifier=name), 'rewards.x')\n"
+        "heavy = {'torch', 'ray', 'sympy', 'math_verify', 'reasoning_gym', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(roll.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("value", "output"),
+    [
+        (True, RewardOutput(1.0)),
+        (3, RewardOutput(3.0)),
+        (np.float32(0.5), RewardOutput(0.5)),
+        (np.array(2.0), RewardOutput(2.0)),
+        ({"score": 1, "length": 7}, RewardOutput(1.0, {"length": 7.0})),
+        (RewardOutput(1, {"a": 2}), RewardOutput(1.0, {"a": 2.0})),
+    ],
+)
+def test_numbers_are_scores(value, output):
+    assert checked_output("v", value) == output
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, "1.0", b"1", float("nan"), float("inf"), 10**400, [1.0], (1.0, 2.0), np.array([1.0, 2.0]), 1j, object(),
+        {}, {"value": 1.0}, {"score": None}, {"score": 1.0, "why": "because"}, RewardOutput(float("nan")),
+    ],
+)  # fmt: skip
+def test_nonsense_is_named_with_its_verifier(value):
+    with pytest.raises(RewardNonsense, match="`my verifier` answered"):
+        checked_output("my verifier", value)
+
+
+def test_domains_belong_to_their_own_name_or_to_the_tags():
+    rewards = {"math": RewardConfig(verifier="math"), "other": RewardConfig(verifier="exact", tag_included=["a", "b"])}
+    assert route_domains(rewards) == {"math": "math", "a": "other", "b": "other"}
+
+
+def test_a_domain_with_two_rewards_is_a_problem():
+    with pytest.raises(ConfigError, match="already belongs to the reward `math`"):
+        route_domains({"math": RewardConfig(), "other": RewardConfig(tag_included=["math"])})
+
+
+def test_prompts_that_no_reward_can_judge_are_problems_once_per_domain():
+    routes = {"sum": "sum", "free": "free"}
+    verifiers = {"sum": resolve("exact"), "free": resolve(USER + "length")}
+    good = [make_prompt("sum", 0), make_prompt("free", None)]
+    assert check_prompts(routes, verifiers, good, "data") == []
+    bad = [make_prompt("summ", "3"), make_prompt("summ", "4"), make_prompt("sum", None)]
+    no_reward, no_truth = check_prompts(routes, verifiers, good + bad, "data")
+    assert "did you mean `sum`?" in no_reward.remedy
+    assert "sum:1 has no ground truth" in no_truth.message

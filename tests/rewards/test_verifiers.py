@@ -1,0 +1,183 @@
+"""The built-in verifiers, called as a worker calls them: in a main thread."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.configs.schema import ReasoningGymSource
+from roll.data.sources import read_reasoning_gym
+from roll.rewards.exact import exact
+from roll.rewards.math_answer import math_answer
+from roll.rewards.numeric import last_number, numeric
+from roll.rewards.reasoning_gym_task import reasoning_gym_task
+
+HALVES = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "$1/2$", "The answer is 0.5.", r"so \(\dfrac12\)", r"\boxed{50\%}"]
+
+
+@given(st.text())
+def test_exact_accepts_itself_and_nothing_longer(text):
+    assert exact(f" {text}\n", text) == 1.0
+    assert exact(text + "x", text) == 0.0
+
+
+def test_exact_options():
+    assert exact("Yes", "yes") == 0.0
+    assert exact("Yes", "yes", ignore_case=True) == 1.0
+    assert exact("b", ["a", "b"]) == 1.0
+    assert exact("3", 3) == 1.0
+    tag = re.compile(r"<answer>(.*?)</answer>")
+    assert exact("<answer>1</answer> no, <answer> 2 </answer>", "2", extract=tag) == 1.0
+    assert exact("2", "2", extract=tag) == 0.0
+    assert exact("a1b22", "22", extract=re.compile(r"\d+")) == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, [], [None]])
+def test_a_missing_ground_truth_is_an_error_and_not_a_wrong_answer(truth):
+    with pytest.raises(ValueError, match="no ground truth"):
+        exact("", truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12 apples", 12),
+        ("first 3, then 1,234.5!", Fraction(2469, 2)),
+        ("5-3", 3),
+        ("x = -3", -3),
+        ("(-3)", -3),
+        ("**-5**", -5),
+        ("\N{MINUS SIGN}7", -7),
+        ("1/2", Fraction(1, 2)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"\boxed{1{,}000}", 1000),
+        ("It is 12.", 12),
+        (".5", Fraction(1, 2)),
+        ("1.2.3", 3),
+        ("2.5e3", 2500),
+        ("1,2345", 2345),
+        ("", None),
+        ("none", None),
+        ("3 / 0", None),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+@given(st.text())
+def test_any_text_can_be_searched_for_a_number(text):
+    assert last_number(text) is None or isinstance(last_number(text), Fraction)
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_integers_are_compared_in_every_digit(number):
+    assert numeric(f"It is {number:,} apples.", number) == 1.0
+    assert numeric(f"{number}", str(number)) == 1.0
+    assert numeric(f"{number + 1}", number) == 0.0
+
+
+@given(st.fractions(max_denominator=10**6))
+def test_fractions_are_exact(number):
+    text = f"{number.numerator}/{number.denominator}"
+    assert last_number(text) == number
+    assert numeric(f"{text} of it", text) == 1.0
+
+
+@given(st.decimals(-(10**6), 10**6, places=4))
+def test_decimals_equal_the_floats_they_mean(number):
+    assert numeric(f"about {number:f}", float(number)) == 1.0
+
+
+def test_numeric_tolerances_and_extraction():
+    assert numeric("0.3", 0.1 + 0.2) == 1.0
+    assert numeric("3.14", "3.14159") == 0.0
+    assert numeric("3.14", "3.14159", absolute_tolerance=0.01) == 1.0
+    assert numeric("99", 100, relative_tolerance=0.01) == 1.0
+    assert numeric("98", 100, relative_tolerance=0.01) == 0.0
+    assert numeric("#### 42 (in 3 steps)", 42, extract=re.compile(r"#### (.*?)\(")) == 1.0
+    assert numeric("42", 42, extract=re.compile("####.*")) == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, "many", [], float("nan"), float("inf")])
+def test_a_ground_truth_without_number_is_an_error(truth):
+    with pytest.raises(ValueError, match="has no number"):
+        numeric("1", truth)
+
+
+@pytest.mark.parametrize("response", HALVES)
+@pytest.mark.parametrize("truth", ["1/2", "0.5", r"\frac{1}{2}", r"$\frac{1}{2}$", r"\boxed{\frac12}"])
+def test_equal_mathematics_in_other_words_is_right(response, truth):
+    assert math_answer(response, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
+        ("$x^2 + 2x + 1$", "(x+1)^2", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{1024}", "2^{10}", 1.0),
+        ("1,000", 1000, 1.0),
+        (r"\boxed{41} or so", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        ("", "42", 0.0),
+        (r"\boxed{\frac{1}{", "42", 0.0),
+        (r"\boxed{x}", "42", 0.0),
+        (r"\boxed{42", "43", 0.0),
+    ],
+)
+def test_answers_are_judged_by_their_value(response, truth, score):
+    assert math_answer(response, truth) == score
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "9**9**9",
+        "$9^{9^9}$",
+        r"\boxed{9^{9^{9^9}}}",
+        r"\boxed{99999999!}",
+        r"$\sqrt{9^{9^9}}$",
+        "$((9^{999})^{999})^{999}$",
+        "1e999999999",
+        r"$2^{-9^{99}}$",
+        r"\boxed{\frac{1}{10^{10^{10}}}}",
+    ],
+)
+def test_numbers_too_large_to_write_down_are_wrong_at_once(response):
+    assert math_answer(response, "42") == 0.0
+
+
+def test_a_ground_truth_that_is_no_mathematics_is_an_error():
+    with pytest.raises(ValueError, match="no mathematical expression"):
+        math_answer("42", "")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(st.sampled_from("0123456789+-*/^(){}$\\ .=xfracboxed"), max_size=15))
+def test_no_response_breaks_the_mathematics_verifier(response):
+    assert math_answer(response, "-31415926") in (0.0, 1.0)
+
+
+def test_reasoning_gym_scores_its_own_answers():
+    (rows, _) = read_reasoning_gym(ReasoningGymSource("basic_arithmetic", size=5, seed=1), 0, "data")
+    for row in rows:
+        entry = row.ground_truth
+        assert reasoning_gym_task(f" {entry['answer']}\n", entry, row.metadata) == 1.0
+        assert reasoning_gym_task("no idea", entry, row.metadata) < 0.5
+        tag = re.compile("<a>(.*?)</a>")
+        assert reasoning_gym_task(f"well, <a>{entry['answer']}</a>", entry, row.metadata, extract=tag) == 1.0
+        assert reasoning_gym_task(entry["answer"], entry, row.metadata, extract=tag) < 0.5
+
+
+def test_a_prompt_of_another_source_is_an_error_for_reasoning_gym():
+    with pytest.raises(ValueError, match="no reasoning-gym task"):
+        reasoning_gym_task("1", {}, {})
