@@ -1,0 +1,23 @@
+"""Generation engines by name. An engine's module, and with it its libraries, is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from roll.configs.errors import ConfigError, ConfigProblem
+
+INFER_STRATEGIES: dict[str, str] = {
+    "hf_infer": "roll.strategies.infer.hf_infer:HFInferStrategy",
+}
+"""Strategy name -> ``module:class``."""
+
+
+def infer_strategy_class(name: str) -> type:
+    """The engine class registered under ``name``. Raises ``ConfigError`` with the nearest name if there is none."""
+    if name not in INFER_STRATEGIES:
+        nearest = difflib.get_close_matches(name, INFER_STRATEGIES, n=1)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(sorted(INFER_STRATEGIES))}"
+        raise ConfigError([ConfigProblem("strategy_args.strategy_name", f"unknown generation engine {name!r}", hint)])
+    module, class_name = INFER_STRATEGIES[name].split(":")
+    return getattr(importlib.import_module(module), class_name)

@@ -1,0 +1,66 @@
+"""How per-token losses become one number.
+
+The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
+simply add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
+a single response token count nowhere; without any token at all the result is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.masking import keep
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class LossNormalizers:
+    """What the losses of a whole optimizer batch are divided by."""
+
+    tokens: int
+    """Response tokens of the batch."""
+    sequences: int
+    """Sequences with at least one response token."""
+    max_response_length: int
+    """The constant of `seq-mean-token-sum-norm`, in tokens; it does not depend on the batch."""
+
+    @classmethod
+    def of(cls, response_lengths: Sequence[int], max_response_length: int) -> LossNormalizers:
+        """Count the response tokens of every sequence of the whole batch."""
+        lengths = [int(length) for length in response_lengths]
+        return cls(sum(lengths), sum(length > 0 for length in lengths), max_response_length)
+
+
+def token_weights(response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
+    """Weight of each token in the aggregate, float32 ``[batch, seq]``, 0 outside the mask.
+
+    ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476). ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO,
+    arXiv 2402.03300). ``seq-mean-token-sum``: 1 / sequences. ``seq-mean-token-sum-norm``: 1 / (sequences x longest
+    possible response) (Dr. GRPO, arXiv 2503.20783). A row must hold its whole sequence. Unknown modes: ``ValueError``.
+    """
+    lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).float()
+    sequences = max(1, normalizers.sequences)
+    if mode == "token-mean":
+        weights = torch.full_like(lengths, 1.0 / max(1, normalizers.tokens))
+    elif mode == "seq-mean-token-mean":
+        weights = 1.0 / (lengths * sequences)
+    elif mode == "seq-mean-token-sum":
+        weights = torch.full_like(lengths, 1.0 / sequences)
+    elif mode == "seq-mean-token-sum-norm":
+        weights = torch.full_like(lengths, 1.0 / (sequences * normalizers.max_response_length))
+    else:
+        raise ValueError(f"unknown loss_agg_mode {mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
+    return keep(weights.expand(response_mask.shape), response_mask)
+
+
+def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
+    """These rows' contribution to the aggregate over the whole batch: a 0-d tensor.
+
+    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. Contributions of disjoint rows add up.
+    """
+    return (keep(values, response_mask) * token_weights(response_mask, mode, normalizers)).sum()

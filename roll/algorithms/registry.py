@@ -1,0 +1,153 @@
+"""Names from a configuration file, and the functions and knobs they stand for.
+
+A variant is a function plus a small frozen dataclass of its knobs, registered under its YAML name with one decorator.
+Building one checks every knob (name, type, range) and reports all that is wrong at once, so that a knob which nothing
+would read is an error and never a silent no-op.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class KnobProblem:
+    """One thing wrong with a name or a knob."""
+
+    knob: str | None
+    """Name of the knob; ``None`` when the variant's own name is wrong, or a range that its dataclass checks."""
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}"
+
+
+class KnobError(ValueError):
+    """A variant that cannot be built; ``problems`` lists every reason."""
+
+    def __init__(self, problems: list[KnobProblem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+@dataclass(frozen=True)
+class NoKnobs:
+    """For variants without knobs."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A registered function and the dataclass of its knobs."""
+
+    name: str
+    function: Callable[..., Any]
+    knobs: type
+
+
+class Registry:
+    """Variants of one kind by name. ``kind`` is used in messages ("policy loss")."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._variants: dict[str, Variant] = {}
+
+    def register(self, name: str, knobs: type = NoKnobs) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: make a function known as ``name``. A name taken twice is a ``ValueError``."""
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self._variants:
+                raise ValueError(f"the {self.kind} {name!r} is registered twice")
+            self._variants[name] = Variant(name, function, knobs)
+            return function
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._variants)
+
+    def build(self, name: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], Any]:
+        """The function called ``name`` and its checked knobs.
+
+        Raises ``KnobError`` for an unknown name, an unknown knob, a wrong type or a value out of range.
+        """
+        if name not in self._variants:
+            raise KnobError([KnobProblem(None, f"unknown {self.kind} {name!r}", suggestion(name, self.names()))])
+        variant = self._variants[name]
+        return variant.function, build_knobs(variant.knobs, args, f"{self.kind} {name!r}", self._owners())
+
+    def _owners(self) -> dict[str, list[str]]:
+        """Name of each knob -> the variants that have it."""
+        owners: dict[str, list[str]] = {}
+        for variant in self._variants.values():
+            for knob in fields(variant.knobs):
+                owners.setdefault(knob.name, []).append(variant.name)
+        return owners
+
+
+def build_knobs(
+    knobs: type, args: Mapping[str, Any], owner: str, owners_elsewhere: Mapping[str, list[str]] | None = None
+) -> Any:
+    """An instance of the dataclass ``knobs`` from plain values.
+
+    Integers are accepted for floats; nothing else is converted. Ranges are the dataclass's own affair: its
+    ``__post_init__`` raises ``ValueError``. ``owner`` names the variant in messages, and ``owners_elsewhere`` maps
+    knobs to the variants that would read them. Raises ``KnobError`` with every problem.
+    """
+    hints = get_type_hints(knobs)
+    problems = [_unknown_knob(name, list(hints), owner, owners_elsewhere or {}) for name in args if name not in hints]
+    values: dict[str, Any] = {}
+    for field in fields(knobs):
+        if field.name in args:
+            if _fits(args[field.name], hints[field.name]):
+                values[field.name] = _as_float(args[field.name], hints[field.name])
+            else:
+                problems.append(_wrong_type(field.name, args[field.name], hints[field.name]))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            problems.append(KnobProblem(field.name, f"{owner} needs the knob {field.name!r}", "set it"))
+    if problems:
+        raise KnobError(problems)
+    try:
+        return knobs(**values)
+    except ValueError as error:
+        raise KnobError([KnobProblem(None, f"{owner}: {error}", "choose a value in the range")]) from error
+
+
+def suggestion(name: str, valid: list[str]) -> str:
+    """The nearest valid name, or all of them."""
+    near = difflib.get_close_matches(name, valid, n=1)
+    known = f"valid: {', '.join(valid)}" if valid else "there are none"
+    return f"did you mean {near[0]!r}? ({known})" if near else known
+
+
+def _unknown_knob(name: str, valid: list[str], owner: str, owners: Mapping[str, list[str]]) -> KnobProblem:
+    message = f"{owner} has no knob {name!r}"
+    if name in owners:
+        message += f", which belongs to {', '.join(repr(variant) for variant in owners[name])}"
+    return KnobProblem(name, message, suggestion(name, valid))
+
+
+def _wrong_type(name: str, value: Any, hint: Any) -> KnobProblem:
+    wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+    return KnobProblem(name, f"{name!r} is {value!r}, a {type(value).__name__}", f"give a value of type {wanted}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _as_float(value: Any, hint: Any) -> Any:
+    wants_float = hint is float or (float in get_args(hint) and int not in get_args(hint))
+    return float(value) if wants_float and isinstance(value, int) and not isinstance(value, bool) else value

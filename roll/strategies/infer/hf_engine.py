@@ -1,0 +1,406 @@
+"""The engine behind `hf_infer`: continuous batching over a transformers model, one synchronous `step` at a time.
+
+Each step gives every running request one token; requests join and leave between steps. Promise: on a CPU with SDPA,
+tokens and log-probabilities of a request have the same bits whatever runs beside it and whenever it came. So prompts
+are prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to multiples at
+which the kernels' sums do not depend on the shape. All methods must be called from one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    WeightBucket,
+    WeightMismatch,
+    WeightReceipt,
+)
+from roll.strategies.infer.kv_cache import LENGTH_MULTIPLE, SlotCache, round_up
+from roll.strategies.infer.rows import ActiveRequest, RequestTable
+from roll.strategies.infer.sampling import RowSampling, counter_uniforms, sample
+from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
+from roll.strategies.weights import tensor_checksum, unpack
+
+_ROW_MULTIPLE = 8
+"""Matrix products of a CPU give a row the same bits if each thread gets at least 4 rows; twice that to be safe."""
+_ADMISSION_INTERVAL = 4
+"""While requests run, new ones join at every fourth step, so that their prompts share a forward pass."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of an engine."""
+
+    max_length: int
+    """Longest prompt plus response."""
+    max_running_requests: int
+    max_prefill_tokens: int
+    """Most prompt tokens (with padding) in one forward pass; a longer prompt has a pass of its own."""
+
+
+@dataclass
+class EngineOutput:
+    """What happened since it was last asked."""
+
+    completions: list[tuple[int, Completion]] = field(default_factory=list)
+    chunks: list[tuple[int, TokenChunk]] = field(default_factory=list)
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed; a prompt shared by several requests counts once."""
+    busy_seconds: float = 0.0
+
+
+class HFEngine:
+    """Many independent requests over one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: EngineLimits,
+        eos_token_ids: Sequence[int],
+        load_tokenizer: Callable[[], Decoder],
+    ) -> None:
+        self.version = 0
+        self.counters = EngineCounters()
+        self._model = model
+        self._device = model.device
+        self._limits = limits
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Decoder | None = None
+        config = model.config.get_text_config(decoder=True)
+        self._vocabulary = config.vocab_size
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        self._min_rows = _ROW_MULTIPLE * threads
+        max_rows = max(round_up(limits.max_running_requests, _ROW_MULTIPLE), self._min_rows)
+        self._cache = SlotCache(config.num_hidden_layers, max_rows, limits.max_length)
+        self._table = RequestTable(limits.max_length)
+        self._waiting: deque[ActiveRequest] = deque()
+        self._watched: dict[int, ActiveRequest] = {}
+        self._streaming: dict[int, ActiveRequest] = {}
+        self._output = EngineOutput()
+        self._caches_dropped = False
+        self._steps_since_admission = 0
+        self._asleep = False
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._table)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def asleep(self) -> bool:
+        """True between `sleep` and `wake`."""
+        return self._asleep
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the key-value cache."""
+        return self._cache.num_bytes
+
+    def submit(self, key: int, request: GenerateRequest, streaming: bool = False) -> None:
+        """Queue a request under a number that no other request has. Raises ``ValueError`` saying what is wrong with
+        it; other requests are not touched."""
+        check_request(request, self._limits.max_length, self._vocabulary)
+        active = ActiveRequest(key, request, streaming)
+        if request.sampling.stop_strings and not request.sampling.ignore_eos:
+            active.matcher = self._stop_string_matcher(request)
+        self._waiting.append(active)
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """End these requests with the tokens they have; unknown keys are ignored."""
+        keys = set(keys)
+        rows = [active.row for active in self._table.requests if active.key in keys]
+        self._finish(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
+        for active in [active for active in self._waiting if active.key in keys]:
+            self._waiting.remove(active)
+            self._finish_waiting(active)
+
+    def abort_all(self) -> None:
+        """End every request with the tokens it has."""
+        self.abort([active.key for active in (*self._table.requests, *self._waiting)])
+
+    def take_output(self) -> EngineOutput:
+        """Completions and chunks since the last call."""
+        output, self._output = self._output, EngineOutput()
+        return output
+
+    @torch.inference_mode()
+    def step(self, admit: bool = True) -> None:
+        """Let waiting requests join (if ``admit``) and give every running request one token."""
+        started = time.perf_counter()
+        if self._caches_dropped:
+            self._prefill(range(self.running))
+            self._caches_dropped = False
+        if admit:
+            self._admit()
+        if self.running:
+            self._decode()
+        self.counters.busy_seconds += time.perf_counter() - started
+
+    def drop_caches(self) -> None:
+        """Free all keys and values. The next step computes them again from prompts and partial tokens, with the
+        weights of then."""
+        self._cache.release()
+        self._caches_dropped = True
+
+    def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Replace all weights. Nothing is touched before everything has arrived and fits.
+
+        Tensors are cast to the model's precision; later tokens carry ``version``. Raises ``WeightMismatch`` naming the
+        tensor, or whatever ``buckets`` raises, with the old weights intact; ``EngineFailed`` if putting them in fails.
+        """
+        parameters = dict(self._model.named_parameters())
+        staged = _stage(buckets, parameters)
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = staged.pop(name).to(parameter.device)
+        except Exception as error:
+            raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
+        self.version = version
+        return WeightReceipt(
+            version=version,
+            parameter_count=sum(parameter.numel() for parameter in parameters.values()),
+            checksums={name: tensor_checksum(parameter) for name, parameter in parameters.items()},
+        )
+
+    def sleep(self) -> None:
+        """Free the caches and move the weights to the host."""
+        self.drop_caches()
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Move the weights back. Caches are rebuilt by the next step."""
+        self._model.to(self._device)
+        self._asleep = False
+
+    def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._load_tokenizer()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
+                    f"{error}"
+                ) from error
+        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
+        if request.first_token_index:
+            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
+        return matcher
+
+    def _admit(self) -> None:
+        """Give free rows to waiting requests, first come first served, and prefill their prompts together."""
+        self._steps_since_admission += 1
+        free = self._limits.max_running_requests - self.running
+        if not self._waiting or not free:
+            return
+        if self.running and self._steps_since_admission < _ADMISSION_INTERVAL:
+            return
+        self._steps_since_admission = 0
+        first = self.running
+        for _ in range(min(free, len(self._waiting))):
+            active = self._waiting.popleft()
+            self._table.add(active, self._stop_token_ids(active.request.sampling))
+            if active.matcher is not None:
+                self._watched[active.key] = active
+            if active.streaming:
+                self._streaming[active.key] = active
+        self._prefill(range(first, self.running))
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+
+    def _prefill(self, rows: Iterable[int]) -> None:
+        """Compute keys and values of all tokens but the last of these rows; equal token lists are computed once."""
+        buckets: dict[int, dict[bytes, list[int]]] = {}
+        for row in rows:
+            tokens = self._table.cached_tokens(row)
+            if len(tokens):
+                same_length = buckets.setdefault(prefill_length(len(tokens), self._limits.max_length), {})
+                same_length.setdefault(tokens.tobytes(), []).append(row)
+        for length, rows_of_prompt in sorted(buckets.items()):
+            groups = list(rows_of_prompt.values())
+            per_pass = max(1, self._limits.max_prefill_tokens // length)
+            for start in range(0, len(groups), per_pass):
+                self._prefill_pass(groups[start : start + per_pass], length)
+
+    def _prefill_pass(self, groups: list[list[int]], length: int) -> None:
+        """One forward pass over one prompt per group, copied to all rows of the group."""
+        prompts = max(len(groups), -(-self._min_rows // length))
+        input_ids = np.zeros((prompts, length), dtype=np.int64)
+        for index, rows in enumerate(groups):
+            tokens = self._table.cached_tokens(rows[0])
+            input_ids[index, : len(tokens)] = tokens
+            self.counters.prefill_tokens += len(tokens)
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        self._model(
+            input_ids=torch.from_numpy(input_ids).to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        sources = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(rows) for rows in groups])).to(self._device)
+        targets = torch.tensor([row for rows in groups for row in rows], device=self._device)
+        self._cache.reserve(self._padded_rows(), length)
+        for layer, states in enumerate(cache.layers):
+            self._cache.store(layer, states.keys, states.values, sources, targets)
+
+    def _padded_rows(self) -> int:
+        return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
+
+    def _decode(self) -> None:
+        """One forward pass over the last token of every row, then sampling and bookkeeping."""
+        count = self.running
+        logits = self._next_logits()[:count]
+        sampling = RowSampling(
+            temperature=self._table.column("temperature"),
+            top_k=self._table.column("top_k"),
+            top_p=self._table.column("top_p"),
+            uniforms=counter_uniforms(self._table.column("seed"), self._table.token_indices()),
+        )
+        chosen, logprobs = sample(logits, sampling)
+        tokens = chosen.cpu().numpy()
+        self._table.append(tokens, logprobs.cpu().numpy(), self.version)
+        self.counters.generated_tokens += count
+        self._finish_ended(tokens)
+        for active in self._streaming.values():
+            self._output.chunks.append((active.key, self._table.chunk(active.row, None)))
+
+    def _next_logits(self) -> torch.Tensor:
+        """Logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running ones hold
+        token 0 at position 0."""
+        count, rows = self.running, self._padded_rows()
+        input_ids = np.zeros(rows, dtype=np.int64)
+        positions = np.zeros(rows, dtype=np.int64)
+        input_ids[:count] = self._table.last_tokens()
+        positions[:count] = self._table.column("length") - 1
+        kv_length = round_up(int(positions.max()) + 1, LENGTH_MULTIPLE)
+        self._cache.reserve(rows, kv_length)
+        position_ids = torch.from_numpy(positions).to(self._device)
+        self._cache.begin_step(torch.arange(rows, device=self._device), position_ids, kv_length)
+        future = torch.arange(kv_length, device=self._device) > position_ids[:, None]
+        mask = torch.zeros(future.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(future, -torch.inf)
+        output = self._model(
+            input_ids=torch.from_numpy(input_ids).to(self._device)[:, None],
+            attention_mask=mask[:, None, None, :],
+            position_ids=position_ids[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _finish_ended(self, tokens: np.ndarray) -> None:
+        stopped, at_limit = self._table.ended(tokens)
+        for active in self._watched.values():
+            if active.matcher.push([int(tokens[active.row])]):
+                stopped[active.row] = True
+        rows = np.flatnonzero(stopped | at_limit)
+        self._finish(rows, ["stop" if stopped[row] else "length" for row in rows])
+
+    def _finish(self, rows: np.ndarray, reasons: list[str]) -> None:
+        """Report the rows' requests as ended and close the gaps."""
+        if not len(rows):
+            return
+        for row, reason in zip(rows, reasons, strict=True):
+            active = self._table.requests[row]
+            if active.streaming:
+                self._output.chunks.append((active.key, self._table.chunk(row, reason)))
+            self._output.completions.append((active.key, self._table.completion(row, reason)))
+            self._watched.pop(active.key, None)
+            self._streaming.pop(active.key, None)
+        length = int(self._table.column("length").max())
+        sources, targets = self._table.remove(rows)
+        if len(sources) and not self._caches_dropped:
+            with torch.inference_mode():
+                self._cache.move(sources, targets, length)
+
+    def _finish_waiting(self, active: ActiveRequest) -> None:
+        """Report a request that never had a row as aborted."""
+        empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+        if active.streaming:
+            self._output.chunks.append((active.key, TokenChunk(*empty, finish_reason="abort")))
+        completion = Completion(active.request.request_id, *empty, finish_reason="abort")
+        self._output.completions.append((active.key, completion))
+
+
+def prefill_length(tokens: int, max_length: int) -> int:
+    """Padded length of a prompt's forward pass: a function of its own length alone, about eight values per doubling."""
+    step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
+    return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
+
+
+def check_request(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
+    """Raise ``ValueError`` naming the request and what is wrong with it."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    problem = None
+    if prompt.ndim != 1 or len(prompt) == 0:
+        problem = "its prompt is empty"
+    elif len(prompt) >= max_length:
+        problem = f"its prompt of {len(prompt)} tokens leaves no room for a response within {max_length} tokens"
+    elif prompt.min() < 0 or prompt.max() >= vocabulary:
+        problem = f"its prompt has token ids outside the vocabulary of {vocabulary}"
+    elif not 0 <= request.first_token_index <= len(prompt):
+        problem = f"first_token_index {request.first_token_index} is not within its prompt of {len(prompt)} tokens"
+    elif sampling.max_new_tokens < 1:
+        problem = f"max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+    elif not 0 <= sampling.temperature < np.inf:
+        problem = f"temperature is {sampling.temperature}; 0 or a positive number is needed"
+    elif not 0 < sampling.top_p <= 1:
+        problem = f"top_p is {sampling.top_p}; a number above 0 and at most 1 is needed"
+    elif sampling.top_k < 0:
+        problem = f"top_k is {sampling.top_k}; 0 (all) or a positive number is needed"
+    elif not all(sampling.stop_strings):
+        problem = "one of its stop strings is empty"
+    if problem is not None:
+        raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
+
+
+def _stage(buckets: Iterable[WeightBucket], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Collect a complete publication in the model's precision, on the host. Raises ``WeightMismatch``."""
+    staged: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        for name, tensor in unpack(bucket):
+            if name not in parameters:
+                raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+            if name in staged:
+                raise WeightMismatch(f"tensor {name!r} came twice")
+            expected = parameters[name]
+            if tensor.shape != expected.shape:
+                raise WeightMismatch(
+                    f"tensor {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(expected.shape)}"
+                )
+            if tensor.is_floating_point() != expected.is_floating_point():
+                raise WeightMismatch(f"tensor {name!r} has dtype {tensor.dtype}, the engine's has {expected.dtype}")
+            staged[name] = tensor.to(expected.dtype)
+    missing = [name for name in parameters if name not in staged]
+    if missing:
+        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+    return staged

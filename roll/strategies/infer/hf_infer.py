@@ -1,0 +1,244 @@
+"""`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` protocol.
+
+The thread owns the model; the event loop owns the requests. They meet in two places only: a queue of commands into
+the thread, and one callback per step out of it. A failure in the thread ends every request and every later call with
+`EngineFailed` and its cause; nothing waits for a thread that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import itertools
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    PauseMode,
+    TokenChunk,
+    WeightBucket,
+    WeightReceipt,
+)
+from roll.strategies.infer.engine_thread import EngineReport, EngineThread, engine_failed_from
+from roll.strategies.infer.hf_engine import EngineLimits, HFEngine
+from roll.strategies.infer.hf_model import ModelSpec, default_eos_token_ids, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class HFInferConfig:
+    """Keys of `strategy_config` for `hf_infer`."""
+
+    max_running_requests: int = 256
+    """Requests decoded at once; more wait."""
+    max_prefill_tokens: int = 8192
+    """Most prompt tokens, with padding, in one forward pass."""
+    threads: int | None = None
+    """Computing threads of torch on a CPU. Default: as torch has them."""
+
+    @classmethod
+    def parse(cls, strategy_config: dict[str, Any]) -> HFInferConfig:
+        """Check a user's dictionary. Raises ``ConfigError`` with every unknown key and wrong value."""
+        known = [entry.name for entry in fields(cls)]
+        problems = []
+        for key, value in strategy_config.items():
+            path = f"strategy_args.strategy_config.{key}"
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(known)}"
+                problems.append(ConfigProblem(path, "hf_infer has no such option", hint))
+            elif not _is_positive_integer(value) and not (key == "threads" and value is None):
+                problems.append(ConfigProblem(path, f"{value!r} is not usable", "a whole number of at least 1"))
+        if problems:
+            raise ConfigError(problems)
+        return cls(**strategy_config)
+
+
+@dataclass
+class _Waiter:
+    """Someone who waits for a request: for its completion, or for its chunks."""
+
+    request_id: str
+    completion: asyncio.Future[Completion] | None = None
+    chunks: asyncio.Queue[TokenChunk | Exception] | None = None
+
+    def fail(self, error: Exception) -> None:
+        if self.chunks is not None:
+            self.chunks.put_nowait(error)
+        elif not self.completion.done():
+            self.completion.set_exception(error)
+
+
+class HFInferStrategy:
+    """One engine replica; implements `InferStrategy`. Every method belongs to the event loop that called `start`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        attn_implementation: str,
+        max_length: int,
+        trust_remote_code: bool = False,
+        eos_token_ids: Sequence[int] | None = None,
+        strategy_config: dict[str, Any],
+    ) -> None:
+        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``."""
+        self._config = HFInferConfig.parse(strategy_config)
+        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
+        self._eos_token_ids = None if eos_token_ids is None else tuple(eos_token_ids)
+        self._waiters: dict[int, _Waiter] = {}
+        self._keys: dict[str, int] = {}
+        self._next_key = itertools.count()
+        self._thread: EngineThread | None = None
+
+    async def start(self) -> None:
+        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a model it cannot drive."""
+        if self._thread is not None:
+            raise RuntimeError("this engine was started before")
+        self._thread = EngineThread(self._build_engine, asyncio.get_running_loop(), self._receive)
+        await self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        waiter = _Waiter(request.request_id, completion=asyncio.get_running_loop().create_future())
+        key = self._submit(request, waiter)
+        try:
+            return await waiter.completion
+        finally:
+            self._forget(key)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like `generate`, one chunk per step. Leaving the iteration early aborts the request."""
+        waiter = _Waiter(request.request_id, chunks=asyncio.Queue())
+        key = self._submit(request, waiter)
+        try:
+            while True:
+                chunk = await waiter.chunks.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self._forget(key)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now; unknown ids are ignored."""
+        keys = [self._keys[request_id] for request_id in request_ids if request_id in self._keys]
+        await self._live_thread().call(lambda engine: engine.abort(keys))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
+        raises ``RuntimeError``."""
+        await self._live_thread().pause(mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        await self._live_thread().resume()
+
+    async def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Replace all weights (see `HFEngine.load_weights`); the buckets are drawn in the engine's thread. Raises
+        ``RuntimeError`` unless paused or idle."""
+        thread = self._live_thread()
+        return await thread.call_while_still(lambda engine: engine.load_weights(buckets, version), "load_weights")
+
+    async def sleep(self) -> None:
+        """Free the caches and move the weights to the host. Raises ``RuntimeError`` unless paused or idle."""
+        await self._live_thread().sleep()
+
+    async def wake(self) -> None:
+        """Undo `sleep`. The engine stays paused if it was."""
+        await self._live_thread().call(lambda engine: engine.wake())
+
+    def stats(self) -> dict[str, Any]:
+        """`running`, `waiting`, `version`, `kv_bytes`, and totals `generated_tokens`, `prefill_tokens`,
+        `busy_seconds`."""
+        engine = self._live_thread().engine
+        running = engine.running
+        return {
+            "running": running,
+            "waiting": max(len(self._waiters) - running, 0),
+            "version": engine.version,
+            "generated_tokens": engine.counters.generated_tokens,
+            "prefill_tokens": engine.counters.prefill_tokens,
+            "busy_seconds": engine.counters.busy_seconds,
+            "kv_bytes": engine.kv_bytes,
+        }
+
+    async def shutdown(self) -> None:
+        """End all requests as aborted, end the thread, free the model. Harmless to repeat."""
+        if self._thread is not None:
+            await self._thread.shutdown()
+
+    def _build_engine(self) -> HFEngine:
+        """Runs in the engine's thread."""
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
+        model = load_model(self._spec)
+        eos_token_ids = self._eos_token_ids
+        if eos_token_ids is None:
+            eos_token_ids = default_eos_token_ids(model, self._spec)
+        limits = EngineLimits(
+            self._spec.max_length, self._config.max_running_requests, self._config.max_prefill_tokens
+        )
+        return HFEngine(model, limits, eos_token_ids, lambda: load_tokenizer(self._spec))
+
+    def _live_thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineFailed("the engine has not been started")
+        self._thread.check_alive()
+        return self._thread
+
+    def _submit(self, request: GenerateRequest, waiter: _Waiter) -> int:
+        thread = self._live_thread()
+        if request.request_id in self._keys:
+            raise ValueError(f"request {request.request_id!r} cannot run: another one with this id is running")
+        key = next(self._next_key)
+        self._waiters[key] = waiter
+        self._keys[request.request_id] = key
+        thread.submit(key, request, streaming=waiter.chunks is not None)
+        return key
+
+    def _forget(self, key: int) -> None:
+        """The waiter has left; if its request has not ended, it is aborted."""
+        waiter = self._waiters.pop(key, None)
+        if waiter is None:
+            return
+        del self._keys[waiter.request_id]
+        if self._thread.alive:
+            self._thread.abandon(key)
+
+    def _end(self, key: int) -> _Waiter | None:
+        waiter = self._waiters.pop(key, None)
+        if waiter is not None:
+            del self._keys[waiter.request_id]
+        return waiter
+
+    def _receive(self, report: EngineReport) -> None:
+        """The one callback of the thread, in the event loop."""
+        for key, chunk in report.output.chunks:
+            if key in self._waiters:
+                self._waiters[key].chunks.put_nowait(chunk)
+        for key, completion in report.output.completions:
+            waiter = self._end(key)
+            if waiter is not None and waiter.completion is not None and not waiter.completion.done():
+                waiter.completion.set_result(completion)
+        for key, error in report.rejected:
+            waiter = self._end(key)
+            if waiter is not None:
+                waiter.fail(error)
+        if report.failure is not None:
+            for key in list(self._waiters):
+                self._end(key).fail(engine_failed_from(report.failure))
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

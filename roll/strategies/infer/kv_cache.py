@@ -1,0 +1,120 @@
+"""Keys and values of the running requests, one row each, kept in rows 0 to n.
+
+Because the running rows are a compact prefix, a decoding step attends to plain views ``[:rows, :, :kv_length]`` and
+nothing is gathered. The buffers grow geometrically in rows and length, and never shrink until `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+LENGTH_MULTIPLE = 16
+"""Lengths that a kernel sees are multiples of this: its vectorised loops then never end in a remainder, whose sums are
+ordered differently, and a row's result does not depend on how long its neighbours are."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+class SlotCache(Cache):
+    """A transformers cache in which every row has its own length.
+
+    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` says which rows and positions the next
+    forward pass of one token per row writes; the model then calls `update` layer by layer. Fresh memory is zeroed:
+    masked positions have weight 0, and 0 times an old NaN would be NaN.
+    """
+
+    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._max_rows = max_rows
+        self._max_length = round_up(max_length, LENGTH_MULTIPLE)
+        self._rows_capacity = 0
+        self._length_capacity = 0
+        self._step_rows = torch.zeros(0, dtype=torch.int64)
+        self._step_positions = torch.zeros(0, dtype=torch.int64)
+        self._step_kv_length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(tensor.nbytes for tensor in self._keys + self._values if tensor is not None)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for ``rows`` rows of ``length`` tokens, keeping what is stored."""
+        if rows <= self._rows_capacity and length <= self._length_capacity:
+            return
+        if rows > self._rows_capacity:
+            self._rows_capacity = min(max(rows, 2 * self._rows_capacity), max(rows, self._max_rows))
+        if length > self._length_capacity:
+            grown = round_up(max(length, 2 * self._length_capacity), LENGTH_MULTIPLE)
+            self._length_capacity = min(grown, self._max_length)
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):
+                if tensor is not None:
+                    tensors[layer] = self._grown(tensor)
+
+    def begin_step(self, rows: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
+        """Announce a forward pass of one token per row, for rows ``0..n`` at ``positions`` (int64 ``[n]``)."""
+        self._step_rows, self._step_positions, self._step_kv_length = rows, positions, kv_length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model: write the step's keys and values ``[n, kv_heads, 1, head_dim]``, return the views."""
+        rows, positions = self._step_rows, self._step_positions
+        self._allocate(layer_idx, key_states, value_states)
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[rows, :, positions] = key_states[:, :, 0]
+        values[rows, :, positions] = value_states[:, :, 0]
+        count = len(rows)
+        return keys[:count, :, : self._step_kv_length], values[:count, :, : self._step_kv_length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before those of the current step, as far as one number can say it for all rows."""
+        return max(self._step_kv_length - 1, 0)
+
+    def store(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
+        beginnings of ``rows``; one source may go to many rows."""
+        self._allocate(layer, keys, values)
+        length = keys.shape[2]
+        self._keys[layer][rows, :, :length] = keys[sources]
+        self._values[layer][rows, :, :length] = values[sources]
+
+    def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
+        """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets`` (the two are disjoint)."""
+        for tensor in self._keys + self._values:
+            if tensor is not None:
+                source = torch.as_tensor(sources, device=tensor.device)
+                target = torch.as_tensor(targets, device=tensor.device)
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+        self._rows_capacity = self._length_capacity = 0
+
+    def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Create a layer's tensors at its first use, when its head count and size are known."""
+        if self._keys[layer] is None:
+            self._keys[layer] = self._zeros_like(keys)
+            self._values[layer] = self._zeros_like(values)
+
+    def _zeros_like(self, states: torch.Tensor) -> torch.Tensor:
+        return states.new_zeros(self._rows_capacity, states.shape[1], self._length_capacity, states.shape[3])
+
+    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
+        grown = self._zeros_like(tensor)
+        grown[: tensor.shape[0], :, : tensor.shape[2]] = tensor
+        return grown

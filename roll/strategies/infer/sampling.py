@@ -1,0 +1,132 @@
+"""Choosing tokens: one distribution per row, one random number per token, nothing shared between rows.
+
+Randomness is a hash of (seed, token index), so a request is sampled alike whatever runs beside it and wherever it is
+continued. The recorded log-probability is that of the distribution really sampled from, after temperature, top-k and
+top-p. A token of probability zero is never chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The model produced NaN or infinite logits: there is no distribution to sample from."""
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling parameters of the rows of one step, each an array ``[rows]``."""
+
+    temperature: np.ndarray
+    """float32; 0 is greedy."""
+    top_k: np.ndarray
+    """int64; 0 keeps all tokens."""
+    top_p: np.ndarray
+    """float64 in (0, 1]."""
+    uniforms: np.ndarray
+    """float64 in [0, 1): the random number of each row."""
+
+
+def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
+
+    ``seeds`` uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. Both go through the
+    SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): output number
+    ``index`` of the generator whose state is the mixed seed.
+    """
+    with np.errstate(over="ignore"):
+        states = _mix(seeds.astype(np.uint64) + _GOLDEN_GAMMA)
+        bits = _mix(states + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose one token per row by inverting the cumulative distribution.
+
+    ``logits`` float ``[rows, vocabulary]``. Returns tokens int64 ``[rows]`` and their log-probabilities float32
+    ``[rows]``; greedy rows take the largest logit (the lowest id among equals) with log-probability 0. Raises
+    ``NonFiniteLogits``.
+    """
+    greedy = rows.temperature == 0
+    if greedy.all():
+        tokens = logits.argmax(dim=-1)
+        logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=logits.device)
+    else:
+        distribution = processed_logprobs(logits, rows.temperature, rows.top_k, rows.top_p)
+        tokens = _invert_cdf(distribution, torch.from_numpy(rows.uniforms).to(logits.device))
+        logprobs = distribution.gather(1, tokens[:, None])[:, 0]
+        if greedy.any():
+            is_greedy = torch.from_numpy(greedy).to(logits.device)
+            tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
+            logprobs = torch.where(is_greedy, 0.0, logprobs)
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    if not bool((torch.isfinite(chosen) & torch.isfinite(logprobs)).all()):
+        raise NonFiniteLogits("the model produced NaN or infinite logits")
+    return tokens, logprobs
+
+
+def processed_logprobs(
+    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> torch.Tensor:
+    """Log-probabilities after temperature, then top-k, then top-p; float32 ``[rows, vocabulary]``, removed tokens -inf.
+
+    Top-p keeps the smallest set of most likely tokens whose probability reaches ``top_p`` (Holtzman et al., "The
+    curious case of neural text degeneration", 2020). Equal logits are ranked by token id. Greedy rows are treated as
+    temperature 1; the caller overrides them.
+    """
+    scaled = logits.float()
+    if not (temperature == 1).all():
+        divisor = np.where(temperature == 0, np.float32(1), temperature).astype(np.float32)
+        scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]
+    filtered = np.flatnonzero((temperature != 0) & ((top_k > 0) | (top_p < 1)))
+    if len(filtered) == 0:
+        return torch.log_softmax(scaled, dim=-1)
+    index = torch.from_numpy(filtered).to(logits.device)
+    kept = _keep_top(
+        scaled[index],
+        torch.from_numpy(top_k[filtered]).to(logits.device),
+        torch.from_numpy(top_p[filtered]).to(logits.device),
+    )
+    scaled = scaled.index_copy(0, index, kept)
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Set the logits outside top-k and then top-p to -inf. ``top_k`` and ``top_p`` are ``[rows]``."""
+    vocabulary = scaled.shape[-1]
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocabulary, device=scaled.device)
+    limit = torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+    probabilities = torch.softmax(ordered.double(), dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    outside = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
+    outside[:, 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, ordered)
+
+
+def _invert_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds ``uniform * total``.
+
+    The target stays strictly below the total, and "exceeds" skips tokens that add nothing, so the result always has a
+    positive probability. ``logprobs`` ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``; result int64 ``[rows]``.
+    """
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The SplitMix64 finaliser, a bijection of uint64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,78 @@
+"""Models in Hugging Face format, in and out.
+
+Weights are read and written as safetensors only, never as pickles. An export is complete: weights, configuration,
+generation settings and the tokenizer's files, so that it loads again by its folder alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from roll.configs.schema import ModelArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model at ``path`` (folder or hub name), on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation=arguments.attn_implementation,
+        trust_remote_code=arguments.trust_remote_code,
+        use_safetensors=True,
+    )
+
+
+def export_model(
+    model: PreTrainedModel, weights: dict[str, Tensor], source: str, path: str, trust_remote_code: bool
+) -> None:
+    """Write ``weights`` (full tensors by name, tied ones once) as a model like ``model`` into the folder ``path``.
+
+    The tokenizer comes from ``source``, the folder or hub name the model was loaded from. ``RuntimeError`` if weights
+    are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model.config, trust_remote_code=trust_remote_code)
+    skeleton.load_state_dict({**weights, **dict(model.named_buffers())}, strict=False, assign=True)
+    skeleton.tie_weights()
+    missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
+    if missing:
+        raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
+    skeleton.generation_config = model.generation_config
+    skeleton.save_pretrained(path)
+    _export_tokenizer(source, Path(path))
+
+
+def _export_tokenizer(source: str, path: Path) -> None:
+    if Path(source).is_dir():
+        for pattern in TOKENIZER_FILES:
+            for file in Path(source).glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, path / file.name)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(path)

@@ -1,0 +1,137 @@
+"""From ragged samples to padded micro-batches, shared out over ranks.
+
+A plan is a pure function of the lengths, so all ranks make the same one. Ranks get about equally many tokens and
+exactly equally many micro-batches (sharded models need matching collectives); padding is on the right, and this is the
+only place where tokens are shifted against the logits that predict them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.data.records import SampleBatch
+
+MicroBatchPlan = list[list[list[int]]]
+"""Rank -> micro-batch -> rows of the batch; a rank short of work has empty micro-batches at its end."""
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | np.ndarray, world_size: int, max_tokens: int | None, max_samples: int
+) -> MicroBatchPlan:
+    """Share samples over ranks and micro-batches.
+
+    A micro-batch holds at most ``max_tokens`` padded tokens, or ``max_samples`` samples if ``max_tokens`` is ``None``.
+    A sample longer than the budget has a micro-batch to itself. Rows of similar length meet, the longest first, so that
+    a batch too large for the device fails at once.
+    """
+    by_rank = [_fill(rows, lengths, max_tokens, max_samples) for rows in _balanced(lengths, world_size)]
+    count = max(1, max(len(micro_batches) for micro_batches in by_rank))
+    return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
+
+
+def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[int]]:
+    """Rows of each rank, longest first: each row goes to the rank with the fewest tokens so far."""
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(row)
+        heapq.heappush(loads, (load + int(lengths[row]), rank))
+    return ranks
+
+
+def _fill(
+    rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int | None, max_samples: int
+) -> list[list[int]]:
+    """Cut rows (longest first) into micro-batches; the first row of each sets its width."""
+    micro_batches: list[list[int]] = []
+    for row in rows:
+        if micro_batches:
+            current = micro_batches[-1]
+            limit = max_samples if max_tokens is None else max_tokens // max(1, int(lengths[current[0]]))
+            if len(current) < limit:
+                current.append(row)
+                continue
+        micro_batches.append([row])
+    return micro_batches
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Padded tensors on the trainer's device; `positions` of the logits predict the tokens of `targets`."""
+
+    input_ids: Tensor
+    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so padding is seen by padding only."""
+    positions: Tensor
+    """int64 ``[kept]``: the logits needed, one range for all rows. Each predicts the token after its position."""
+    targets: Tensor
+    """int64 ``[rows, kept]``."""
+    mask: Tensor
+    """bool ``[rows, kept]``: targets asked for. All false in the stand-in for an empty micro-batch."""
+    fields: dict[str, Tensor]
+    """Further per-token values of the targets, ``[rows, kept]``."""
+
+
+def build_micro_batch(
+    batch: SampleBatch, rows: Sequence[int], wanted: np.ndarray, field_names: Sequence[str], device: torch.device
+) -> MicroBatch:
+    """Pad the rows and align everything with the logits.
+
+    ``wanted`` bool ``[total_tokens]`` says whose log-probabilities are needed (never first tokens, which nothing
+    predicts); logits outside the range of positions with a wanted target are not kept. No rows give a stand-in of one
+    row of two tokens that asks for nothing.
+    """
+    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)}
+    part = SampleBatch(batch.lengths, needed | {"wanted": wanted}).select(rows) if rows else _stand_in(field_names)
+    width = max(2, int(part.lengths.max()))
+    mask = part.padded("wanted", False, width)[:, 1:]
+    kept = _range_of_true(mask.any(axis=0))
+
+    def aligned(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values[:, kept])).to(device)
+
+    input_ids = part.padded("token_ids", 0, width).astype(np.int64)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        positions=torch.arange(kept.start, kept.stop, device=device),
+        targets=aligned(input_ids[:, 1:]),
+        mask=aligned(mask),
+        fields={name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
+    )
+
+
+def predicted_tokens(batch: SampleBatch) -> np.ndarray:
+    """bool ``[total_tokens]``: every token but the first of each sample."""
+    predicted = np.ones(int(batch.lengths.sum()), dtype=bool)
+    predicted[batch.offsets[:-1][batch.lengths > 0]] = False
+    return predicted
+
+
+def scatter_to_tokens(
+    values: np.ndarray, mask: np.ndarray, batch: SampleBatch, rows: Sequence[int], out: np.ndarray
+) -> None:
+    """Write a micro-batch's ``values`` ``[rows, kept]`` into ``out`` ``[total_tokens]``, first tokens excepted.
+
+    ``mask`` ``[rows, kept]`` must be that of `predicted_tokens`.
+    """
+    offsets = batch.offsets
+    for position, row in enumerate(rows):
+        out[offsets[row] + 1 : offsets[row + 1]] = values[position][mask[position]]
+
+
+def _stand_in(field_names: Sequence[str]) -> SampleBatch:
+    tokens = {name: np.zeros(2, dtype=np.float32) for name in field_names}
+    tokens |= {"token_ids": np.zeros(2, dtype=np.int32), "wanted": np.zeros(2, dtype=bool)}
+    return SampleBatch(lengths=np.array([2], dtype=np.int64), tokens=tokens)
+
+
+def _range_of_true(columns: np.ndarray) -> slice:
+    """The smallest range with all true columns; the first column if there are none (the loss needs some graph)."""
+    indices = np.flatnonzero(columns)
+    return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 1)

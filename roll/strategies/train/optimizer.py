@@ -1,0 +1,66 @@
+"""AdamW and its schedule, from training arguments.
+
+Weight decay spares biases, norms and other vectors. The learning rate is a pure function of the number of optimizer
+steps taken, and no step is wasted at rate 0: warm-up reaches the peak at its last step, decay ends one step after the
+last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from roll.configs.schema import TrainingArguments
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) over the trainable parameters, in one group with decay and one without."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": arguments.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+    )
+
+
+def learning_rate_factor(arguments: TrainingArguments, total_steps: int) -> Callable[[int], float]:
+    """Share of the peak learning rate at optimizer step s = 0, 1, ... of ``total_steps``.
+
+    Warm-up over w steps: (s + 1) / w. Then 1 (``constant``), 1 - x (``linear``) or (1 + cos(pi x)) / 2 (``cosine``)
+    with x = (s - w) / (total - w), held at its end after the last step.
+    """
+    warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if arguments.lr_scheduler_type == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return 1.0 - progress if arguments.lr_scheduler_type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+
+    return factor
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients to a global norm of at most ``max_norm`` (0: leave them) and return the norm before, 0-d.
+
+    Gradients may be sharded; the norm is that of the whole model, equal on all ranks. A norm that is not finite leaves
+    gradients unfit for use, and the caller must not step.
+    """
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in owners])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_(owners, max_norm, norm)
+    return norm

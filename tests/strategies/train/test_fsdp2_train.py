@@ -1,0 +1,378 @@
+"""`fsdp2_train` against plain transformers and autograd, on one rank and on two real processes."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.data.records import SampleBatch
+from roll.strategies.train import build_train_strategy, train_strategy_class
+
+VOCABULARY = 23
+ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
+"""With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports, as all are held until the last one is found."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for server in servers:
+            server.bind(("127.0.0.1", 0))
+        return [server.getsockname()[1] for server in servers]
+
+
+def write_model(path: Path, tied: bool = True, seed: int = 0) -> str:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text('{"made": "by the test"}')
+    return str(path)
+
+
+def build(model_path, *, rank=0, world_size=1, port=None, training=ALMOST_SGD, max_tokens=10_000, size=1, **changes):
+    arguments = {
+        "model_args": ModelArguments(),
+        "total_optimizer_steps": 10,
+        "forward_only": False,
+        "seed": 0,
+        "strategy_config": {"process_group_timeout_seconds": 60},
+    } | changes
+    trainer = build_train_strategy(
+        "fsdp2_train", model_path, rank=rank, world_size=world_size, master_address="127.0.0.1",
+        master_port=port or free_ports(1)[0], device="cpu", training_args=training,
+        max_tokens_per_micro_batch_train=max_tokens, micro_batch_size_train=size,
+        max_tokens_per_micro_batch_infer=max_tokens, micro_batch_size_infer=size, **arguments,
+    )  # fmt: skip
+    trainer.initialize()
+    return trainer
+
+
+def make_batch(seed=0, lengths=(9, 5, 12, 3, 7, 2, 1)) -> SampleBatch:
+    """Ragged samples; what stands outside the response mask is NaN."""
+    generator = np.random.default_rng(seed)
+    total = sum(lengths)
+    mask = generator.random(total) < 0.6
+
+    def fill(values):
+        return np.where(mask, values, np.nan).astype(np.float32)
+
+    return SampleBatch(
+        np.array(lengths, dtype=np.int64),
+        {
+            "token_ids": generator.integers(0, VOCABULARY, total).astype(np.int32),
+            "response_mask": mask,
+            "behaviour_logprobs": fill(-3 + generator.normal(size=total)),
+            "reference_logprobs": fill(-3 + generator.normal(size=total)),
+            "advantages": fill(generator.normal(size=total)),
+            "versions": np.zeros(total, dtype=np.int32),
+        },
+    )
+
+
+OBJECTIVE = PolicyObjective(8, "tis", {"upper": 5.0}, "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1,
+                            entropy_loss_coef=0.05)  # fmt: skip
+
+
+def weights_of(trainer) -> dict[str, np.ndarray]:
+    return {name: weight.clone().numpy() for name, weight in trainer.named_weights()}
+
+
+def plain_logits(model, batch):
+    """Logits of each sample alone, without padding."""
+    offsets = batch.offsets
+    ids = torch.from_numpy(batch.tokens["token_ids"].astype(np.int64))
+    return [model(input_ids=ids[None, start:end]).logits[0] for start, end in zip(offsets, offsets[1:], strict=False)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    """Build trainers of one rank; the one before is shut down first, as a process has one process group."""
+    running = []
+
+    def build_one(model_path, **changes):
+        while running:
+            running.pop().shutdown()
+        running.append(build(model_path, **changes))
+        return running[-1]
+
+    yield build_one
+    while running:
+        running.pop().shutdown()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_plain_model_on_each_sample_alone(start, model_path, temperature):
+    batch = make_batch()
+    values = start(model_path, max_tokens=30).log_probs(batch, temperature)
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    ids = batch.tokens["token_ids"]
+    for row, logits in enumerate(plain_logits(model, batch)):
+        begin, end = batch.offsets[row], batch.offsets[row + 1]
+        table = (logits / temperature).log_softmax(-1)
+        expected = [0.0] + [table[t - begin - 1, ids[t]].item() for t in range(begin + 1, end)]
+        np.testing.assert_allclose(values[begin:end], expected, rtol=1e-5, atol=1e-5)
+    assert values.dtype == np.float32 and values.shape == (len(ids),)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_step_is_the_update_that_plain_autograd_predicts(start, tmp_path, tied):
+    path = write_model(tmp_path, tied)
+    batch, temperature = make_batch(), 0.8
+    trainer = start(path, max_tokens=20)
+    metrics = trainer.train_step(batch, PolicyObjective(8, "vanilla", loss_agg_mode="token-mean"), temperature)
+
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokens, offsets, loss, count = batch.tokens, batch.offsets, 0.0, 0
+    for row, logits in enumerate(plain_logits(model, batch)):
+        table = (logits / temperature).log_softmax(-1)
+        for token in range(offsets[row] + 1, offsets[row + 1]):
+            if tokens["response_mask"][token]:
+                logprob = table[token - offsets[row] - 1, tokens["token_ids"][token]]
+                loss, count = loss - float(tokens["advantages"][token]) * logprob, count + 1
+    (loss / count).backward()
+    assert metrics["loss"] == pytest.approx((loss / count).item(), rel=1e-5)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    updated = weights_of(trainer)
+    assert updated.keys() == gradients.keys() and ("lm_head.weight" in updated) != tied
+    for name, parameter in model.named_parameters():
+        gradient = gradients[name]
+        expected = parameter.detach() - ALMOST_SGD.learning_rate * gradient / (gradient.abs() + 1)
+        np.testing.assert_allclose(updated[name], expected.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def two_steps(trainer):
+    """Everything that must not depend on ranks and micro-batches, flat."""
+    results = {f"logprob/{t}": trainer.log_probs(make_batch(), t) for t in (1.0, 0.5)}
+    for step in range(2):
+        metrics = trainer.train_step(make_batch(step), OBJECTIVE, 0.9)
+        results |= {f"metric/{step}/{name}": np.array(value) for name, value in metrics.items()}
+    # A batch smaller than the number of ranks: somebody has nothing to do.
+    metrics = trainer.train_step(make_batch(7, lengths=(6,)), OBJECTIVE, 0.9)
+    results |= {f"metric/one/{name}": np.array(value) for name, value in metrics.items()}
+    return results | {f"weight/{name}": value for name, value in weights_of(trainer).items()}
+
+
+def assert_close(results, expected):
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.isfinite(value).all(), name
+        np.testing.assert_allclose(results[name], value, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def reference_results(model_path):
+    """Two steps on one rank in one micro-batch each."""
+    trainer = build(model_path)
+    results = two_steps(trainer)
+    trainer.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 12}, {"max_tokens": 25}, {"max_tokens": None, "size": 1},
+                                    {"max_tokens": None, "size": 3}])  # fmt: skip
+def test_any_micro_batch_split_gives_the_same_training(start, model_path, reference_results, limits):
+    assert_close(two_steps(start(model_path, **limits)), reference_results)
+
+
+def test_gradient_checkpointing_and_resharding_change_nothing(start, model_path, reference_results):
+    options = {"gradient_checkpointing": True, "reshard_after_forward": False}
+    assert_close(two_steps(start(model_path, strategy_config=options)), reference_results)
+
+
+def test_equal_runs_are_equal_to_the_bit(start, model_path):
+    first = two_steps(start(model_path, max_tokens=25))
+    second = two_steps(start(model_path, max_tokens=25))
+    assert all(np.array_equal(second[name], value) for name, value in first.items())
+
+
+def run_rank(rank, model_path, ports, folder):
+    """One of two ranks; each writes what it saw. A second trainer needs a second port: the other rank may still be
+    leaving the first."""
+    torch.set_num_threads(1)
+    trainer = build(model_path, rank=rank, world_size=2, port=ports[0], max_tokens=25)
+    results = two_steps(trainer)
+    trainer.save(f"{folder}/export")
+    trained = trainer.log_probs(make_batch(), 1.0)
+    trainer.load(model_path)
+    results["reloaded"] = trainer.log_probs(make_batch(), 1.0)
+    trainer.load(f"{folder}/export")
+    assert np.array_equal(trainer.log_probs(make_batch(), 1.0), trained)
+    trainer.shutdown()
+    trainer = build(
+        model_path, rank=rank, world_size=2, port=ports[1], model_args=ModelArguments(dtype="bfloat16"),
+        strategy_config={"gradient_checkpointing": True},
+    )  # fmt: skip
+    metrics = trainer.train_step(make_batch(), OBJECTIVE, 0.9)
+    results |= {"bfloat16/loss": metrics["loss"], "bfloat16/grad_norm": metrics["grad_norm"]}
+    trainer.shutdown()
+    np.savez(f"{folder}/rank{rank}.npz", **results)
+
+
+def test_two_ranks_train_like_one(model_path, reference_results, tmp_path):
+    torch.multiprocessing.spawn(run_rank, (model_path, free_ports(2), str(tmp_path)), nprocs=2)
+    by_rank = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(2)]
+    for results in by_rank:
+        assert np.array_equal(results.pop("reloaded"), results["logprob/1.0"])
+        # Three significant digits are what bfloat16 has.
+        for name in ("loss", "grad_norm"):
+            assert results.pop(f"bfloat16/{name}") == pytest.approx(reference_results[f"metric/0/{name}"], rel=0.03)
+        assert_close(results, reference_results)
+    assert all(np.array_equal(by_rank[1][name], value) for name, value in by_rank[0].items())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    for name, parameter in exported.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), by_rank[0][f"weight/{name}"])
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == '{"made": "by the test"}'
+    assert exported.config.architectures == ["Qwen2ForCausalLM"]
+
+
+def test_named_weights_fill_a_fresh_model(start, model_path):
+    trainer = start(model_path, max_tokens=25)
+    trainer.train_step(make_batch(), OBJECTIVE, 1.0)
+    expected = trainer.log_probs(make_batch(), 1.0)
+    fresh = Qwen2ForCausalLM(AutoModelForCausalLM.from_pretrained(model_path).config).eval()
+    own = dict(fresh.named_parameters())
+    weights = list(trainer.named_weights())
+    assert sorted(name for name, _ in weights) == sorted(own)
+    with torch.no_grad():
+        for name, weight in weights:
+            assert weight.dtype == torch.float32
+            own[name].copy_(weight)
+    batch = make_batch()
+    for row, logits in enumerate(plain_logits(fresh, batch)):
+        begin, end = batch.offsets[row], batch.offsets[row + 1]
+        ids = torch.from_numpy(batch.tokens["token_ids"][begin + 1 : end].astype(np.int64))
+        values = logits[:-1].log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        np.testing.assert_allclose(values.detach().numpy(), expected[begin + 1 : end], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load_return_the_same_weights(start, tmp_path, tied):
+    path = write_model(tmp_path / "model", tied)
+    trainer = start(path)
+    trainer.train_step(make_batch(), OBJECTIVE, 1.0)
+    trained = weights_of(trainer)
+    trainer.save(str(tmp_path / "export"))
+    trainer.load(path)
+    assert not np.array_equal(weights_of(trainer)["model.norm.weight"], trained["model.norm.weight"])
+    trainer.load(str(tmp_path / "export"))
+    assert all(np.array_equal(value, trained[name]) for name, value in weights_of(trainer).items())
+    exported = start(str(tmp_path / "export"))
+    assert all(np.array_equal(value, trained[name]) for name, value in weights_of(exported).items())
+
+
+def test_weights_that_do_not_fit_are_named(start, model_path, tmp_path):
+    trainer = start(model_path)
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        trainer.load(write_model(tmp_path, tied=False))
+
+
+def test_gradients_are_clipped_to_the_configured_norm(start, model_path):
+    before = weights_of(start(model_path))
+    trainer = start(model_path, training=replace(ALMOST_SGD, max_grad_norm=0.01))
+    assert trainer.train_step(make_batch(), OBJECTIVE, 1.0)["grad_norm"] > 0.1
+    moved = np.concatenate([(value - before[name]).ravel() for name, value in weights_of(trainer).items()])
+    assert np.linalg.norm(moved) == pytest.approx(ALMOST_SGD.learning_rate * 0.01, rel=0.01)
+
+
+def test_learning_rate_follows_the_schedule(start, model_path):
+    training = TrainingArguments(learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
+    trainer = start(model_path, training=training, total_optimizer_steps=4)
+    rates = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 0.0])
+
+
+def test_a_fully_masked_batch_changes_nothing(start, model_path):
+    trainer = start(model_path, max_tokens=20)
+    before = weights_of(trainer)
+    batch = make_batch()
+    batch.tokens["response_mask"][:] = False
+    metrics = trainer.train_step(batch, OBJECTIVE, 1.0)
+    assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0 and metrics["skipped_updates"] == 0.0
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert all(np.array_equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_said(start, model_path):
+    trainer = start(model_path)
+    before = weights_of(trainer)
+    batch = make_batch()
+    batch.tokens["advantages"][np.flatnonzero(batch.tokens["response_mask"])[3]] = np.inf
+    assert trainer.train_step(batch, OBJECTIVE, 1.0)["skipped_updates"] == 1.0
+    assert all(np.array_equal(value, before[name]) for name, value in weights_of(trainer).items())
+    metrics = trainer.train_step(make_batch(), OBJECTIVE, 1.0)
+    assert metrics["skipped_updates"] == 0.0 and np.isfinite(metrics["grad_norm"])
+    assert all(np.isfinite(value).all() for value in weights_of(trainer).values())
+
+
+@pytest.mark.parametrize("pg_variant", ["vanilla", "ppo", "tis"])
+def test_positive_advantages_raise_the_probability_of_the_tokens(start, model_path, pg_variant):
+    trainer = start(model_path, training=TrainingArguments(learning_rate=1e-2))
+    batch = make_batch()
+    wanted = batch.tokens["response_mask"].copy()
+    wanted[batch.offsets[:-1]] = False
+    batch.tokens["behaviour_logprobs"] = first = trainer.log_probs(batch, 1.0)
+    batch.tokens["advantages"] = np.ones_like(first)
+    objective = PolicyObjective(8, pg_variant)
+    for _ in range(5):
+        metrics = trainer.train_step(batch, objective, 1.0)
+    last = trainer.log_probs(batch, 1.0)
+    assert last[wanted].mean() > first[wanted].mean() + 0.1
+    assert metrics["ratio_mean"] > 1.0
+
+
+def test_offloading_keeps_the_training_state(start, model_path):
+    trainer = start(model_path)
+    expected = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"] for _ in range(2)]
+    trainer = start(model_path)
+    losses = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"]]
+    trainer.offload_states()
+    trainer.load_states()
+    assert losses + [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"]] == expected
+
+
+def test_a_forward_only_role_computes_but_does_not_train(start, model_path):
+    expected = start(model_path).log_probs(make_batch(), 1.0)
+    trainer = start(model_path, forward_only=True)
+    assert np.array_equal(trainer.log_probs(make_batch(), 1.0), expected)
+    with pytest.raises(RuntimeError, match="forward-only"):
+        trainer.train_step(make_batch(), OBJECTIVE, 1.0)
+
+
+def test_missing_fields_are_named(start, model_path):
+    batch = make_batch()
+    del batch.tokens["reference_logprobs"]
+    with pytest.raises(ValueError, match="lacks reference_logprobs"):
+        start(model_path).train_step(batch, OBJECTIVE, 1.0)
+
+
+def test_unknown_options_and_strategies_are_refused_before_anything_loads():
+    with pytest.raises(ValueError, match="did you mean 'reshard_after_forward'"):
+        build("/nowhere", strategy_config={"reshard_after_forwad": True})
+    with pytest.raises(ValueError, match="above 0"):
+        build("/nowhere", strategy_config={"process_group_timeout_seconds": 0})
+    check = train_strategy_class("fsdp2_train").check_options
+    problems = check({"gradient_checkpointing": "yes", "shards": 2}, "actor_train.strategy_args.strategy_config")
+    assert sorted(problem.path.rsplit(".", 1)[1] for problem in problems) == ["gradient_checkpointing", "shards"]
+    assert check({"gradient_checkpointing": True}, "path") == []
+    with pytest.raises(ValueError, match="fsdp2_train"):
+        train_strategy_class("fsdp3_train")

@@ -1,0 +1,95 @@
+"""Micro-batch plans cover every row once within the budget, and tokens meet the logits that predict them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data.records import SampleBatch
+from roll.strategies.train.microbatches import (
+    build_micro_batch,
+    plan_micro_batches,
+    predicted_tokens,
+    scatter_to_tokens,
+)
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=40)
+
+
+@settings(deadline=None, max_examples=200)
+@given(lengths=LENGTHS, world_size=st.integers(1, 4), max_tokens=st.integers(1, 200))
+def test_token_budget_holds_and_every_row_appears_once(lengths, world_size, max_tokens):
+    plan = plan_micro_batches(lengths, world_size, max_tokens, 1)
+    rows = [row for rank in plan for micro_batch in rank for row in micro_batch]
+    assert sorted(rows) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
+    for micro_batch in (micro_batch for rank in plan for micro_batch in rank if len(micro_batch) > 1):
+        assert len(micro_batch) * max(lengths[row] for row in micro_batch) <= max_tokens
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=LENGTHS, world_size=st.integers(1, 4), size=st.integers(1, 8))
+def test_fixed_size_holds_and_every_row_appears_once(lengths, world_size, size):
+    plan = plan_micro_batches(lengths, world_size, None, size)
+    sizes = [len(micro_batch) for rank in plan for micro_batch in rank]
+    assert max(sizes) <= size and sum(sizes) == len(lengths)
+    assert len(plan[0]) == max(1, -(-max(sum(map(len, rank)) for rank in plan) // size))
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), world_size=st.integers(1, 4))
+def test_ranks_get_about_equally_many_tokens(lengths, world_size):
+    plan = plan_micro_batches(lengths, world_size, 100, 1)
+    loads = [sum(lengths[row] for micro_batch in rank for row in micro_batch) for rank in plan]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_a_row_longer_than_the_budget_is_alone():
+    assert plan_micro_batches([5, 100, 5], 1, 20, 1) == [[[1], [0, 2]]]
+
+
+def test_a_rank_short_of_work_gets_empty_micro_batches():
+    assert plan_micro_batches([3], 2, 100, 1) == [[[0]], [[]]]
+
+
+def make_batch():
+    lengths = np.array([4, 2, 5, 1])
+    total = int(lengths.sum())
+    return SampleBatch(
+        lengths,
+        {
+            "token_ids": np.arange(10, 10 + total, dtype=np.int32),
+            "response_mask": np.ones(total, dtype=bool),
+            "advantages": np.arange(total, dtype=np.float32),
+        },
+    )
+
+
+def test_every_target_is_paired_with_the_position_before_it():
+    batch = make_batch()
+    wanted = np.zeros(12, dtype=bool)
+    wanted[[2, 3, 10]] = True
+    micro_batch = build_micro_batch(batch, [2, 0], wanted, ["advantages"], torch.device("cpu"))
+    assert micro_batch.input_ids.tolist() == [[16, 17, 18, 19, 20], [10, 11, 12, 13, 0]]
+    assert micro_batch.positions.tolist() == [1, 2, 3]
+    assert micro_batch.targets[micro_batch.mask].tolist() == [20, 12, 13]
+    assert micro_batch.fields["advantages"][micro_batch.mask].tolist() == [10, 2, 3]
+
+
+def test_the_stand_in_for_no_rows_asks_for_nothing():
+    micro_batch = build_micro_batch(make_batch(), [], np.ones(12, dtype=bool), ["advantages"], torch.device("cpu"))
+    assert micro_batch.input_ids.shape == (1, 2) and micro_batch.targets.shape == (1, 1)
+    assert not micro_batch.mask.any()
+
+
+def test_values_return_to_their_tokens_and_first_tokens_stay():
+    batch = make_batch()
+    wanted = predicted_tokens(batch)
+    assert np.flatnonzero(~wanted).tolist() == [0, 4, 6, 11]
+    out = np.full(12, -1.0, dtype=np.float32)
+    rows = [2, 0, 1, 3]
+    micro_batch = build_micro_batch(batch, rows, wanted, ["advantages"], torch.device("cpu"))
+    scatter_to_tokens(micro_batch.fields["advantages"].numpy(), micro_batch.mask.numpy(), batch, rows, out)
+    assert out.tolist() == [-1, 1, 2, 3, -1, 5, -1, 7, 8, 9, 10, -1]
