@@ -7,6 +7,7 @@ the worker. Workers are killed, not asked, when a run ends, so nothing outlives 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.placement import Placement, import_paths
 from roll.distributed.worker import Worker, WorkerIdentity, WorkerProcess
+
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerHandle:
@@ -47,6 +51,7 @@ class WorkerHandle:
         ref = self._actor.create.remote(self._class_path, self.identity)
         facts = await self._answer(ref, "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
+        logger.info("worker %s runs as process %d on %s", self.name, self.pid, self.host)
 
     async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
         try:

@@ -123,7 +123,7 @@ def build_rollout(
         generator=generator,
         judge=roles.rewards,
         decoder=prepared.tokenizer,
-        sampling=sampling_params(config, arguments),
+        sampling=sampling_params(arguments, config.response_length),
         samples_per_group=config.num_return_sequences_in_group if training else arguments.num_return_sequences,
         run_seed=config.seed,
         purpose=purpose,
@@ -131,10 +131,10 @@ def build_rollout(
     )
 
 
-def sampling_params(config: RLVRConfig, arguments: GeneratingArguments) -> SamplingParams:
+def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
     """The engine's parameters for the configured ones; the seed is set per request."""
     return SamplingParams(
-        max_new_tokens=arguments.max_new_tokens or derived.max_new_tokens(config),
+        max_new_tokens=arguments.max_new_tokens or response_length,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,

@@ -135,6 +135,7 @@ class StageGraph:
         ``first`` is awaited, with the background tasks running, before the stages start. Raises the first failure
         itself, not an exception group, so that its cause is named plainly.
         """
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(start(), name=name) for name, start in background]
@@ -145,7 +146,10 @@ class StageGraph:
                 for helper in helpers:
                     helper.cancel()
         except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+            failure = first_cause(failures)
+        if failure is not None:
+            # Raised out here, so that the group that holds it does not become its own cause.
+            raise failure
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

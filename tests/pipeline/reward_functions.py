@@ -50,3 +50,8 @@ def dying_once_reward(response, ground_truth, marker):
 def slow_reward(response, ground_truth):
     time.sleep(0.05)
     return digit_reward(response, ground_truth)
+
+
+def first_digit_reward(response):
+    """0 or 1, so that small groups often agree."""
+    return float(response[:1].isdigit())

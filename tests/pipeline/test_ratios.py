@@ -1,0 +1,146 @@
+"""Promises 1, 3 and 5 on real runs: one loop for every ratio, a hard bound on lag, every group accounted for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from runs import run_pipeline
+from tiny import make_task, tiny_config
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+def assert_every_group_is_accounted_for(run, steps, groups_per_step):
+    for step in run.metrics:
+        dropped = sum(value for name, value in step.items() if name.startswith("ledger/dropped/"))
+        accounted = step["ledger/consumed"] + step["ledger/buffered"] + step["ledger/in_flight"] + dropped
+        assert step["ledger/issued"] == accounted
+    ledger = run.summary["ledger"]
+    assert ledger["consumed"] == steps * groups_per_step
+    assert ledger["buffered"] == ledger["in_flight"] == 0
+
+
+@pytest.mark.parametrize("ratio", [0, 0.5, 1, 2])
+def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cluster, ratio):
+    config = tiny_config(
+        task,
+        max_steps=14,
+        rollout_batch_size=16,
+        async_generation_ratio=ratio,
+        actor_train__training_args__learning_rate=5e-3,
+        rewards__addition__verifier="reward_functions:late_reward",
+        rewards__addition__num_workers=1,
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    rewards = [step["reward/mean"] for step in run.metrics]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+    assert run.summary["lag/max"] == max(step["lag/max"] for step in run.metrics) <= math.ceil(ratio)
+    if ratio >= 1:
+        assert run.summary["lag/max"] >= 1
+    assert_every_group_is_accounted_for(run, 14, 16)
+
+
+def test_fifo_at_ratio_one_brings_the_same_groups_together_whatever_the_latencies(task, ray_cluster):
+    config = tiny_config(
+        task,
+        max_steps=4,
+        async_generation_ratio=1,
+        consumption="fifo",
+        num_logged_samples=8,
+        rewards__addition__verifier="reward_functions:late_reward",
+    )
+    batches = []
+    for _ in range(2):
+        run = run_pipeline(task, ray_cluster, config)
+        batches.append([(sample["step"], sample["group_id"], sample["prompt"]) for sample in run.samples])
+    assert batches[0] == batches[1]
+    assert [group for _, group, _ in batches[0]] == list(range(32))
+
+
+def test_filtered_groups_give_their_slot_back(task, ray_cluster):
+    config = tiny_config(
+        task,
+        group_filter="zero_variance",
+        num_return_sequences_in_group=2,
+        rewards__addition__verifier="reward_functions:first_digit_reward",
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert run.summary["ledger"]["dropped/filtered"] > 0
+    assert all(step["reward/zero_variance_groups"] == 0 for step in run.metrics)
+    assert_every_group_is_accounted_for(run, 3, 8)
+
+
+def test_several_optimizer_steps_two_epochs_and_two_ranks(task, ray_cluster):
+    config = tiny_config(
+        task,
+        cluster__num_devices_per_node=3,
+        actor_train__device_mapping="0-1",
+        actor_infer__device_mapping=[2],
+        actor_train__training_args__per_device_train_batch_size=4,
+        actor_train__training_args__gradient_accumulation_steps=2,
+        ppo_epochs=2,
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert run.summary["steps"] == 3
+    assert all(step["actor/ratio_max"] > 1 for step in run.metrics)
+
+
+@pytest.mark.parametrize("devices", [[0], [1], [2]], ids=["with the trainer", "with the engine", "of its own"])
+def test_reference_and_kl_terms_on_any_devices(task, ray_cluster, devices):
+    config = tiny_config(
+        task,
+        cluster__num_devices_per_node=3,
+        async_generation_ratio=1,
+        reference={"device_mapping": devices},
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        add_token_level_kl=True,
+        init_kl_coef=0.1,
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    kl = [step["actor/reference_kl"] for step in run.metrics]
+    assert kl[0] < 1e-6 < kl[-1]
+
+
+def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_cluster):
+    config = tiny_config(
+        task,
+        max_steps=6,
+        cluster__num_devices_per_node=1,
+        actor_infer__device_mapping=[0],
+        async_generation_ratio=1,
+        weight_update__in_flight="resume",
+        rewards__addition__verifier="reward_functions:late_reward",
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert run.summary["lag/max"] <= 1
+    assert_every_group_is_accounted_for(run, 6, 8)
+
+
+def test_two_replicas_validation_and_publication_every_other_step(task, ray_cluster):
+    config = tiny_config(
+        task,
+        max_steps=4,
+        eval_steps=2,
+        cluster__num_devices_per_node=3,
+        actor_infer__device_mapping=[1, 2],
+        async_generation_ratio=1,
+        weight_update__interval_steps=2,
+        is_num_return_sequences_expand=False,
+        validation={
+            "data_args": {"file_name": str(task / "val.jsonl")},
+            "generating_args": {"num_return_sequences": 2, "temperature": 1.0},
+            "mode": "overlap",
+        },
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert set(run.summary["val/first"]) == {"addition"}
+    assert run.summary["lag/max"] <= 2
+    assert [step["step"] for step in run.metrics if "val/addition/accuracy" in step] == [2, 4]
