@@ -1,0 +1,41 @@
+"""The asynchronous heart: which group starts when, what becomes of it, and which batch it is trained in.
+
+Pure asyncio and standard library, so the very scheduler that drives a cluster runs under a virtual clock in tests.
+"""
+
+from roll.rollout.admission import TooManyRefunds
+from roll.rollout.buffer import FinishedGroup
+from roll.rollout.ledger import Ledger, LedgerError
+from roll.rollout.router import Lease, NoReplica, Router
+from roll.rollout.scheduler import (
+    DroppedGroup,
+    FatalRolloutError,
+    GroupTimeout,
+    NoMoreBatches,
+    RolloutScheduler,
+    SchedulePlan,
+    SchedulerSnapshot,
+    SchedulerStopped,
+    SourceExhausted,
+    Ticket,
+)
+
+__all__ = [
+    "DroppedGroup",
+    "FatalRolloutError",
+    "FinishedGroup",
+    "GroupTimeout",
+    "Lease",
+    "Ledger",
+    "LedgerError",
+    "NoMoreBatches",
+    "NoReplica",
+    "RolloutScheduler",
+    "Router",
+    "SchedulePlan",
+    "SchedulerSnapshot",
+    "SchedulerStopped",
+    "SourceExhausted",
+    "Ticket",
+    "TooManyRefunds",
+]

@@ -1,0 +1,260 @@
+"""Which groups make the next batch, and whether it must still wait. A pure state machine: no task, no clock.
+
+Batch ``t`` (counted from 0) is what training step ``t`` trains on, so a group started at version v may be in no batch
+after its deadline ``d = v + R``: then no token is more than R versions old. Waiting only for groups with ``d == t``
+comes too late: with R = 2 and B = 1, three groups start at version 0, the youngest finishes first and takes batch 0; if
+now a group of version 1 takes batch 1, two are due in the one place of batch 2. The rule that works is that of earliest
+deadlines. Let D_u be the groups not yet consumed (in flight or ready) with deadline <= u.
+
+- Invariant, before batch t: ``|D_u| <= (u - t + 1) B`` for all u >= t: the batches up to u have room for D_u.
+- Batch t is chosen so that it holds for t + 1: at least ``|D_u| - (u - t) B`` members of D_u are taken. The ready
+  groups allow this iff for every u at most ``(u - t) B`` members of D_u are still in flight; until then it waits.
+- Admission keeps it: when number g starts at v, ``d = v + R >= g // B``, and for u >= d all groups together are
+  ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes.
+
+In issue order (`fifo`) the rule holds by itself, since the group at place p has ``d >= p // B``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+ConsumptionOrder = Literal["ready_first", "fifo"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup(Generic[Item, Result]):
+    """A group whose rollout ended well."""
+
+    group_id: int
+    item: Item
+    """What the source gave for this group."""
+    result: Result
+    """What the rollout returned."""
+    start_version: int
+    """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
+    attempts: int
+    """Attempts made, the successful one included."""
+    started_at: float
+    """Loop time at which the group was issued, seconds."""
+    finished_at: float
+    """Loop time at which the rollout returned, seconds."""
+
+
+class _InFlight:
+    """Groups in flight by deadline, deadlines ascending (a start is never due before an earlier start)."""
+
+    def __init__(self) -> None:
+        self.by_deadline: dict[int, dict[int, None]] = {}
+        self._deadline_of: dict[int, int] = {}
+        self._issue_order: deque[int] = deque()
+        self._latest_deadline = 0
+
+    def __len__(self) -> int:
+        return len(self._deadline_of)
+
+    def add(self, group_id: int, deadline: int) -> None:
+        self._set_deadline(group_id, deadline)
+        self._issue_order.append(group_id)
+
+    def postpone(self, group_id: int, deadline: int) -> None:
+        self.remove(group_id)
+        self._set_deadline(group_id, deadline)
+
+    def remove(self, group_id: int) -> int:
+        """Forget the group and return its deadline."""
+        deadline = self._deadline_of.pop(group_id)
+        groups = self.by_deadline[deadline]
+        del groups[group_id]
+        if not groups:
+            del self.by_deadline[deadline]
+        return deadline
+
+    def oldest(self) -> int | None:
+        """Id of the group issued first; amortised constant time."""
+        while self._issue_order and self._issue_order[0] not in self._deadline_of:
+            self._issue_order.popleft()
+        return self._issue_order[0] if self._issue_order else None
+
+    def _set_deadline(self, group_id: int, deadline: int) -> None:
+        if deadline < self._latest_deadline:
+            raise ValueError(f"group {group_id} starts with deadline {deadline} after one of {self._latest_deadline}")
+        self._latest_deadline = deadline
+        self._deadline_of[group_id] = deadline
+        self.by_deadline.setdefault(deadline, {})[group_id] = None
+
+
+class _ReadyFirst(Generic[Item, Result]):
+    """Ready groups in the order they finished, as far as deadlines allow."""
+
+    def __init__(self) -> None:
+        self._by_deadline: dict[int, deque[tuple[int, FinishedGroup[Item, Result]]]] = {}
+        self._finished = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, group: FinishedGroup[Item, Result], deadline: int) -> None:
+        self._by_deadline.setdefault(deadline, deque()).append((self._finished, group))
+        self._finished += 1
+        self._size += 1
+
+    def takeable(self, oldest_in_flight: int | None) -> int:
+        return self._size
+
+    def take(
+        self, batch_size: int, batch_index: int, in_flight: Mapping[int, Collection[int]]
+    ) -> list[FinishedGroup[Item, Result]]:
+        """Earliest finished first, after those that no later batch would have room for."""
+        heads: list[tuple[int, int]] = []
+        batch: list[FinishedGroup[Item, Result]] = []
+        unconsumed = 0
+        for deadline in sorted(self._by_deadline.keys() | in_flight.keys()):
+            unconsumed += len(in_flight.get(deadline, ()))
+            if ready := self._by_deadline.get(deadline):
+                unconsumed += len(ready)
+                heapq.heappush(heads, (ready[0][0], deadline))
+            must_take = unconsumed - (deadline - batch_index) * batch_size
+            while len(batch) < must_take:
+                batch.append(self._pop_earliest(heads))
+        while len(batch) < batch_size:
+            batch.append(self._pop_earliest(heads))
+        self._size -= len(batch)
+        return batch
+
+    def _pop_earliest(self, heads: list[tuple[int, int]]) -> FinishedGroup[Item, Result]:
+        _, deadline = heapq.heappop(heads)
+        ready = self._by_deadline[deadline]
+        _, group = ready.popleft()
+        if ready:
+            heapq.heappush(heads, (ready[0][0], deadline))
+        else:
+            del self._by_deadline[deadline]
+        return group
+
+
+class _Fifo(Generic[Item, Result]):
+    """Ready groups in the order they were issued; a group in flight holds back all that came after it."""
+
+    def __init__(self) -> None:
+        self._held_back: list[tuple[int, FinishedGroup[Item, Result]]] = []
+        self._released: deque[FinishedGroup[Item, Result]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held_back) + len(self._released)
+
+    def add(self, group: FinishedGroup[Item, Result], deadline: int) -> None:
+        heapq.heappush(self._held_back, (group.group_id, group))
+
+    def takeable(self, oldest_in_flight: int | None) -> int:
+        while self._held_back and (oldest_in_flight is None or self._held_back[0][0] < oldest_in_flight):
+            self._released.append(heapq.heappop(self._held_back)[1])
+        return len(self._released)
+
+    def take(
+        self, batch_size: int, batch_index: int, in_flight: Mapping[int, Collection[int]]
+    ) -> list[FinishedGroup[Item, Result]]:
+        return [self._released.popleft() for _ in range(batch_size)]
+
+
+class GroupBuffer(Generic[Item, Result]):
+    """Groups between their start and the batch that takes them.
+
+    The caller reports each start, retry, finish and drop; versions never go back. `take` returns batch after batch.
+    """
+
+    def __init__(self, *, batch_size: int, max_staleness: int, order: ConsumptionOrder) -> None:
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._in_flight = _InFlight()
+        self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = (
+            _Fifo() if order == "fifo" else _ReadyFirst()
+        )
+        self.batches_taken = 0
+
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for a batch."""
+        return len(self._ready)
+
+    @property
+    def oldest_in_flight(self) -> int | None:
+        """Id of the group in flight that was issued first."""
+        return self._in_flight.oldest()
+
+    def start(self, group_id: int, version: int) -> None:
+        """A group begins. Raises `ValueError` if the batches up to its deadline have no room for it, which admission
+        rules out."""
+        deadline = version + self._max_staleness
+        unconsumed = len(self._in_flight) + len(self._ready) + 1
+        if unconsumed > (deadline - self.batches_taken + 1) * self._batch_size:
+            raise ValueError(
+                f"group {group_id} started too early: it is due in batch {deadline}, the next batch is "
+                f"{self.batches_taken}, and {unconsumed} groups want to be in these batches of {self._batch_size}"
+            )
+        self._in_flight.add(group_id, deadline)
+
+    def restart(self, group_id: int, version: int) -> None:
+        """A group in flight begins anew with a newer version (or the same)."""
+        self._in_flight.postpone(group_id, version + self._max_staleness)
+
+    def finish(self, group: FinishedGroup[Item, Result]) -> None:
+        """A group in flight is ready."""
+        self._ready.add(group, self._in_flight.remove(group.group_id))
+
+    def drop(self, group_id: int) -> None:
+        """A group in flight will never be ready."""
+        self._in_flight.remove(group_id)
+
+    def batch_ready(self) -> bool:
+        """Whether `take` would return a batch."""
+        return self._enough_ready() and not self._blocked_by_deadline()
+
+    def held_up(self) -> bool:
+        """Whether enough groups are ready, but the next batch is the last with room for some still in flight."""
+        return len(self._ready) >= self._batch_size and self._blocked_by_deadline()
+
+    def overdue(self) -> list[int]:
+        """The fewest groups in flight that must end (or be dropped) before a batch that is `held_up` can be taken,
+        earliest deadline first."""
+        if not self.held_up():
+            return []
+        overdue: list[int] = []
+        in_time: deque[int] = deque()
+        for deadline, groups in self._in_flight.by_deadline.items():
+            in_time.extend(groups)
+            while len(in_time) > self._room_after_this_batch(deadline):
+                overdue.append(in_time.popleft())
+        return overdue
+
+    def take(self) -> list[FinishedGroup[Item, Result]] | None:
+        """The next batch, sorted by group id, or None if it has to wait."""
+        if not self.batch_ready():
+            return None
+        batch = self._ready.take(self._batch_size, self.batches_taken, self._in_flight.by_deadline)
+        self.batches_taken += 1
+        return sorted(batch, key=lambda group: group.group_id)
+
+    def _enough_ready(self) -> bool:
+        if len(self._ready) < self._batch_size:
+            return False
+        return self._ready.takeable(self._in_flight.oldest()) >= self._batch_size
+
+    def _blocked_by_deadline(self) -> bool:
+        unfinished = 0
+        for deadline, groups in self._in_flight.by_deadline.items():
+            unfinished += len(groups)
+            if unfinished > self._room_after_this_batch(deadline):
+                return True
+        return False
+
+    def _room_after_this_batch(self, deadline: int) -> int:
+        return (deadline - self.batches_taken) * self._batch_size

@@ -1,0 +1,81 @@
+"""An event loop whose time jumps instead of passing, so hours of rollouts run in milliseconds and always alike.
+
+When nothing is ready the loop moves its clock to the next timer at once; when there is no timer either, nothing can
+ever happen again and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread:
+work done in threads or arriving from sockets takes no virtual time, and waiting for nothing but that is a deadlock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LONGEST_RUN_SECONDS = 2**23
+"""97 days. Later, floats are coarser than the nanosecond that asyncio adds to see whether a timer is due."""
+
+
+class Deadlock(RuntimeError):
+    """No task can run and no timer is set. The message lists the pending tasks and where each one waits."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never blocks: where a selector would sleep it reports how long, and returns at once."""
+
+    def __init__(self, skip: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._skip = skip
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events and (timeout is None or timeout > 0):
+            self._skip(timeout)
+        return events
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio event loop in virtual time, which starts at 0 seconds. `asyncio.sleep`, `timeout` and `call_later`
+    work as usual."""
+
+    def __init__(self) -> None:
+        self._virtual_now = 0.0
+        super().__init__(_JumpingSelector(self._skip))
+
+    def time(self) -> float:
+        """Seconds of virtual time."""
+        return self._virtual_now
+
+    def _skip(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Deadlock(_describe_pending(self))
+        if self._virtual_now > LONGEST_RUN_SECONDS:
+            raise OverflowError(f"virtual time passed {LONGEST_RUN_SECONDS} s; does a timer set itself again for ever?")
+        self._virtual_now += seconds
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a fresh `VirtualTimeLoop` and return its result.
+
+    Raises `Deadlock` if everything waits for something that cannot happen, and whatever ``main`` raises.
+    """
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)
+
+
+def _describe_pending(loop: asyncio.AbstractEventLoop) -> str:
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
+    return "\n".join(["nothing can run and no timer is set; pending tasks:", *(lines or ["  (none)"])])
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    coroutine = task.get_coro()
+    while inspect.iscoroutine(coroutine) and inspect.iscoroutine(coroutine.cr_await):
+        coroutine = coroutine.cr_await
+    if not inspect.iscoroutine(coroutine) or coroutine.cr_frame is None:
+        return "waits outside of a coroutine"
+    return f"waits in {coroutine.cr_code.co_qualname} (line {coroutine.cr_frame.f_lineno})"

@@ -1,0 +1,108 @@
+"""Every group is accounted for: issued = consumed + dropped (by reason) + buffered + in flight, at every instant.
+
+The ledger is the only place where groups are counted. Each transition is a method that takes constant time and
+rejects what may not happen (ending twice, consuming what never finished), so a lost or doubled group is an error at
+the line that caused it. Ended groups are forgotten: ids are handed out in order, so an id that is neither open nor
+new has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import Literal, get_args
+
+DropReason = Literal["failed", "filtered", "stale", "cancelled"]
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+
+class LedgerError(RuntimeError):
+    """An illegal transition, or counts that do not add up."""
+
+
+class _State(Enum):
+    IN_FLIGHT = "in flight"
+    BUFFERED = "buffered"
+
+
+class Ledger:
+    """Counts of groups, and the state of each group that has not ended."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.consumed = 0
+        self.buffered = 0
+        self.in_flight = 0
+        self.dropped: Counter[DropReason] = Counter()
+        self._refunds = 0
+        self._open: dict[int, _State] = {}
+
+    @property
+    def net_issued(self) -> int:
+        """Issued groups whose slot was not given back. The next group's number for admission."""
+        return self.issued - self._refunds
+
+    def issue(self) -> int:
+        """A new group, in flight. Returns its id: 0, 1, 2, ... in order of issue, never used again."""
+        group_id = self.issued
+        self._open[group_id] = _State.IN_FLIGHT
+        self.issued += 1
+        self.in_flight += 1
+        return group_id
+
+    def finish(self, group_id: int) -> None:
+        """In flight -> buffered. Raises `LedgerError` if the group is not in flight."""
+        self._require(group_id, _State.IN_FLIGHT, "finish")
+        self._open[group_id] = _State.BUFFERED
+        self.in_flight -= 1
+        self.buffered += 1
+
+    def consume(self, group_id: int) -> None:
+        """Buffered -> trained on. Raises `LedgerError` if the group is not buffered."""
+        self._require(group_id, _State.BUFFERED, "consume")
+        del self._open[group_id]
+        self.buffered -= 1
+        self.consumed += 1
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """In flight or buffered -> dropped; the slot is given back. Raises `LedgerError` if the group has ended."""
+        if reason not in DROP_REASONS:
+            raise LedgerError(f"unknown drop reason {reason!r}; known are {', '.join(DROP_REASONS)}")
+        if group_id not in self._open:
+            raise LedgerError(f"cannot drop group {group_id}: it {self._fate(group_id)}")
+        if self._open.pop(group_id) is _State.IN_FLIGHT:
+            self.in_flight -= 1
+        else:
+            self.buffered -= 1
+        self.dropped[reason] += 1
+        self._refunds += 1
+
+    def open_groups(self) -> list[int]:
+        """Ids of the groups that have not ended, in order of issue."""
+        return list(self._open)
+
+    def counts(self) -> dict[str, int]:
+        """The ledger as metrics: ``issued``, ``consumed``, ``buffered``, ``in_flight`` and ``dropped/<reason>``."""
+        counts = {
+            "issued": self.issued,
+            "consumed": self.consumed,
+            "buffered": self.buffered,
+            "in_flight": self.in_flight,
+        }
+        return counts | {f"dropped/{reason}": self.dropped[reason] for reason in DROP_REASONS}
+
+    def check(self) -> None:
+        """Raise `LedgerError` unless the equation holds. Constant time."""
+        ended = self.consumed + sum(self.dropped.values())
+        unended = self.buffered + self.in_flight
+        if self.issued != ended + unended or unended != len(self._open):
+            raise LedgerError(f"the ledger does not add up: {self.counts()}, {len(self._open)} groups open")
+
+    def _require(self, group_id: int, state: _State, verb: str) -> None:
+        if self._open.get(group_id) is not state:
+            raise LedgerError(f"cannot {verb} group {group_id}: it {self._fate(group_id)}, not {state.value}")
+
+    def _fate(self, group_id: int) -> str:
+        if group_id in self._open:
+            return f"is {self._open[group_id].value}"
+        return "has already ended" if 0 <= group_id < self.issued else "was never issued"

@@ -1,0 +1,448 @@
+"""Keeps as many groups in flight as the plan allows, and hands them out batch by batch.
+
+Decisions live in `admission.py`, `buffer.py` and `ledger.py`; this file owns the tasks. Every rollout runs inside
+`run`, so none outlives it. All groups that one event allows are started at once, in order, without an await in between:
+with ratio 0 nothing depends on timing. Whatever ends the run early is raised by `run` and by a waiting `next_batch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import Generic, Literal, get_args
+
+from roll.rollout.admission import Admission, RefundCap, Refusal, TooManyRefunds, exact_ratio
+from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer, Item, Result
+from roll.rollout.ledger import DropReason, Ledger
+
+logger = logging.getLogger(__name__)
+
+StalenessPolicy = Literal["wait", "drop"]
+RECENT_DROPS_KEPT = 16
+
+
+class FatalRolloutError(Exception):
+    """Raised by a rollout (alone or inside an exception group) to end the run at once, without a retry."""
+
+
+class GroupTimeout(Exception):
+    """An attempt took longer than the plan's ``group_timeout``."""
+
+
+class SourceExhausted(RuntimeError):
+    """The source ended before the run had all the groups it needs."""
+
+
+class NoMoreBatches(Exception):
+    """`next_batch` was called after the last batch of the run."""
+
+
+class SchedulerStopped(RuntimeError):
+    """`next_batch` was called (or waited) on a scheduler whose `run` was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """How far generation may run ahead of training. Raises `ValueError` on values that mean nothing."""
+
+    batch_size: int
+    """Groups per training step."""
+    max_steps: int
+    ratio: float | Fraction = 0
+    """Groups ahead of training, in batches."""
+    max_staleness: int = 0
+    """Batch t holds no group started at a version below t minus this."""
+    order: ConsumptionOrder = "ready_first"
+    staleness_policy: StalenessPolicy = "wait"
+    max_group_retries: int = 2
+    max_consecutive_refunds: int = 64
+    """This many drops in a row end the run."""
+    group_timeout: float | None = None
+    """Longest time of one attempt, seconds of the loop's clock. None: the rollout has deadlines of its own."""
+
+    def __post_init__(self) -> None:
+        exact_ratio(self.ratio)
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("max_steps", self.max_steps, 1),
+            ("max_staleness", self.max_staleness, 0),
+            ("max_group_retries", self.max_group_retries, 0),
+            ("max_consecutive_refunds", self.max_consecutive_refunds, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        if self.order not in get_args(ConsumptionOrder):
+            raise ValueError(f"order must be one of {get_args(ConsumptionOrder)}, not {self.order!r}")
+        if self.staleness_policy not in get_args(StalenessPolicy):
+            policies = get_args(StalenessPolicy)
+            raise ValueError(f"staleness_policy must be one of {policies}, not {self.staleness_policy!r}")
+        if self.group_timeout is not None and self.group_timeout <= 0:
+            raise ValueError(f"group_timeout must be positive, not {self.group_timeout}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket(Generic[Item]):
+    """What a rollout receives."""
+
+    group_id: int
+    item: Item
+    start_version: int
+    """No token of this attempt may come from an older version: lease replicas with ``min_version=start_version``."""
+    attempt: int
+    """1 for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group that was not trained on, and why."""
+
+    group_id: int
+    reason: DropReason
+    attempts: int
+    cause: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSnapshot:
+    """The state at one instant, for metrics and hang reports."""
+
+    ledger: dict[str, int]
+    """As `Ledger.counts` gives it."""
+    steps_done: int
+    version: int
+    batches_taken: int
+    waiting: Refusal | Literal["source", "stopped"]
+    """Why no group is started now."""
+    consumer_waiting: bool
+    """Whether a `next_batch` waits."""
+    oldest_in_flight: int | None
+    """Id of the group in flight that was issued first."""
+    oldest_in_flight_age: float
+    """Seconds since that group was issued; 0 if none is in flight."""
+    holding_up: tuple[int, ...]
+    """Groups in flight that alone hold up the next batch, because it is the last that may take them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running(Generic[Item]):
+    group_id: int
+    item: Item
+    start_version: int
+    started_at: float
+    attempt: int = 1
+    task: asyncio.Task[None] | None = None
+
+
+class _Phase(Enum):
+    NEW = "new"
+    RUNNING = "running"
+    STOPPED = "stopped"
+
+
+class RolloutScheduler(Generic[Item, Result]):
+    """Turns a source of items into batches of finished groups.
+
+    ``source`` gives the items, one per group, synchronously (a refunded group's successor gets the next item).
+    ``rollout`` is awaited once per attempt; what it raises is retried, then dropped as ``failed``. ``group_filter``
+    keeps a result by returning True, otherwise the group is dropped as ``filtered``; a filter that raises ends the run.
+
+    One task awaits `run`, one other task awaits `next_batch`; both on the same loop, as are all other calls.
+    """
+
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        source: Iterator[Item],
+        rollout: Callable[[Ticket[Item]], Awaitable[Result]],
+        *,
+        group_filter: Callable[[Result], bool] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.ledger = Ledger()
+        self.recent_drops: deque[DroppedGroup] = deque(maxlen=RECENT_DROPS_KEPT)
+        self._source = source
+        self._rollout = rollout
+        self._group_filter = group_filter
+        self._admission = Admission(
+            batch_size=plan.batch_size, max_steps=plan.max_steps, ratio=plan.ratio, max_staleness=plan.max_staleness
+        )
+        self._buffer: GroupBuffer[Item, Result] = GroupBuffer(
+            batch_size=plan.batch_size, max_staleness=plan.max_staleness, order=plan.order
+        )
+        self._refund_cap = RefundCap(plan.max_consecutive_refunds)
+        self._in_flight: dict[int, _Running[Item]] = {}
+        self._phase = _Phase.NEW
+        self._ended = asyncio.Event()
+        self._failure: Exception | None = None
+        self._batch_waiter: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Run rollouts until the last batch was handed out.
+
+        Afterwards no rollout runs any more; groups that had not ended are dropped as ``cancelled``. Raises
+        `TooManyRefunds`, `SourceExhausted`, `FatalRolloutError` (or the exception group that holds it), or what the
+        source or the filter raised.
+        """
+        if self._phase is not _Phase.NEW:
+            raise RuntimeError("a scheduler runs once")
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._phase = _Phase.RUNNING
+                try:
+                    self._start_admissible()
+                    await self._ended.wait()
+                finally:
+                    self._stop()
+        finally:
+            self._drop_unended()
+        if self._failure is not None:
+            raise self._failure
+
+    async def next_batch(self) -> list[FinishedGroup[Item, Result]]:
+        """Wait for the next batch: exactly ``batch_size`` groups, sorted by group id.
+
+        Handing it out counts as consumption. Raises `NoMoreBatches` after ``max_steps`` batches, `SchedulerStopped` if
+        `run` was cancelled, and whatever `run` raises if it failed. One consumer at a time: a second raises
+        `RuntimeError`.
+        """
+        if self._batch_waiter is not None:
+            raise RuntimeError("another task already waits for the next batch")
+        while (batch := self._take_batch()) is None:
+            self._batch_waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._batch_waiter
+            finally:
+                self._batch_waiter = None
+        return batch
+
+    def training_step_done(self, steps_done: int) -> None:
+        """``steps_done`` training steps are complete: more groups may start.
+
+        Raises `ValueError` unless this is one more than before and the step's batch was handed out.
+        """
+        if steps_done > self._buffer.batches_taken:
+            raise ValueError(f"step {steps_done} cannot be done: {self._buffer.batches_taken} batches were handed out")
+        self._admission.training_step_done(steps_done)
+        self._start_admissible()
+
+    def weights_published(self, version: int) -> None:
+        """The smallest version over the live replicas is now ``version``. Raises `ValueError` if it goes back, or is
+        ahead of the steps done."""
+        self._admission.weights_published(version)
+        self._start_admissible()
+
+    def pause_admission(self) -> None:
+        """Start no group until `resume_admission`. Groups in flight go on, retries included. Pauses add up."""
+        self._admission.pause()
+
+    def resume_admission(self) -> None:
+        """Undo one `pause_admission`. Raises `RuntimeError` if there is none."""
+        self._admission.resume()
+        self._start_admissible()
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """The state now. Call it on the scheduler's loop."""
+        oldest = self._buffer.oldest_in_flight if self._in_flight else None
+        started_at = self._in_flight[oldest].started_at if oldest is not None else None
+        return SchedulerSnapshot(
+            ledger=self.ledger.counts(),
+            steps_done=self._admission.steps_done,
+            version=self._admission.version,
+            batches_taken=self._buffer.batches_taken,
+            waiting=self._why_waiting(),
+            consumer_waiting=self._batch_waiter is not None,
+            oldest_in_flight=oldest,
+            oldest_in_flight_age=0.0 if started_at is None else asyncio.get_running_loop().time() - started_at,
+            holding_up=tuple(self._buffer.overdue()) if self._in_flight else (),
+        )
+
+    def _why_waiting(self) -> Refusal | Literal["source", "stopped"]:
+        if isinstance(self._failure, SourceExhausted):
+            return "source"
+        refusal = self._admission.refusal(self.ledger.net_issued)
+        return "stopped" if refusal is None or self._failure is not None else refusal
+
+    # Starting
+
+    def _start_admissible(self) -> None:
+        """Start every group that may start now. Never awaits, so the groups of one event begin in one iteration."""
+        if self._phase is not _Phase.RUNNING or self._failure is not None:
+            return
+        while self._admission.refusal(self.ledger.net_issued) is None:
+            try:
+                item = next(self._source)
+            except StopIteration:
+                missing = self.plan.max_steps * self.plan.batch_size - self.ledger.net_issued
+                message = f"the source ended after {self.ledger.issued} groups; {missing} more are needed"
+                self._fail(SourceExhausted(message))
+                return
+            except Exception as error:
+                error.add_note(f"raised by the source, asked for the item of group {self.ledger.issued}")
+                self._fail(error)
+                return
+            self._start(item)
+
+    def _start(self, item: Item) -> None:
+        version = self._admission.version
+        group_id = self.ledger.issue()
+        self._buffer.start(group_id, version)
+        group = _Running(group_id, item, version, asyncio.get_running_loop().time())
+        self._in_flight[group_id] = group
+        group.task = self._tasks.create_task(self._attempt_until_done(group), name=f"group-{group_id}")
+
+    # One group's life
+
+    async def _attempt_until_done(self, group: _Running[Item]) -> None:
+        failure: BaseException | None = None
+        while failure is None or self._may_retry(group, failure):
+            try:
+                result = await self._attempt(group)
+            except asyncio.CancelledError as cancelled:
+                if asyncio.current_task().cancelling():
+                    raise
+                failure = cancelled  # Something the rollout awaited was cancelled, not this group.
+            except Exception as error:
+                failure = error
+            else:
+                self._finish(group, result)
+                return
+
+    async def _attempt(self, group: _Running[Item]) -> Result:
+        ticket = Ticket(group.group_id, group.item, group.start_version, group.attempt)
+        if self.plan.group_timeout is None:
+            return await self._rollout(ticket)
+        try:
+            async with asyncio.timeout(self.plan.group_timeout) as deadline:
+                return await self._rollout(ticket)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"attempt {group.attempt} of group {group.group_id} exceeded {self.plan.group_timeout} s"
+            raise GroupTimeout(message) from None
+
+    def _may_retry(self, group: _Running[Item], failure: BaseException) -> bool:
+        """Account for a failed attempt; True if another one follows."""
+        if _is_fatal(failure):
+            self._fail(failure)
+        if not self._is_in_flight(group):
+            return False
+        if group.attempt > self.plan.max_group_retries:
+            logger.warning("group %d failed %d times and is dropped: %r", group.group_id, group.attempt, failure)
+            self._drop(group, "failed", failure)
+            return False
+        logger.info("attempt %d of group %d failed and is retried: %r", group.attempt, group.group_id, failure)
+        group.attempt += 1
+        group.start_version = self._admission.version
+        self._buffer.restart(group.group_id, group.start_version)
+        self._wake_consumer()
+        return True
+
+    def _finish(self, group: _Running[Item], result: Result) -> None:
+        if not self._is_in_flight(group):
+            return
+        try:
+            kept = self._group_filter is None or self._group_filter(result)
+        except Exception as error:
+            error.add_note(f"raised by the group filter on group {group.group_id}")
+            self._fail(error)
+            return
+        if not kept:
+            self._drop(group, "filtered")
+            return
+        del self._in_flight[group.group_id]
+        self.ledger.finish(group.group_id)
+        self._refund_cap.accepted()
+        finished_at = asyncio.get_running_loop().time()
+        self._buffer.finish(
+            FinishedGroup(
+                group.group_id, group.item, result, group.start_version, group.attempt, group.started_at, finished_at
+            )
+        )
+        self._wake_consumer()
+
+    def _is_in_flight(self, group: _Running[Item]) -> bool:
+        """False once the group was dropped while its task was still unwinding, or the run is ending."""
+        return self._phase is _Phase.RUNNING and self._failure is None and group.group_id in self._in_flight
+
+    def _drop(self, group: _Running[Item], reason: DropReason, cause: BaseException | None = None) -> None:
+        """End a group in flight without consuming it, and give its slot to the next item."""
+        del self._in_flight[group.group_id]
+        self._buffer.drop(group.group_id)
+        self.ledger.drop(group.group_id, reason)
+        self.recent_drops.append(DroppedGroup(group.group_id, reason, group.attempt, cause))
+        try:
+            self._refund_cap.dropped(reason, cause)
+        except TooManyRefunds as error:
+            self._fail(error)
+            return
+        self._start_admissible()
+        self._wake_consumer()
+
+    # Batches
+
+    def _take_batch(self) -> list[FinishedGroup[Item, Result]] | None:
+        if self._failure is None and self.plan.staleness_policy == "drop":
+            self._drop_overdue()
+        if self._failure is not None:
+            raise self._failure
+        if self._buffer.batches_taken == self.plan.max_steps:
+            raise NoMoreBatches(f"all {self.plan.max_steps} batches were handed out")
+        if self._phase is _Phase.STOPPED:
+            raise SchedulerStopped("the scheduler's run was cancelled before the last batch")
+        batch = self._buffer.take()
+        if batch is None:
+            return None
+        for group in batch:
+            self.ledger.consume(group.group_id)
+        self.ledger.check()
+        if self._buffer.batches_taken == self.plan.max_steps:
+            self._ended.set()
+        return batch
+
+    def _drop_overdue(self) -> None:
+        if self._phase is not _Phase.RUNNING:
+            return
+        for group_id in self._buffer.overdue():
+            group = self._in_flight[group_id]
+            self._drop(group, "stale")
+            group.task.cancel()
+
+    def _wake_consumer(self) -> None:
+        """Wake a waiting `next_batch` if it may succeed now."""
+        if self._batch_waiter is None or self._batch_waiter.done():
+            return
+        if self._buffer.batch_ready() or (self.plan.staleness_policy == "drop" and self._buffer.held_up()):
+            self._batch_waiter.set_result(None)
+
+    # Ending
+
+    def _fail(self, error: Exception) -> None:
+        """End the run with this error; the first one counts. `run` wakes up and stops everything."""
+        if self._failure is not None or self._phase is not _Phase.RUNNING:
+            return
+        self._failure = error
+        self._ended.set()
+
+    def _stop(self) -> None:
+        self._phase = _Phase.STOPPED
+        for group in self._in_flight.values():
+            group.task.cancel()
+        if self._batch_waiter is not None and not self._batch_waiter.done():
+            self._batch_waiter.set_result(None)
+
+    def _drop_unended(self) -> None:
+        self._in_flight.clear()
+        for group_id in self.ledger.open_groups():
+            self.ledger.drop(group_id, "cancelled")
+        self.ledger.check()
+
+
+def _is_fatal(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(FatalRolloutError) is not None
+    return isinstance(error, FatalRolloutError)

@@ -1,0 +1,486 @@
+"""What the scheduler does with one event at a time: starts, failures, drops, ends, and errors on both of its sides."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from roll.rollout.admission import TooManyRefunds
+from roll.rollout.clock import Deadlock, run_virtual
+from roll.rollout.scheduler import (
+    FatalRolloutError,
+    GroupTimeout,
+    NoMoreBatches,
+    RolloutScheduler,
+    SchedulePlan,
+    SchedulerStopped,
+    SourceExhausted,
+)
+
+
+def plan(**changes):
+    return SchedulePlan(**({"batch_size": 2, "max_steps": 3} | changes))
+
+
+def scheduler_of(rollout, source=None, group_filter=None, **changes):
+    return RolloutScheduler(plan(**changes), source or itertools.count(), rollout, group_filter=group_filter)
+
+
+async def train(scheduler, seconds=1.0):
+    """A trainer that publishes at once. Returns the batches."""
+    batches = []
+    for step in range(1, scheduler.plan.max_steps + 1):
+        batches.append(await scheduler.next_batch())
+        await asyncio.sleep(seconds)
+        scheduler.training_step_done(step)
+        scheduler.weights_published(step)
+    return batches
+
+
+async def run_and_train(scheduler):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(scheduler.run())
+        trainer = tasks.create_task(train(scheduler))
+    return trainer.result()
+
+
+async def both_sides(scheduler):
+    """What `run` and a waiting `next_batch` end with."""
+    results = await asyncio.gather(scheduler.run(), scheduler.next_batch(), return_exceptions=True)
+    return results
+
+
+async def echo(ticket):
+    await asyncio.sleep(1)
+    return ticket.item * 10
+
+
+def test_batches_carry_items_results_versions_and_times():
+    scheduler = scheduler_of(echo)
+    batches = run_virtual(run_and_train(scheduler))
+    assert [[group.group_id for group in batch] for batch in batches] == [[0, 1], [2, 3], [4, 5]]
+    last = batches[-1][-1]
+    assert (last.item, last.result, last.start_version, last.attempts) == (5, 50, 2, 1)
+    assert (last.started_at, last.finished_at) == (4.0, 5.0)
+
+
+def test_after_the_last_batch_run_returns_and_asking_again_is_an_error():
+    async def main():
+        scheduler = scheduler_of(echo, max_steps=1)
+        runner = asyncio.create_task(scheduler.run())
+        await scheduler.next_batch()
+        with pytest.raises(NoMoreBatches):
+            await scheduler.next_batch()
+        await runner
+        with pytest.raises(NoMoreBatches):
+            await scheduler.next_batch()
+        assert scheduler.ledger.counts() | {"issued": 2, "consumed": 2, "in_flight": 0, "buffered": 0} == (
+            scheduler.ledger.counts()
+        )
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("ratio", "in_flight"), [(0, 2), (0.5, 3), (1, 4), (2, 6)])
+def test_all_admissible_groups_start_in_one_iteration_in_issue_order(ratio, in_flight):
+    async def main():
+        started = []
+
+        async def rollout(ticket):
+            started.append(ticket.group_id)
+            await asyncio.sleep(1)
+
+        scheduler = scheduler_of(rollout, ratio=ratio, max_staleness=2)
+        runner = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(0)
+        assert scheduler.ledger.in_flight == in_flight
+        await asyncio.sleep(0)
+        assert started == list(range(in_flight))
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_the_version_of_a_group_is_that_of_its_start_not_of_its_end():
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(100 if ticket.group_id == 3 else 1)
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1)
+        batches = await run_and_train(scheduler)
+        return {group.group_id: (step, group.start_version) for step, batch in enumerate(batches) for group in batch}
+
+    consumed = run_virtual(main())
+    assert consumed[3] == (1, 0), "begun at version 0, so due in batch 1, and waited for"
+
+
+def test_a_failed_attempt_is_retried_with_the_newest_version():
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(5 if ticket.group_id == 3 else 1)
+            if ticket.group_id == 3 and ticket.attempt == 1:
+                raise OSError("the environment broke")
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=2)
+        batches = await run_and_train(scheduler)
+        return next(group for batch in batches for group in batch if group.group_id == 3)
+
+    group = run_virtual(main())
+    assert group.attempts == 2
+    assert group.start_version > 0
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_failure_of_the_group_that_holds_up_a_batch_frees_it_at_once(retries):
+    """Group 1 is due in batch 1. At 10 s it is retried with newer weights, so it is due later, or it is dropped."""
+
+    async def main():
+        async def rollout(ticket):
+            if ticket.group_id == 1 and ticket.attempt == 1:
+                await asyncio.sleep(10)
+                raise OSError("the environment broke")
+            await asyncio.sleep(100 if ticket.group_id in (1, 3) else 1)
+
+        scheduler = scheduler_of(rollout, batch_size=1, ratio=1, max_staleness=1, max_group_retries=retries)
+        runner = asyncio.create_task(scheduler.run())
+        await scheduler.next_batch()
+        scheduler.training_step_done(1)
+        scheduler.weights_published(1)
+        (group,) = await scheduler.next_batch()
+        assert (group.group_id, asyncio.get_running_loop().time()) == (2, 10)
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_a_group_that_keeps_failing_is_dropped_with_its_cause_and_its_slot_given_back():
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(1)
+            if ticket.group_id == 1:
+                raise OSError("the environment broke")
+
+        scheduler = scheduler_of(rollout, max_group_retries=2)
+        batches = await run_and_train(scheduler)
+        assert [[group.group_id for group in batch] for batch in batches] == [[0, 2], [3, 4], [5, 6]]
+        assert scheduler.ledger.dropped == {"failed": 1}
+        (drop,) = scheduler.recent_drops
+        assert (drop.group_id, drop.reason, drop.attempts, str(drop.cause)) == (1, "failed", 3, "the environment broke")
+
+    run_virtual(main())
+
+
+def test_filtered_groups_give_their_slots_back():
+    """Without the refund, ratio 0 would wait for ever for a batch that can no longer fill."""
+
+    async def main():
+        scheduler = scheduler_of(echo, group_filter=lambda result: result % 30 != 0)
+        batches = await run_and_train(scheduler)
+        assert [group.item for batch in batches for group in batch] == [1, 2, 4, 5, 7, 8]
+        assert scheduler.ledger.dropped == {"filtered": 3}
+
+    run_virtual(main())
+
+
+def test_an_attempt_that_takes_too_long_counts_as_a_failure():
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(1000 if ticket.group_id == 0 else 1)
+
+        scheduler = scheduler_of(rollout, group_timeout=10.0, max_group_retries=1)
+        await run_and_train(scheduler)
+        (drop,) = scheduler.recent_drops
+        assert isinstance(drop.cause, GroupTimeout)
+        assert str(drop.cause) == "attempt 2 of group 0 exceeded 10.0 s"
+
+    run_virtual(main())
+
+
+def test_something_cancelled_inside_a_rollout_is_a_failure_of_that_attempt():
+    async def main():
+        async def rollout(ticket):
+            if ticket.attempt == 1:
+                lost = asyncio.get_running_loop().create_future()
+                lost.cancel()
+                await lost
+
+        scheduler = scheduler_of(rollout)
+        batches = await run_and_train(scheduler)
+        assert {group.attempts for batch in batches for group in batch} == {2}
+
+    run_virtual(main())
+
+
+def test_too_many_refunds_surface_on_both_sides():
+    async def rollout(ticket):
+        await asyncio.sleep(1)
+        raise OSError("no route to host")
+
+    scheduler = scheduler_of(rollout, max_group_retries=0, max_consecutive_refunds=5)
+    for error in run_virtual(both_sides(scheduler)):
+        assert isinstance(error, TooManyRefunds)
+        assert "5 failed" in str(error) and "no route to host" in str(error)
+        assert isinstance(error.__cause__, OSError)
+    assert scheduler.ledger.dropped["failed"] == 5
+    assert scheduler.ledger.in_flight == 0
+    scheduler.ledger.check()
+
+
+def test_rollouts_that_fail_at_once_do_not_spin_for_ever():
+    async def rollout(ticket):
+        raise OSError("refused")
+
+    scheduler = scheduler_of(rollout, max_consecutive_refunds=64)
+    assert [type(error) for error in run_virtual(both_sides(scheduler))] == [TooManyRefunds, TooManyRefunds]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_fatal_error_ends_the_run_at_once(wrapped):
+    attempts = []
+
+    async def rollout(ticket):
+        attempts.append(ticket.group_id)
+        await asyncio.sleep(1 + ticket.group_id)
+        fatal = FatalRolloutError("the tokenizer does not fit the model")
+        raise ExceptionGroup("samples", [OSError("a sample"), fatal]) if wrapped else fatal
+
+    scheduler = scheduler_of(rollout)
+    for error in run_virtual(both_sides(scheduler)):
+        assert isinstance(error, ExceptionGroup if wrapped else FatalRolloutError)
+    assert attempts == [0, 1]
+    assert scheduler.ledger.dropped == {"cancelled": 2}
+
+
+def test_a_filter_that_raises_ends_the_run_and_names_the_group():
+    def broken(result):
+        raise KeyError("scores")
+
+    for error in run_virtual(both_sides(scheduler_of(echo, group_filter=broken))):
+        assert isinstance(error, KeyError)
+        assert error.__notes__ == ["raised by the group filter on group 0"]
+
+
+def test_a_source_that_ends_too_early_is_an_error():
+    async def main():
+        scheduler = scheduler_of(echo, source=iter(range(3)), ratio=1, max_staleness=1)
+        errors = await both_sides(scheduler)
+        assert scheduler.snapshot().waiting == "source"
+        return errors
+
+    for error in run_virtual(main()):
+        assert isinstance(error, SourceExhausted)
+        assert str(error) == "the source ended after 3 groups; 3 more are needed"
+
+
+def test_a_source_with_just_enough_is_enough():
+    assert len(run_virtual(run_and_train(scheduler_of(echo, source=iter(range(6)), ratio=1, max_staleness=1)))) == 3
+
+
+def test_a_source_that_raises_ends_the_run_with_its_own_error():
+    def source():
+        yield 0
+        raise ValueError("line 2 is no JSON")
+
+    for error in run_virtual(both_sides(scheduler_of(echo, source=source()))):
+        assert str(error) == "line 2 is no JSON"
+        assert error.__notes__ == ["raised by the source, asked for the item of group 1"]
+
+
+def test_a_keyboard_interrupt_in_a_rollout_is_not_swallowed():
+    async def rollout(ticket):
+        await asyncio.sleep(1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(run_and_train(scheduler_of(rollout)))
+
+
+def test_a_cancelled_run_stops_its_rollouts_and_tells_the_consumer():
+    async def main():
+        stopped = []
+
+        async def rollout(ticket):
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                stopped.append(ticket.group_id)
+
+        scheduler = scheduler_of(rollout)
+        runner = asyncio.create_task(scheduler.run())
+        consumer = asyncio.create_task(scheduler.next_batch())
+        await asyncio.sleep(1)
+        runner.cancel()
+        results = await asyncio.gather(runner, consumer, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert isinstance(results[1], SchedulerStopped)
+        assert stopped == [0, 1]
+        assert scheduler.ledger.dropped == {"cancelled": 2}
+        assert asyncio.get_running_loop().time() == 1
+
+    run_virtual(main())
+
+
+def test_a_cancelled_consumer_loses_no_batch():
+    async def main():
+        scheduler = scheduler_of(echo, max_steps=1)
+        runner = asyncio.create_task(scheduler.run())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await scheduler.next_batch()
+        assert [group.group_id for group in await scheduler.next_batch()] == [0, 1]
+        await runner
+
+    run_virtual(main())
+
+
+def test_a_second_consumer_is_refused():
+    async def main():
+        scheduler = scheduler_of(echo, max_steps=1)
+        runner = asyncio.create_task(scheduler.run())
+        consumer = asyncio.create_task(scheduler.next_batch())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="another task already waits"):
+            await scheduler.next_batch()
+        await consumer
+        await runner
+        with pytest.raises(RuntimeError, match="runs once"):
+            await scheduler.run()
+
+    run_virtual(main())
+
+
+def test_under_wait_the_late_group_is_waited_for_and_under_drop_it_is_replaced():
+    def consumed(policy):
+        async def rollout(ticket):
+            await asyncio.sleep(500 if ticket.group_id == 0 else 1)
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1, staleness_policy=policy)
+        batches = run_virtual(run_and_train(scheduler))
+        return [group.group_id for batch in batches for group in batch], dict(scheduler.ledger.dropped)
+
+    waited, dropped = consumed("wait")
+    assert sorted(waited) == [0, 1, 2, 3, 4, 5] and dropped == {}
+    replaced, dropped = consumed("drop")
+    assert sorted(replaced) == [1, 2, 3, 4, 5, 6] and dropped == {"stale": 1}
+
+
+def test_a_stale_rollout_that_ends_normally_in_spite_of_its_cancellation_is_not_counted_twice():
+    async def main():
+        async def rollout(ticket):
+            try:
+                await asyncio.sleep(500 if ticket.group_id == 0 else 1)
+            except asyncio.CancelledError:
+                return "partial"
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1, staleness_policy="drop")
+        batches = await run_and_train(scheduler)
+        assert 0 not in {group.group_id for batch in batches for group in batch}
+        assert scheduler.ledger.dropped == {"stale": 1}
+
+    run_virtual(main())
+
+
+def test_a_budget_alone_would_let_one_slow_rollout_grow_old():
+    """With budget for four more batches but R = 1, training waits for the slow group at batch 1."""
+
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(1000 if ticket.group_id == 1 else 0.1)
+
+        scheduler = scheduler_of(rollout, max_steps=8, ratio=4, max_staleness=1)
+        batches = await run_and_train(scheduler)
+        return [step for step, batch in enumerate(batches) for group in batch if group.group_id == 1]
+
+    assert run_virtual(main()) == [1]
+
+
+def test_nothing_starts_while_admission_is_paused():
+    async def main():
+        scheduler = scheduler_of(echo)
+        scheduler.pause_admission()
+        runner = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(100)
+        assert scheduler.ledger.issued == 0
+        assert scheduler.snapshot().waiting == "paused"
+        scheduler.resume_admission()
+        assert scheduler.ledger.issued == 2
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_the_snapshot_says_what_is_waited_for():
+    async def main():
+        async def rollout(ticket):
+            await asyncio.sleep(100 if ticket.group_id == 1 else 1)
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1)
+        runner = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(0)
+        snapshot = scheduler.snapshot()
+        assert (snapshot.waiting, snapshot.ledger["in_flight"], snapshot.consumer_waiting) == ("budget", 4, False)
+        assert [group.group_id for group in await scheduler.next_batch()] == [0, 2]
+        scheduler.training_step_done(1)
+        await asyncio.sleep(20)
+        snapshot = scheduler.snapshot()
+        assert (snapshot.steps_done, snapshot.version, snapshot.batches_taken) == (1, 0, 1)
+        assert snapshot.waiting == "version"
+        assert (snapshot.oldest_in_flight, snapshot.oldest_in_flight_age) == (1, 21.0)
+        assert snapshot.holding_up == (), "there are too few ready groups, whoever is late"
+        scheduler.weights_published(1)
+        await asyncio.sleep(10)
+        assert scheduler.snapshot().waiting == "complete"
+        assert scheduler.snapshot().holding_up == (1,)
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_reports_of_training_and_weights_are_checked():
+    async def main():
+        scheduler = scheduler_of(echo)
+        runner = asyncio.create_task(scheduler.run())
+        with pytest.raises(ValueError, match="0 batches were handed out"):
+            scheduler.training_step_done(1)
+        await scheduler.next_batch()
+        with pytest.raises(ValueError, match="only 0 training steps are done"):
+            scheduler.weights_published(1)
+        scheduler.training_step_done(1)
+        scheduler.weights_published(1)
+        with pytest.raises(ValueError, match="never go back"):
+            scheduler.weights_published(0)
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_weights_that_never_arrive_are_a_visible_deadlock():
+    async def main():
+        scheduler = scheduler_of(echo)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(scheduler.run(), name="the-run")
+            await scheduler.next_batch()
+            scheduler.training_step_done(1)
+            await scheduler.next_batch()
+
+    with pytest.raises(Deadlock, match="next_batch"):
+        run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size": 0},
+        {"max_steps": 0},
+        {"ratio": -1},
+        {"max_staleness": -1},
+        {"order": "newest"},
+        {"staleness_policy": "ignore"},
+        {"max_group_retries": -1},
+        {"max_consecutive_refunds": 0},
+        {"group_timeout": 0},
+    ],
+)
+def test_a_plan_that_means_nothing_is_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        plan(**changes)

@@ -1,0 +1,185 @@
+"""Routing is least-loaded and sticky, waits only until its deadline, and never leaks load."""
+
+import asyncio
+
+import pytest
+
+from roll.rollout.clock import run_virtual
+from roll.rollout.router import NoReplica, Router
+
+
+def two_live(versions=(0, 0)):
+    router = Router(["a", "b"])
+    router.mark_live("a", versions[0])
+    router.mark_live("b", versions[1])
+    return router
+
+
+def test_requests_go_to_the_least_loaded_replica_and_ties_to_the_first():
+    async def main():
+        router = two_live()
+        leases = [await router.acquire(timeout=1) for _ in range(4)]
+        assert [lease.replica_id for lease in leases] == ["a", "b", "a", "b"]
+        router.release(leases[1])
+        assert (await router.acquire(timeout=1)).replica_id == "b"
+        assert router.state("a").load == 2
+
+    run_virtual(main())
+
+
+def test_an_episode_returns_to_its_replica_while_that_lives():
+    async def main():
+        router = two_live()
+        async with router.lease(timeout=1, sticky_key="episode") as first:
+            pass
+        crowd = [await router.acquire(timeout=1, sticky_key=None) for _ in range(3)]
+        async with router.lease(timeout=1, sticky_key="episode") as again:
+            assert again == first == "a"
+        router.mark_dead("a", "killed")
+        async with router.lease(timeout=1, sticky_key="episode") as moved:
+            assert moved == "b"
+        router.mark_live("a", 0)
+        async with router.lease(timeout=1, sticky_key="episode") as settled:
+            assert settled == "b"
+        router.forget("episode")
+        async with router.lease(timeout=1, sticky_key="episode") as fresh:
+            assert fresh == "a"
+        assert len(crowd) == 3
+
+    run_virtual(main())
+
+
+def test_a_request_waits_for_a_replica_that_is_new_enough():
+    async def main():
+        router = two_live(versions=(3, 3))
+
+        async def publish():
+            await asyncio.sleep(5)
+            router.set_version("b", 4)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish())
+            async with router.lease(timeout=10, min_version=4) as replica_id:
+                assert replica_id == "b"
+                assert asyncio.get_running_loop().time() == pytest.approx(5)
+
+    run_virtual(main())
+
+
+def test_a_sticky_episode_leaves_a_replica_that_is_too_old():
+    async def main():
+        router = two_live()
+        async with router.lease(timeout=1, sticky_key=7) as first:
+            assert first == "a"
+        router.set_version("b", 1)
+        async with router.lease(timeout=1, sticky_key=7, min_version=1) as second:
+            assert second == "b"
+
+    run_virtual(main())
+
+
+def test_waiting_ends_at_the_deadline_and_names_every_cause():
+    async def main():
+        router = Router(["a", "b", "c"])
+        router.mark_live("a", 2)
+        router.mark_live("b", 2)
+        router.mark_dead("b", RuntimeError("out of memory"))
+        router.mark_dead("b", "connection refused")
+        with pytest.raises(NoReplica) as caught:
+            await router.acquire(timeout=30, min_version=3)
+        assert asyncio.get_running_loop().time() == pytest.approx(30)
+        message = str(caught.value)
+        for part in ("version 3 or newer", "30 s", "a is live at version 2", "out of memory"):
+            assert part in message
+        assert "c is not live: it has not started yet" in message
+        assert "connection refused" not in message, "the first report is the cause, later ones are its echo"
+
+    run_virtual(main())
+
+
+def test_waiting_requests_are_served_in_order_when_a_replica_comes_back():
+    async def main():
+        router = Router(["a"])
+        served = []
+
+        async def request(name):
+            async with router.lease(timeout=60):
+                served.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in range(5):
+                tasks.create_task(request(name))
+            await asyncio.sleep(1)
+            assert router.state("a").load == 0, "a queued request holds nothing, so no weight update waits for it"
+            router.mark_live("a", 0)
+        assert served == [0, 1, 2, 3, 4]
+        assert router.state("a").load == 0
+
+    run_virtual(main())
+
+
+def test_cancellation_leaks_no_load():
+    async def main():
+        router = Router(["a"])
+
+        async def request():
+            async with router.lease(timeout=1000):
+                await asyncio.sleep(100)
+
+        waiting = asyncio.create_task(request())
+        await asyncio.sleep(1)
+        waiting.cancel()
+        router.mark_live("a", 0)
+        running = asyncio.create_task(request())
+        await asyncio.sleep(1)
+        assert router.state("a").load == 1
+        running.cancel()
+        await asyncio.wait([waiting, running])
+        assert waiting.cancelled() and running.cancelled()
+        assert router.state("a").load == 0
+
+    run_virtual(main())
+
+
+def test_a_lease_on_a_dead_replica_does_not_count_against_its_successor():
+    async def main():
+        router = Router(["a"])
+        router.mark_live("a", 0)
+        old = await router.acquire(timeout=1)
+        router.mark_dead("a", "killed")
+        router.mark_live("a", 1)
+        new = await router.acquire(timeout=1)
+        router.release(old)
+        assert router.state("a").load == 1
+        router.mark_dead("a", "late report about the first life", incarnation=old.incarnation)
+        assert router.state("a").live
+        router.release(new)
+        with pytest.raises(RuntimeError, match="more often"):
+            router.release(new)
+
+    run_virtual(main())
+
+
+def test_the_engine_version_is_the_smallest_over_live_replicas():
+    router = two_live(versions=(3, 1))
+    assert router.oldest_live_version == 1
+    router.mark_dead("b", "killed")
+    assert router.oldest_live_version == 3
+    router.mark_dead("a", "killed")
+    assert router.oldest_live_version is None
+
+
+def test_misuse_is_refused():
+    for names in ([], ["a", "a"]):
+        with pytest.raises(ValueError, match="distinct replica names"):
+            Router(names)
+    router = two_live(versions=(2, 2))
+    with pytest.raises(KeyError, match="unknown replica 'z'; known are a, b"):
+        router.state("z")
+    with pytest.raises(ValueError, match="went back from version 2 to 1"):
+        router.set_version("a", 1)
+    with pytest.raises(ValueError, match="is live already"):
+        router.mark_live("a", 3)
+    router.mark_dead("a", "killed")
+    with pytest.raises(ValueError, match="a is not live: killed"):
+        router.set_version("a", 3)
