@@ -1,0 +1,43 @@
+# make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
+# make test   install, run all tests
+# Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+TORCH ?=
+
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt) -r requirements/test.txt
+QUICKSTART := examples/quickstart
+
+.DELETE_ON_ERROR:
+.PHONY: venv demo test bench-plain clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): requirements/base.txt requirements/cpu.txt requirements/test.txt pyproject.toml setup.py
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(RUN) -m pip install --quiet "setuptools>=77" $(REQUIREMENTS)
+	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: venv
+	$(RUN) $(QUICKSTART)/make_model.py
+	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
+	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
+
+# One computing thread a process: tests start several, and threads that fight for cores are slower than none.
+test: venv
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
+bench-plain: venv
+	$(RUN) $(QUICKSTART)/make_model.py
+	$(RUN) benchmarks/plain_loop.py
+
+clean:
+	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data
+	find roll tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
