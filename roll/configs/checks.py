@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 
 from roll.configs import rules_data, rules_devices, rules_keys, rules_training
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import PipelineConfig, RLVRConfig
 
 Rule = Callable[[RLVRConfig], Iterator[ConfigProblem]]
 
 RULES: tuple[Rule, ...] = (
     rules_keys.unread_keys_are_left_alone,
     rules_keys.inert_keys_are_left_alone,
+    rules_keys.critic_is_left_out,
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
     rules_data.models_exist,
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.rewards_are_complete,
     rules_data.validation_is_complete,
     rules_devices.cluster_can_be_reached,
+    rules_devices.gpus_are_visible,
     rules_devices.devices_exist,
     rules_devices.roles_share_devices_whole,
     rules_devices.engines_divide_devices,
@@ -39,14 +41,18 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check_config(config: RLVRConfig) -> None:
-    """Raise `ConfigError` with every reason why this configuration cannot work. Reads the file system only."""
+def check_config(config: PipelineConfig) -> RLVRConfig:
+    """The configuration, if it can work; else `ConfigError` with every reason. Reads files and the environment only."""
+    if not isinstance(config, RLVRConfig):
+        message = f"the pipeline `{config.pipeline}` is not part of this version; only its keys are known"
+        raise ConfigError([ConfigProblem("pipeline", message, "use `rlvr`, the pipeline that is available")])
     problems = list(rules_keys.numbers_are_in_range(config))
     sane = _with_defaults_at(config, [problem.path for problem in problems])
     reported = {problem.path for problem in problems}
     problems += [problem for rule in RULES for problem in rule(sane) if problem.path not in reported]
     if problems:
         raise ConfigError(problems)
+    return config
 
 
 def config_warnings(config: RLVRConfig) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import UNREAD_KEYS
+from roll.configs.schema import UNREAD_PATHS
 from roll.configs.structure import (
     PathPart,
     alternatives,
@@ -108,6 +108,8 @@ def _value_remedy(kind: Any, expected: str, value: Any) -> str:
         return "write its value, or leave the key out for its default"
     if alternatives(kind) == (str,) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return f'text is expected; in quotes it would be: "{value}"'
+    if list[type(value)] in alternatives(kind):
+        return f"write it as a list: {shown([value])}"
     nothing = " (leave the key out for its default)" if is_optional(kind) else ""
     return f"write {expected}{nothing}"
 
@@ -142,11 +144,9 @@ def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
 
 def _places(root: type) -> dict[str, list[str]]:
     """Where each key of the schema lives and is read: name -> paths of its sections, the topmost as an empty path."""
-    unread = [f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys]
     places: dict[str, list[str]] = {}
-    for path, item, _ in walk(root):
-        if not any(path == prefix or path.startswith(prefix + ".") for prefix in unread):
-            places.setdefault(item.name, []).append(path.removesuffix(item.name).rstrip("."))
+    for path, item, _ in walk(root, without=UNREAD_PATHS):
+        places.setdefault(item.name, []).append(path.removesuffix(item.name).rstrip("."))
     return places
 
 

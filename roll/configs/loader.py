@@ -21,18 +21,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.explain import truth_value_problems, validation_problems
-from roll.configs.schema import PipelineConfig, RLVRConfig
+from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll.configs.structure import PathPart, join
 from roll.configs.wording import masked, shown
 from roll.configs.yaml_text import MAX_DEPTH, MAX_NODES, dump_yaml, parse_yaml
 
-PIPELINES: dict[str, type[RLVRConfig]] = {"rlvr": RLVRConfig}
+PIPELINES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
 """Value of the key `pipeline` -> its configuration class."""
 
 _UNRESOLVED = object()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RLVRConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read, merge, resolve and validate. Raises `ConfigError` with every problem found.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RLVRConfig:
     return _typed(_read_mapping(Path(path)), overrides)
 
 
-def config_from_tree(tree: dict[str, Any]) -> RLVRConfig:
+def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
     """`load_config` for a tree that is already in memory, such as one built by a test or a sweep."""
     return _typed(tree, ())
 
@@ -51,7 +51,7 @@ def dump_config(config: PipelineConfig) -> str:
     return dump_yaml(_escaped(masked(asdict(config))))
 
 
-def _typed(written: dict[str, Any], overrides: Sequence[str]) -> RLVRConfig:
+def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     cls = _config_class(written, overrides)
     references = _References()
     config = OmegaConf.create(references.vetted(_laid_over(asdict(cls()), written), ()))
@@ -70,12 +70,12 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> RLVRConfig:
 
 
 @lru_cache(maxsize=None)
-def _adapter(cls: type[RLVRConfig]) -> TypeAdapter[RLVRConfig]:
+def _adapter(cls: type[PipelineConfig]) -> TypeAdapter[PipelineConfig]:
     return TypeAdapter(cls)
 
 
-def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[RLVRConfig]:
-    """Class of the pipeline; for a name that is none, any of them, whose own field reports it."""
+def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
+    """Class of the pipeline; for a name that is none, the one that runs, whose own field reports it."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
     name = overridden[-1] if overridden else tree.get("pipeline", "rlvr")
     return PIPELINES.get(name, RLVRConfig) if isinstance(name, str) else RLVRConfig

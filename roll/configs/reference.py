@@ -1,18 +1,19 @@
 """The reference page of every key, generated from the schema: `python -m roll.configs.reference`.
 
 `docs/configuration.md` is this output, and a test keeps the two equal, so the page cannot drift from the code. Keys
-that a role has by its type and that nothing reads there are left out.
+that nothing reads are left out; the loader knows them, and says so to whom writes them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import Field
 from typing import Any
 
 from roll.configs.loader import PIPELINES
 from roll.configs.rules_keys import default_of
-from roll.configs.schema import UNREAD_KEYS
+from roll.configs.schema import UNREAD_PATHS, PipelineConfig
 from roll.configs.structure import dataclass_of, describe, is_optional, member, walk
 from roll.configs.wording import shown
 
@@ -42,27 +43,24 @@ _COLUMNS = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
 def reference() -> str:
     """The page as Markdown."""
-    parts = [HEAD]
+    common = [path for path, _, _ in walk(PipelineConfig)]
+    parts = [HEAD, "\n## Every pipeline\n\n", _tables(PipelineConfig, UNREAD_PATHS)]
     for name, cls in PIPELINES.items():
-        parts.append(f"\n## Pipeline `{name}`\n\n{_tables(cls)}")
+        parts.append(f"\n## Pipeline `{name}`\n\n{cls.__doc__}\n\n{_tables(cls, common)}")
     return "".join(parts)
 
 
-def _tables(cls: type) -> str:
-    unread = tuple(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys)
+def _tables(cls: type, without: Sequence[str]) -> str:
     sections: dict[str, list[str]] = {"": []}
-    titles: dict[str, str] = {}
-    for path, item, kind in walk(cls):
-        if any(path == key or path.startswith(key + ".") for key in unread):
-            continue
+    titles = {"": "Keys of the whole run."}
+    for path, item, kind in walk(cls, without=without):
         suffix = _section_suffix(kind)
         if suffix is not None:
             sections[path + suffix] = []
             titles[path + suffix] = item.metadata["help"] + (" Left out by default." if is_optional(kind) else "")
             continue
         sections[path.rpartition(".")[0]].append(_row(item, kind))
-    titles[""] = "Keys of the whole run."
-    return "\n".join(_section(path, titles[path], rows) for path, rows in sections.items())
+    return "\n".join(_section(path, titles[path], rows) for path, rows in sections.items() if path or rows)
 
 
 def _section_suffix(kind: Any) -> str | None:

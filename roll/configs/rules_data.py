@@ -15,6 +15,8 @@ from roll.configs.wording import choose_among, count, shown
 
 TRAIN_DATA = "actor_train.data_args"
 VALIDATION_DATA = "validation.data_args"
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Patterns of the files that tokenizers are read from."""
 
 
 def files_of(data: DataArguments) -> list[str]:
@@ -39,6 +41,16 @@ def models_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if reason:
             remedy = "give a folder that has a config.json and the weights, or a hub name `owner/name`"
             yield ConfigProblem(path, f"{shown(model)} {reason}", remedy)
+    own = config.actor_train.model_args.model_name_or_path
+    policy = Path(own or config.pretrain)
+    if _is_local(str(policy)) and not _model_fault(str(policy)) and not _has_tokenizer(policy):
+        path = "actor_train.model_args.model_name_or_path" if own else "pretrain"
+        remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
+        yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def _model_fault(model: str) -> str | None:

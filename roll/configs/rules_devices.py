@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
+from pathlib import Path
 
 from roll.configs.derived import present_roles, total_devices
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
@@ -48,6 +50,23 @@ def cluster_can_be_reached(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
 
 
+def gpus_are_visible(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A run that starts its own cluster on GPUs finds an NVIDIA driver here."""
+    cluster = config.cluster
+    if cluster.device == "cuda" and cluster.address is None and not sees_gpus(os.environ, Path("/dev")):
+        message = "cuda, but no NVIDIA GPU is visible here (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
+        remedy = "set `cluster.device: cpu`, or give the `cluster.address` of a Ray cluster with GPUs"
+        yield ConfigProblem("cluster.device", message, remedy)
+
+
+def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
+    """Whether a process could use an NVIDIA GPU: what `CUDA_VISIBLE_DEVICES` says, else whether a driver is there."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return chosen.strip() not in ("", "-1")
+    return any(device_files.glob("nvidia[0-9]*")) or (device_files / "dxg").exists()
+
+
 def devices_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Each role names devices that the cluster has."""
     total = total_devices(config)
@@ -63,7 +82,8 @@ def devices_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if outside:
             cluster = config.cluster
             nodes = f"{count(cluster.num_nodes, 'node')} x {count(cluster.num_devices_per_node, 'device')}"
-            message = f"{shown(role.device_mapping)} names device {compact(outside)}, but there are {total} ({nodes})"
+            named = f"{shown(role.device_mapping)} names device {compact(outside)}"
+            message = f"{named}, but there are {total} ({nodes}), counted from 0"
             remedy = f"name devices 0 to {total - 1}, or raise `cluster.num_devices_per_node` or `cluster.num_nodes`"
             yield ConfigProblem(path, message, remedy)
 

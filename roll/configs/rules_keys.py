@@ -21,6 +21,7 @@ from roll.configs.schema import (
     WorkerConfig,
 )
 from roll.configs.wording import choose_among, shown
+from roll.tracking.run_directory import RunDirectory
 
 _IDENTIFIER = r"[A-Za-z_]\w*"
 IMPORT_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}(\.{_IDENTIFIER})*")
@@ -118,6 +119,14 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
     yield from _inert_batching(config)
 
 
+def critic_is_left_out(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """No value model is configured: no advantage estimator would read it."""
+    if config.critic is not None:
+        estimator = f"`adv_estimator: {config.adv_estimator}`"
+        message = f"has no effect: {estimator} uses no critic, nor does any other of this version"
+        yield ConfigProblem("critic", message, "remove this section")
+
+
 def _inert_when_synchronous(config: RLVRConfig) -> Iterator[ConfigProblem]:
     ahead = "set `async_generation_ratio` above 0"
     reason = "with async_generation_ratio 0 nothing is generated ahead"
@@ -198,6 +207,9 @@ def output_can_be_written(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if not nearest_existing.is_dir():
         message = f"{shown(config.output_dir)}: {nearest_existing} is a file"
         yield ConfigProblem("output_dir", message, "choose another folder")
+    elif RunDirectory(folder).metrics.exists():
+        message = f"{shown(config.output_dir)} holds a run already, whose results would be written over"
+        yield ConfigProblem("output_dir", message, "name a new folder, or remove the key: each run then gets its own")
     elif not os.access(nearest_existing, os.W_OK | os.X_OK):
         message = f"{shown(config.output_dir)}: no permission to write to {nearest_existing}"
         yield ConfigProblem("output_dir", message, "choose a folder that you may write to")

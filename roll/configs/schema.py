@@ -305,6 +305,13 @@ class ReferenceConfig(WorkerConfig):
 
 
 @dataclass
+class CriticConfig(WorkerConfig):
+    """A trained value model."""
+
+    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
+
+
+@dataclass
 class RewardConfig:
     """A verifier and its worker processes; the key under `rewards` is its name."""
 
@@ -360,7 +367,7 @@ class WeightUpdateConfig:
 
 @dataclass
 class EnvManagerConfig:
-    """A set of environments (agentic pipeline)."""
+    """A set of environments that run side by side."""
 
     num_env_groups: int = option(1, help="Groups of environments.", range=COUNT)
     group_size: int = option(1, help="Environments of one group; they share a seed.", range=COUNT)
@@ -372,12 +379,27 @@ class EnvManagerConfig:
 
 
 @dataclass
+class CustomEnvConfig:
+    """One kind of environment; the key under `custom_envs` is its tag."""
+
+    env_type: str = option("", help="Registered environment.")
+    env_config: dict[str, Any] = option(factory=dict, help="Keyword arguments of the environment.")
+    max_steps: int = option(10, help="Longest episode in turns.", range=COUNT)
+    max_tokens_per_step: int | None = option(
+        None, help="Longest response of one turn in tokens. Default: what `response_length` leaves.", range=COUNT
+    )
+    env_manager_cls: str | None = option(
+        None, help="Import path of an environment manager class to use in place of the built-in one."
+    )
+
+
+@dataclass
 class PipelineConfig:
     """Keys that every pipeline has."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs.")
+    pipeline: Literal["rlvr", "agentic"] = option("rlvr", help="Which pipeline runs; this version has `rlvr`.")
     exp_name: str = option("run", help="Name of the experiment.")
     seed: int = option(42, help="Every random choice derives from it.", range=SEED)
     output_dir: str | None = option(
@@ -448,16 +470,10 @@ class PipelineConfig:
         help="Stages of one's own: name of the stage replaced -> registered name or `package.module:Class`.",
     )
 
-
-@dataclass
-class RLVRConfig(PipelineConfig):
-    """Prompts with verifiable rewards."""
-
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
     reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
-    rewards: dict[str, RewardConfig] = option(factory=dict, help="Verifiers by name.")
-    validation: ValidationConfig | None = option(None, help="Validation prompts. Needed with `eval_steps`.")
+    critic: CriticConfig | None = option(None, help="The value model. No estimator of this version uses one.")
 
     adv_estimator: str = option("grpo", help="Advantage estimator: a name from the registry (`reinforce`, `grpo`).")
     adv_estimator_args: dict[str, Any] = option(factory=dict, help="Knobs of the advantage estimator.")
@@ -470,6 +486,25 @@ class RLVRConfig(PipelineConfig):
     init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards.", range=NOT_NEGATIVE)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Per-token KL estimator.")
     entropy_loss_coef: float = option(0.0, help="Weight of the entropy bonus.", range=NOT_NEGATIVE)
+
+
+@dataclass
+class RLVRConfig(PipelineConfig):
+    """Prompts with verifiable rewards."""
+
+    pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs; this version has `rlvr`.")
+    rewards: dict[str, RewardConfig] = option(factory=dict, help="Verifiers by name.")
+    validation: ValidationConfig | None = option(None, help="Validation prompts. Needed with `eval_steps`.")
+
+
+@dataclass
+class AgenticConfig(PipelineConfig):
+    """Multi-turn episodes in environments. Its keys are known and typed; this version does not run it."""
+
+    pipeline: Literal["agentic"] = option("agentic", help="Which pipeline runs; this version has `rlvr`.")
+    train_env_manager: EnvManagerConfig = option(factory=EnvManagerConfig, help="Environments of training.")
+    val_env_manager: EnvManagerConfig | None = option(None, help="Environments of validation.")
+    custom_envs: dict[str, CustomEnvConfig] = option(factory=dict, help="Kinds of environments by tag.")
 
 
 ROLES = ("actor_train", "actor_infer", "reference")
@@ -488,3 +523,5 @@ UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "reference": TRAINING_ONLY_KEYS + ("generating_args",),
 }
 """Keys that each role has by its type and that nothing reads there; setting one is an error."""
+UNREAD_PATHS = ("critic", *(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys))
+"""Paths of these keys, and of the role that no estimator uses; neither documented nor suggested."""

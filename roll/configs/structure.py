@@ -76,20 +76,23 @@ def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
     return kind
 
 
-def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+def walk(cls: type, prefix: str = "", without: Sequence[str] = ()) -> Iterator[tuple[str, Field[Any], Any]]:
     """Each field below a dataclass as (path, field, type), sections before their keys.
 
-    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``.
+    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``. Paths in ``without`` are left out,
+    with all that is below them.
     """
     kinds = field_types(cls)
     for item in fields(cls):
         path = f"{prefix}.{item.name}" if prefix else item.name
+        if path in without:
+            continue
         kind = kinds[item.name]
         yield path, item, kind
         for suffix, part in (("", None), (".<name>", ""), ("[i]", 0)):
             below = dataclass_of(kind if part is None else member(kind, part))
             if below is not None:
-                yield from walk(below, path + suffix)
+                yield from walk(below, path + suffix, without)
                 break
 
 

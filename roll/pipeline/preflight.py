@@ -1,11 +1,12 @@
 """Everything that can be known to be wrong before Ray or a model starts.
 
-The configuration's own checks come first; then what it names is looked up: prompts, verifiers, algorithms, stages,
-worker classes, engine options. All problems are reported at once.
+The configuration's own checks come first; then what it names is looked up: the cluster, prompts, verifiers,
+algorithms, stages, worker classes, engine options. All problems are reported at once.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import ClusterConfig, RLVRConfig
 from roll.data.dataset import load_prompts
 from roll.data.imports import import_object
 from roll.data.records import Prompt
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from roll.pipeline.stage import Stage
 
 Value = TypeVar("Value")
+
+CLUSTER_PROBE_SECONDS = 3.0
+"""Longest wait for a cluster to answer. Ray itself would try for minutes."""
 
 
 @dataclass
@@ -65,14 +69,15 @@ class _Problems:
 
 
 def prepare(config: RLVRConfig) -> Prepared:
-    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of data, verifiers and
-    algorithms, or else with all problems of stages and worker classes, whose libraries take long to import."""
+    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of cluster, data, verifiers
+    and algorithms, or else with all of engines, stages and worker classes, whose libraries take long to import."""
     problems = _Problems()
+    problems.attempt(lambda: _check_cluster(config.cluster))
     verifiers = {
         name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
         for name, reward in config.rewards.items()
     }
-    tokenizer = problems.attempt(lambda: load_tokenizer(config.pretrain))
+    tokenizer = problems.attempt(lambda: _tokenizer(config))
     prompts: list[Prompt] = []
     validation_prompts: list[Prompt] = []
     if tokenizer is not None:
@@ -84,11 +89,36 @@ def prepare(config: RLVRConfig) -> Prepared:
     advantages = problems.attempt(lambda: _advantages(config))
     problems.raise_any()
     problems.attempt(lambda: _check_strategies(config))
-    stage_classes = problems.attempt(lambda: _stage_classes(config))
     worker_classes = problems.attempt(lambda: _worker_classes(config))
+    if not config.stages:  # the built-in ones are there, and need not be imported before a refusal
+        problems.raise_any()
+    stage_classes = problems.attempt(lambda: _stage_classes(config))
     problems.raise_any()
     return Prepared(
         config, tokenizer, prompts, validation_prompts, objective, advantages, stage_classes, worker_classes
+    )
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    """Something listens at the address of the cluster."""
+    if cluster.address is None or cluster.address == "auto":
+        return
+    host, _, port = cluster.address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        message = f"nothing answers at {cluster.address} ({error})"
+        remedy = "give the address that `ray start --head` printed, or remove the key to start a local cluster"
+        raise ConfigError([ConfigProblem("cluster.address", message, remedy)]) from error
+
+
+def _tokenizer(config: RLVRConfig) -> PreTrainedTokenizerBase:
+    """The trained policy's."""
+    arguments = config.actor_train.model_args
+    return load_tokenizer(
+        derived.model_path(config, config.actor_train),
+        trust_remote_code=arguments.trust_remote_code,
+        config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
     )
 
 
@@ -159,27 +189,27 @@ def _stage_classes(config: RLVRConfig) -> dict[str, type[Stage]]:
 
 
 def _worker_classes(config: RLVRConfig) -> dict[str, type[Worker]]:
+    """Classes of the user's own, by role."""
+    paths = {name: role.worker_cls for name, role in derived.present_roles(config).items() if role.worker_cls}
+    if not paths:
+        return {}
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.train_worker import TrainWorker
 
-    roles = {"actor_train": (config.actor_train, TrainWorker), "actor_infer": (config.actor_infer, InferWorker)}
-    if config.reference is not None:
-        roles["reference"] = (config.reference, TrainWorker)
     classes: dict[str, type[Worker]] = {}
     problems: list[ConfigProblem] = []
-    for role, (role_config, base) in roles.items():
-        if role_config.worker_cls is None:
-            continue
+    for role, import_path in paths.items():
+        base = InferWorker if role == "actor_infer" else TrainWorker
         path = f"{role}.worker_cls"
         try:
-            found = import_object(role_config.worker_cls)
+            found = import_object(import_path)
         except ImportError as error:
             problems.append(ConfigProblem(path, str(error), "give the class as `package.module:Class`"))
             continue
         if isinstance(found, type) and issubclass(found, base):
             classes[role] = found
         else:
-            message = f"{role_config.worker_cls!r} is not a subclass of {base.__name__}"
+            message = f"{import_path!r} is not a subclass of {base.__name__}"
             problems.append(ConfigProblem(path, message, f"derive it from {base.__module__}.{base.__name__}"))
     if problems:
         raise ConfigError(problems)

@@ -20,6 +20,7 @@ def tree(tmp_path: Path) -> Tree:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     return {

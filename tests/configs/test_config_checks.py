@@ -11,6 +11,7 @@ import pytest
 from roll.configs.checks import check_config, config_warnings
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree
+from roll.configs.rules_devices import sees_gpus
 from roll.configs.schema import UNREAD_KEYS
 
 GYM = {"dataset": "basic_arithmetic", "domain": "math"}
@@ -80,6 +81,11 @@ WRONG = [
     ({"pretrain": "./nowhere"}, "pretrain", "no folder", "config.json"),
     ({"pretrain": "a/b/c"}, "pretrain", "no folder", "config.json"),
     ({"pretrain": "{tmp}"}, "pretrain", "without a config.json", "config.json"),
+    ({"pretrain": "{tmp}/bare"}, "pretrain", "without a tokenizer", "tokenizer.json"),
+    (
+        {"actor_train.model_args": {"model_name_or_path": "{tmp}/bare"}, "actor_infer.model_args": {}},
+        "actor_train.model_args.model_name_or_path", "without a tokenizer", "tokenizer.json",
+    ),
     (
         {"actor_infer.model_args": {"model_name_or_path": "/nowhere"}},
         "actor_infer.model_args.model_name_or_path", "no folder", "config.json",
@@ -125,7 +131,8 @@ WRONG = [
         "actor_infer.num_gpus_per_engine", "do not divide the 3 devices", "1, 3",
     ),
     (
-        {"cluster.device": "cuda", "actor_infer.device_mapping": "0-1", "actor_infer.num_gpus_per_engine": 2},
+        {"cluster.device": "cuda", "cluster.address": "auto", "actor_infer.device_mapping": "0-1",
+         "actor_infer.num_gpus_per_engine": 2},
         "actor_infer.num_gpus_per_engine", "one GPU", "write 1",
     ),
     ({"cluster.num_nodes": 2}, "cluster.num_nodes", "one node", "cluster.address"),
@@ -151,6 +158,7 @@ WRONG = [
     ({"output_dir": "{tmp}/train.jsonl"}, "output_dir", "is a file", "another folder"),
     ({"output_dir": "{tmp}/train.jsonl/run"}, "output_dir", "is a file", "another folder"),
     ({"output_dir": ""}, "output_dir", "no path", "folder"),
+    ({"output_dir": "{tmp}/earlier"}, "output_dir", "holds a run already", "new folder"),
     # Rewards.
     ({"rewards": {}}, "rewards", "no reward", "verifier"),
     ({"rewards": {"math": {}}}, "rewards.math.verifier", "no verifier", "numeric"),
@@ -220,6 +228,7 @@ WRONG = [
     ({"init_kl_coef": 0.5}, "init_kl_coef", "no effect", "add_token_level_kl"),
     ({"kl_estimator": "k1"}, "kl_estimator", "no effect", "use_kl_loss"),
     ({"reward_pretrain": "gpt2"}, "reward_pretrain", "no effect", "remove"),
+    ({"critic": {"device_mapping": [0]}}, "critic", "`adv_estimator: grpo` uses no critic", "remove"),
     ({"sequence_length": 512}, "sequence_length", "no token for the response", "at least 513"),
     ({"actor_infer.generating_args.max_new_tokens": 513}, "actor_infer.generating_args.max_new_tokens", "512", "raise"),
     ({"actor_infer.generating_args.temperature": 0}, "actor_infer.generating_args.temperature", "greedy", "above 0"),
@@ -254,7 +263,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "path", "message", "remedy"), WRONG)
 def test_a_configuration_that_cannot_work_is_refused(tree, tmp_path, changes, path, message, remedy):
-    (tmp_path / "empty").touch()
+    make_files(tmp_path)
     found = problems_of(merged(tree, _filled(changes, tmp_path)))
     assert path in found
     assert message in found[path].message
@@ -263,15 +272,26 @@ def test_a_configuration_that_cannot_work_is_refused(tree, tmp_path, changes, pa
 
 @pytest.mark.parametrize(("changes", "path"), [(wrong[0], wrong[1]) for wrong in WRONG])
 def test_one_mistake_gives_no_unrelated_report(tree, tmp_path, changes, path):
-    (tmp_path / "empty").touch()
+    make_files(tmp_path)
     found = problems_of(merged(tree, _filled(changes, tmp_path)))
     assert len(found) == 1 or path == "actor_train.data_args.domain_interleave_probs.maths"
+
+
+def make_files(folder: Path) -> None:
+    """What the wrong configurations name."""
+    (folder / "empty").touch()
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_text("{}")
+    (folder / "earlier").mkdir()
+    (folder / "earlier" / "metrics.jsonl").touch()
 
 
 def _filled(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     def fill(value: Any) -> Any:
         if isinstance(value, list):
             return [fill(item) for item in value]
+        if isinstance(value, dict):
+            return _filled(value, folder)
         return value.replace("{tmp}", str(folder)) if isinstance(value, str) else value
 
     return {key: fill(value) for key, value in changes.items()}
@@ -286,6 +306,40 @@ def test_all_problems_are_reported_at_once(tree):
         "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "num_return_sequences_in_group",
         "use_kl_loss", "eval_steps", "output_dir",
     }
+
+
+def test_gpus_need_a_driver_unless_the_cluster_is_elsewhere(tree, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    tree["cluster"]["device"] = "cuda"
+    assert "cluster.device: cpu" in problems_of(tree)["cluster.device"].remedy
+    check_config(config_from_tree(merged(tree, {"cluster.address": "auto"})))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    check_config(config_from_tree(tree))
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "seen"),
+    [
+        ({}, ["nvidia0", "nvidiactl"], True),
+        ({}, ["dxg"], True),
+        ({}, ["nvidiactl", "null"], False),
+        ({}, [], False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ["nvidia0"], False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], False),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1a2b"}, [], True),
+    ],
+)
+def test_gpus_are_seen_by_the_environment_or_else_by_device_files(tmp_path, environment, files, seen):
+    for name in files:
+        (tmp_path / name).touch()
+    assert sees_gpus(environment, tmp_path) == seen
+
+
+def test_the_agentic_pipeline_is_known_and_refused_in_one_problem(tree):
+    del tree["rewards"]
+    tree |= {"pipeline": "agentic", "custom_envs": {"maze": {"env_type": "maze", "max_steps": 5}}, "max_steps": -1}
+    (problem,) = problems_of(tree).values()
+    assert problem.path == "pipeline" and "`rlvr`" in problem.remedy
 
 
 def test_checking_leaves_the_configuration_as_it_was(tree):

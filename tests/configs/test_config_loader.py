@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import config_from_tree, dump_config, load_config
-from roll.configs.schema import RewardConfig, RLVRConfig
+from roll.configs.loader import PIPELINES, config_from_tree, dump_config, load_config
+from roll.configs.schema import AgenticConfig, CustomEnvConfig, RewardConfig, RLVRConfig
 from roll.configs.structure import alternatives, walk
 from roll.configs.wording import MASK
 from roll.configs.yaml_text import parse_yaml
@@ -31,6 +31,24 @@ def test_a_valid_file_loads_with_types(write, tree):
     config = load_config(write(tree), ["actor_train.training_args.learning_rate=3e-4"])
     assert config.actor_train.training_args.learning_rate == 3e-4
     assert config.rewards == {"math": RewardConfig(verifier="math")}
+
+
+def test_an_agentic_file_loads_with_types(write):
+    text = (
+        "pipeline: agentic\nactor_train: {device_mapping: 0}\ntrain_env_manager: {num_env_groups: 8, tags: [maze]}\n"
+        "custom_envs: {maze: {env_type: grid, env_config: {size: 5}}}\n"
+    )
+    config = load_config(write(text), ["val_env_manager.group_size=2"])
+    assert isinstance(config, AgenticConfig)
+    assert config.custom_envs == {"maze": CustomEnvConfig(env_type="grid", env_config={"size": 5})}
+    assert config.train_env_manager.num_env_groups == 8
+    assert config.val_env_manager is not None and config.val_env_manager.group_size == 2
+    assert load_config(write(dump_config(config))) == config
+
+
+def test_an_override_chooses_the_pipeline(write, tree):
+    tree.pop("rewards")
+    assert isinstance(load_config(write(tree), ["pipeline=agentic"]), AgenticConfig)
 
 
 def test_defaults_of_a_role_survive_a_partial_section(write, tree):
@@ -85,7 +103,7 @@ def test_learning_rates_are_floats_however_written(write, text):
         ("actor_infer: {device_mapping: [0, x]}", "actor_infer.device_mapping[1]", "whole number"),
         ("actor_infer: {device_mapping: {a: 1}}", "actor_infer.device_mapping", "list of whole numbers"),
         ("actor_infer: {device_mapping: true}", "actor_infer.device_mapping", "list of whole numbers"),
-        ("rewards: {math: {tag_included: gsm8k}}", "rewards.math.tag_included", "list of texts"),
+        ("rewards: {math: {tag_included: gsm8k}}", "rewards.math.tag_included", '["gsm8k"]'),
         ("rewards: [math]", "rewards", "mapping"),
         ("actor_train: {data_args: {file_name: {a: b}}}", "actor_train.data_args.file_name", "list of texts"),
         ("exp_name: ${nope}", "exp_name", "full path"),
@@ -98,6 +116,12 @@ def test_learning_rates_are_floats_however_written(write, text):
         ("exp_name: '${oc.env:A,\"${oc.decode:x}\"}'", "exp_name", "oc.env"),
         ("exp_name: '${seed'", "exp_name", "close the reference"),
         ("exp_name: ???", "exp_name", "has a value"),
+        ("critic: {training_args: {learning_rat: 1}}", "critic.training_args.learning_rat", "`learning_rate`"),
+        ("custom_envs: {}", "custom_envs", "`docs/configuration.md`"),
+        ("{pipeline: agentic, rewards: {}}", "rewards", "`docs/configuration.md`"),
+        ("{pipeline: agentic, custom_envs: {a: {env_typ: x}}}", "custom_envs.a.env_typ", "`env_type`"),
+        ("{pipeline: agentic, num_env_groups: 2}", "num_env_groups", "`train_env_manager` or `val_env_manager`"),
+        ("{pipeline: agentic, train_env_manager: {tags: maze}}", "train_env_manager.tags", '["maze"]'),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_a_remedy(write, text, path, remedy):
@@ -288,8 +312,9 @@ def test_loading_is_light_and_fast(write, tree):
     assert float(done.stdout) < 5
 
 
-def test_every_key_has_help_and_every_number_a_range():
-    for path, item, kind in walk(RLVRConfig):
+@pytest.mark.parametrize("root", PIPELINES.values())
+def test_every_key_has_help_and_every_number_a_range(root):
+    for path, item, kind in walk(root):
         assert item.metadata["help"].endswith("."), path
         is_number = bool({int, float} & set(alternatives(kind))) and str not in alternatives(kind)
         assert is_number == ("range" in item.metadata), path

@@ -1,0 +1,317 @@
+"""The command refuses what cannot work: exit code 2, the path, a remedy, quickly, and with nothing started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import ROOT, TESTS, run_pipeline
+from tiny import make_task, tiny_config, write_config
+
+from roll.configs.loader import config_from_tree, load_config
+
+MOST_CPU_SECONDS = 5.0
+"""Limit for a refusal. Computing time of the process is compared, so that other work on the machine matters less."""
+ATTEMPTS_ALONE = 2
+"""A neighbour on the same core slows a process down too: one beyond the limit may try again by itself."""
+HANG_SECONDS = 120.0
+AT_A_TIME = 2
+GYM = {"dataset": "chain_sum", "domain": "addition"}
+
+
+@dataclass
+class Finished:
+    exit_code: int
+    stdout: str
+    stderr: str
+    cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A configuration that cannot work: what is changed in one that can, and what the message must say."""
+
+    path: str
+    remedy: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Dotted keys with ``__`` for the dots; `{folder}` in a text is the folder of the task."""
+    text: str | None = None
+    """Content of the file, in place of a configuration."""
+    overrides: tuple[str, ...] = ()
+    names_file: bool = True
+    """False: `--config` names a file that is not there."""
+
+
+WRONG = {
+    # The file and the command line.
+    "no file": Wrong("no-file.yaml", "check the path", names_file=False),
+    "not YAML": Wrong("not-YAML.yaml:2:7", "indentation", text="max_steps: 1\n  seed: [2\n"),
+    "Python in YAML": Wrong(
+        "Python-in-YAML.yaml:1:11", "drop the tag", text="exp_name: !!python/object/apply:os.mkdir ['{folder}/mark']\n"
+    ),
+    "malformed override": Wrong("command line", "dotted.key=value", overrides=("max_steps",)),
+    "override of an unknown key": Wrong(
+        "actor_train.modle_args", "`model_args`", overrides=("actor_train.modle_args=1",)
+    ),
+    # Keys, types, numbers.
+    "unknown key": Wrong("max_stps", "`max_steps`", {"max_stps": 1}),
+    "wrong type": Wrong("max_steps", "whole number", {"max_steps": "many"}),
+    "impossible bound": Wrong("max_staleness", "at least 2", {"async_generation_ratio": 2, "max_staleness": 1}),
+    "KL without reference": Wrong("use_kl_loss", "add `reference", {"use_kl_loss": True}),
+    "a critic nobody uses": Wrong("critic", "remove this section", {"critic": {"device_mapping": [0]}}),
+    "agentic pipeline": Wrong("pipeline", "`rlvr`", text="pipeline: agentic\ncustom_envs: {maze: {env_type: maze}}\n"),
+    # Devices.
+    "no devices": Wrong("actor_infer.device_mapping", "0 to 1", {"actor_infer": {}}),
+    "missing devices": Wrong(
+        "actor_infer.device_mapping", "num_devices_per_node", {"actor_infer__device_mapping": [7]}
+    ),
+    "overlapping devices": Wrong(
+        "actor_infer.device_mapping",
+        "separate ones",
+        {
+            "cluster__num_devices_per_node": 3,
+            "actor_train__device_mapping": "0-1",
+            "actor_infer__device_mapping": "list(range(1,3))",
+        },
+    ),
+    "code as devices": Wrong(
+        "actor_infer.device_mapping",
+        "0 to 1",
+        {"actor_infer__device_mapping": "[__import__('os').mkdir('{folder}/mark')]"},
+    ),
+    "GPUs that are not there": Wrong("cluster.device", "cluster.device: cpu", {"cluster__device": "cuda"}),
+    "cluster that is not there": Wrong("cluster.address", "ray start", {"cluster__address": "127.0.0.1:1"}),
+    # What comes from outside.
+    "no model": Wrong("pretrain", "config.json", {"pretrain": "{folder}/nowhere"}),
+    "model without tokenizer": Wrong("pretrain", "tokenizer.json", {"pretrain": "{folder}/bare"}),
+    "no prompts file": Wrong(
+        "actor_train.data_args.file_name", "JSONL", {"actor_train__data_args__file_name": "no.jsonl"}
+    ),
+    "empty data set": Wrong(
+        "actor_train.data_args.file_name", "JSONL", {"actor_train__data_args__file_name": "empty.jsonl"}
+    ),
+    "prompt longer than allowed": Wrong("actor_train.data_args.overlong_prompts", "at least 4", {"prompt_length": 3}),
+    "domain without reward": Wrong(
+        "actor_train.data_args.reasoning_gym[0]",
+        "tag_included",
+        {"actor_train__data_args": {"reasoning_gym": [{"dataset": "chain_sum", "domain": "sums"}]}},
+    ),
+    "tasks of training in validation": Wrong(
+        "validation.data_args.reasoning_gym[0].seed",
+        "another seed",
+        {
+            "eval_steps": 1,
+            "actor_train__data_args": {"reasoning_gym": [GYM]},
+            "validation__data_args": {"reasoning_gym": [GYM]},
+        },
+    ),
+    "verifier that is no path": Wrong(
+        "rewards.addition.verifier", "known", {"rewards__addition__verifier": "good one"}
+    ),
+    "verifier that cannot be imported": Wrong(
+        "rewards.addition.verifier", "importable", {"rewards__addition__verifier": "nowhere:reward"}
+    ),
+    "verifier with a parameter nobody fills": Wrong(
+        "rewards.addition.verifier",
+        "rewards.addition.verifier_args.judge",
+        {"rewards__addition__verifier": "own_code:wants_a_judge"},
+    ),
+    # Algorithms, engines, classes of one's own.
+    "unknown policy loss": Wrong("actor_train.pg_variant", "'ppo'", {"actor_train__pg_variant": "ppoo"}),
+    "unknown estimator": Wrong("adv_estimator", "'grpo'", {"adv_estimator": "gpro"}),
+    "unknown engine option": Wrong(
+        "actor_infer.strategy_args.strategy_config.slotz",
+        "max_running_requests",
+        {"actor_infer__strategy_args__strategy_config": {"slotz": 4}},
+    ),
+    "no such stage": Wrong("stages.judge", "rollout", {"stages": {"judge": "own_code:wants_a_judge"}}),
+    "worker class that is none": Wrong(
+        "actor_train.worker_cls", "TrainWorker", {"actor_train__worker_cls": "own_code:wants_a_judge"}
+    ),
+    # The folder of the run.
+    "output below a file": Wrong("output_dir", "another folder", {"output_dir": "{folder}/train.jsonl/run"}),
+    "output that cannot be made": Wrong("output_dir", "folder that", {"output_dir": "/proc/nowhere/run"}),
+    "output that holds a run": Wrong("output_dir", "new folder", {"output_dir": "{folder}/earlier"}),
+}
+
+PLAN = "8 prompts x 4 samples = 32 samples a step"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    (folder / "empty.jsonl").touch()
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_text("{}")
+    (folder / "earlier").mkdir()
+    (folder / "earlier" / "metrics.jsonl").touch()
+    (folder / "ray").mkdir()
+    (folder / "own_code.py").write_text("def wants_a_judge(response, judge):\n    return 0.0\n")
+    (folder / "leaves.py").write_text("import sys\n\nsys.exit(2)\n")
+    (folder / "unforeseen.py").write_text(
+        "class Reward:\n"
+        "    @property\n"
+        "    def __signature__(self):\n"
+        "        raise RuntimeError('nobody thought of this')\n"
+        "    def __call__(self, response):\n"
+        "        return 0.0\n"
+        "reward = Reward()\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refusals(task: Path) -> Iterator[dict[str, Future[Finished]]]:
+    """The commands, a few at a time."""
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    yield {name: pool.submit(refused, task, name, wrong) for name, wrong in WRONG.items()}
+    pool.shutdown(cancel_futures=True)
+
+
+def refused(task: Path, name: str, wrong: Wrong) -> Finished:
+    path = task / (name.replace(" ", "-") + ".yaml")
+    if wrong.text is not None:
+        path.write_text(filled(wrong.text, task))
+    elif wrong.names_file:
+        write_config(task, tiny_config(task, **filled(wrong.changes, task)), path.name)
+    return run_command(task, "--config", str(path), *wrong.overrides)
+
+
+def filled(value: Any, task: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: filled(below, task) for key, below in value.items()}
+    return value.replace("{folder}", str(task)) if isinstance(value, str) else value
+
+
+def run_command(task: Path, *arguments: str) -> Finished:
+    """Run the example's script in the folder of the task, with no GPU to see and a Ray folder of its own."""
+    command = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "RAY_TMPDIR": str(task / "ray"),
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        command, cwd=task, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    guard = threading.Timer(HANG_SECONDS, process.kill)
+    guard.start()
+    with process.stdout as stdout, process.stderr as stderr:
+        streams = stdout.read(), stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    guard.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Finished(process.returncode, *streams, usage.ru_utime + usage.ru_stime)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused_with_path_and_remedy(refusals, name):
+    finished, wrong = refusals[name].result(), WRONG[name]
+    assert finished.exit_code == 2, finished.stderr
+    assert "Traceback" not in finished.stderr
+    problems = problems_in(finished.stderr)
+    assert any(path.endswith(wrong.path) and wrong.remedy in remedy for path, remedy in problems), finished.stderr
+
+
+def problems_in(stderr: str) -> list[tuple[str, str]]:
+    """Path and remedy of each problem in the message: blocks of ``path: what`` and ``    -> remedy``."""
+    _, *blocks = stderr.strip().split("\n\n")
+    return [(what.split(": ")[0], remedy) for what, _, remedy in (block.partition("\n    -> ") for block in blocks)]
+
+
+def test_a_refusal_starts_nothing_and_executes_nothing(refusals, task):
+    for refusal in refusals.values():
+        refusal.result()
+    assert not list((task / "ray").iterdir())
+    assert not (task / "mark").exists()
+    assert not (task / "output").exists()
+
+
+def test_a_refusal_is_quick(refusals, task):
+    seconds = {name: refusal.result().cpu_seconds for name, refusal in refusals.items()}
+    for name in [name for name, spent in seconds.items() if spent >= MOST_CPU_SECONDS]:
+        seconds[name] = min(refused(task, name, WRONG[name]).cpu_seconds for _ in range(ATTEMPTS_ALONE))
+    assert {name: spent for name, spent in seconds.items() if spent >= MOST_CPU_SECONDS} == {}
+
+
+def test_problems_of_all_kinds_are_reported_together(task):
+    changes = {
+        "prompt_length": 3,
+        "adv_estimator": "gpro",
+        "actor_train__pg_variant_args": {"upper": 2.0, "lower": 0.1},
+        "rewards__addition__verifier": "nowhere:reward",
+    }
+    finished = run_command(task, "--config", str(write_config(task, tiny_config(task, **changes), "many.yaml")))
+    assert finished.exit_code == 2
+    assert "5 problems" in finished.stderr
+    assert [path for path, _ in problems_in(finished.stderr)] == [
+        "rewards.addition.verifier",
+        "actor_train.data_args.overlong_prompts",
+        "actor_train.pg_variant_args.lower",
+        "actor_train.pg_variant_args.upper",
+        "adv_estimator",
+    ]
+
+
+def test_the_arithmetic_is_printed_before_anything_loads(refusals):
+    assert PLAN in refusals["prompt longer than allowed"].result().stdout
+    assert PLAN in refusals["unknown engine option"].result().stdout
+    assert refusals["impossible bound"].result().stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "required: --config"),
+        (("--config",), "expected one argument"),
+        (("--config", "run.yaml", "--max_steps=3"), "unrecognized arguments: --max_steps=3"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(task, arguments, complaint):
+    finished = run_command(task, *arguments)
+    assert finished.exit_code == 2
+    assert complaint in finished.stderr and "usage:" in finished.stderr
+
+
+def test_help_teaches_the_command(task):
+    finished = run_command(task, "--help")
+    assert finished.exit_code == 0
+    for lesson in ("--config FILE", "key=value", "docs/configuration.md", "max_steps=20", "exit codes"):
+        assert lesson in finished.stdout
+
+
+def test_an_unforeseen_error_in_the_check_is_no_configuration_error(task):
+    path = write_config(task, tiny_config(task, rewards__addition__verifier="unforeseen:reward"), "unforeseen.yaml")
+    finished = run_command(task, "--config", str(path))
+    assert finished.exit_code == 1
+    assert "Traceback" in finished.stderr and "nobody thought of this" in finished.stderr
+
+
+def test_code_that_ends_the_process_during_the_check_does_not_choose_the_exit_code(task):
+    path = write_config(task, tiny_config(task, rewards__addition__verifier="leaves:reward"), "leaves.yaml")
+    finished = run_command(task, "--config", str(path))
+    assert finished.exit_code == 1
+    assert "SystemExit(2)" in finished.stderr and "nothing was started" in finished.stderr
+
+
+def test_a_run_prints_its_plan_first_and_saves_a_configuration_that_loads_again(task, ray_cluster, capsys):
+    tree = tiny_config(task, max_steps=1)
+    run = run_pipeline(task, ray_cluster, tree)
+    assert capsys.readouterr().out.startswith("run          tiny: 1 training step")
+    written = {
+        **tree,
+        "output_dir": str(run.folder),
+        "cluster": {**tree["cluster"], "address": ray_cluster},
+    }
+    assert load_config(run.folder / "config.yaml") == config_from_tree(written)
