@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 from roll.configs.errors import ConfigError, ConfigProblem
 
@@ -11,6 +13,11 @@ INFER_STRATEGIES: dict[str, str] = {
     "hf_infer": "roll.strategies.infer.hf_infer:HFInferStrategy",
 }
 """Strategy name -> ``module:class``."""
+
+OPTION_CHECKS: dict[str, str] = {
+    "hf_infer": "roll.strategies.infer.hf_options:check_options",
+}
+"""Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
 def infer_strategy_class(name: str) -> type:
@@ -21,3 +28,9 @@ def infer_strategy_class(name: str) -> type:
         raise ConfigError([ConfigProblem("strategy_args.strategy_name", f"unknown generation engine {name!r}", hint)])
     module, class_name = INFER_STRATEGIES[name].split(":")
     return getattr(importlib.import_module(module), class_name)
+
+
+def infer_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
+    """The check of an engine's ``strategy_config``: (options, their configuration path) -> problems. Imports no engine."""
+    module, function = OPTION_CHECKS[name].split(":")
+    return getattr(importlib.import_module(module), function)

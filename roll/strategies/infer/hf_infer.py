@@ -8,15 +8,13 @@ the thread, and one callback per step out of it. A failure in the thread ends ev
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roll.configs.errors import ConfigError, ConfigProblem
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
@@ -29,35 +27,7 @@ from roll.strategies.infer.base import (
 from roll.strategies.infer.engine_thread import EngineReport, EngineThread, engine_failed_from
 from roll.strategies.infer.hf_engine import EngineLimits, HFEngine
 from roll.strategies.infer.hf_model import ModelSpec, default_eos_token_ids, load_model, load_tokenizer
-
-
-@dataclass(frozen=True)
-class HFInferConfig:
-    """Keys of `strategy_config` for `hf_infer`."""
-
-    max_running_requests: int = 256
-    """Requests decoded at once; more wait."""
-    max_prefill_tokens: int = 8192
-    """Most prompt tokens, with padding, in one forward pass."""
-    threads: int | None = None
-    """Computing threads of torch on a CPU. Default: as torch has them."""
-
-    @classmethod
-    def parse(cls, strategy_config: dict[str, Any]) -> HFInferConfig:
-        """Check a user's dictionary. Raises ``ConfigError`` with every unknown key and wrong value."""
-        known = [entry.name for entry in fields(cls)]
-        problems = []
-        for key, value in strategy_config.items():
-            path = f"strategy_args.strategy_config.{key}"
-            if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(known)}"
-                problems.append(ConfigProblem(path, "hf_infer has no such option", hint))
-            elif not _is_positive_integer(value) and not (key == "threads" and value is None):
-                problems.append(ConfigProblem(path, f"{value!r} is not usable", "a whole number of at least 1"))
-        if problems:
-            raise ConfigError(problems)
-        return cls(**strategy_config)
+from roll.strategies.infer.hf_options import HFInferConfig
 
 
 @dataclass
@@ -238,7 +208,3 @@ class HFInferStrategy:
         if report.failure is not None:
             for key in list(self._waiters):
                 self._end(key).fail(engine_failed_from(report.failure))
-
-
-def _is_positive_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

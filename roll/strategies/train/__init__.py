@@ -7,12 +7,18 @@ here.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll.configs.errors import ConfigProblem
     from roll.strategies.train.base import TrainStrategy
 
 TRAIN_STRATEGIES = {"fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy"}
+"""Strategy name -> ``module:class``."""
+
+OPTION_CHECKS = {"fsdp2_train": "roll.strategies.train.fsdp2_options:check_options"}
+"""Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
 def train_strategy_class(name: str) -> type:
@@ -26,3 +32,9 @@ def train_strategy_class(name: str) -> type:
 def build_train_strategy(name: str, model_path: str, **arguments: Any) -> TrainStrategy:
     """One rank of the trainer ``name``, not yet initialised; ``arguments`` are those of its constructor."""
     return train_strategy_class(name)(model_path, **arguments)
+
+
+def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
+    """The check of a trainer's ``strategy_config``: (options, their configuration path) -> problems. Imports no trainer."""
+    module, _, function = OPTION_CHECKS[name].partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,11 +27,10 @@ from roll.algorithms.logprobs import token_logprobs, token_logprobs_and_entropy
 from roll.algorithms.metrics import LossMetrics, combine
 from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.policy_losses import PolicyInputs
-from roll.algorithms.registry import KnobError, build_knobs
-from roll.configs.errors import ConfigProblem
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import export_model, load_model
+from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.microbatches import (
     MicroBatch,
     MicroBatchPlan,
@@ -45,27 +43,6 @@ from roll.strategies.train.optimizer import build_optimizer, clip_gradients, lea
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Fsdp2Options:
-    """What ``strategy_config`` may contain."""
-
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    process_group_timeout_seconds: float = 600.0
-    """Longest wait in a collective before it fails."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.process_group_timeout_seconds < float("inf"):
-            raise ValueError("process_group_timeout_seconds must be above 0 and finite")
-
-
-def parse_options(strategy_config: dict[str, Any]) -> Fsdp2Options:
-    """Checked options; ``KnobError`` (a ``ValueError``) lists every unknown key and wrong value."""
-    return build_knobs(Fsdp2Options, strategy_config, "strategy 'fsdp2_train'")
 
 
 class Fsdp2TrainStrategy:
@@ -104,18 +81,6 @@ class Fsdp2TrainStrategy:
         self.infer_limits = (max_tokens_per_micro_batch_infer, micro_batch_size_infer)
         self.forward_only = forward_only
         self.seed = seed
-
-    @staticmethod
-    def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-        """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
-        try:
-            parse_options(strategy_config)
-        except KnobError as error:
-            return [
-                ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
-                for found in error.problems
-            ]
-        return []
 
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
-from roll.strategies.train import build_train_strategy, train_strategy_class
+from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
 
 VOCABULARY = 23
 ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
@@ -370,7 +370,7 @@ def test_unknown_options_and_strategies_are_refused_before_anything_loads():
         build("/nowhere", strategy_config={"reshard_after_forwad": True})
     with pytest.raises(ValueError, match="above 0"):
         build("/nowhere", strategy_config={"process_group_timeout_seconds": 0})
-    check = train_strategy_class("fsdp2_train").check_options
+    check = train_option_check("fsdp2_train")
     problems = check({"gradient_checkpointing": "yes", "shards": 2}, "actor_train.strategy_args.strategy_config")
     assert sorted(problem.path.rsplit(".", 1)[1] for problem in problems) == ["gradient_checkpointing", "shards"]
     assert check({"gradient_checkpointing": True}, "path") == []

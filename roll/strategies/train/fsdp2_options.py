@@ -1,0 +1,42 @@
+"""What `strategy_config` may contain for `fsdp2_train`; apart from the trainer, so that checking it is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from roll.algorithms.registry import KnobError, build_knobs
+from roll.configs.errors import ConfigProblem
+
+
+@dataclass(frozen=True)
+class Fsdp2Options:
+    """What ``strategy_config`` may contain."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    process_group_timeout_seconds: float = 600.0
+    """Longest wait in a collective before it fails."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.process_group_timeout_seconds < float("inf"):
+            raise ValueError("process_group_timeout_seconds must be above 0 and finite")
+
+
+def parse_options(strategy_config: dict[str, Any]) -> Fsdp2Options:
+    """Checked options; ``KnobError`` (a ``ValueError``) lists every unknown key and wrong value."""
+    return build_knobs(Fsdp2Options, strategy_config, "strategy 'fsdp2_train'")
+
+
+def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
+    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    try:
+        parse_options(strategy_config)
+    except KnobError as error:
+        return [
+            ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
+            for found in error.problems
+        ]
+    return []
