@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     return valid
 
 
-@lru_cache(maxsize=None)
+@cache
 def _adapter(cls: type[PipelineConfig]) -> TypeAdapter[PipelineConfig]:
     return TypeAdapter(cls)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
 TRAIN_STRATEGIES = ("fsdp2_train",)
 """Trainers; they also drive the forward-only reference."""
 INFER_STRATEGIES = ("hf_infer",)

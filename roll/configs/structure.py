@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 PathPart = str | int
@@ -28,7 +28,7 @@ def join(parts: Sequence[PathPart]) -> str:
     return text
 
 
-@lru_cache(maxsize=None)
+@cache
 def field_types(cls: type) -> dict[str, Any]:
     """Type of each field of a dataclass, references resolved."""
     hints = typing.get_type_hints(cls)

@@ -18,8 +18,10 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.placement import Placement, import_paths
 from roll.distributed.worker import Worker, WorkerIdentity, WorkerProcess
 
-
 logger = logging.getLogger(__name__)
+
+DEATH_REPORT_SECONDS = 2.0
+"""A rank whose peer has died fails in the collective, often before the death itself is known."""
 
 
 class WorkerHandle:
@@ -57,12 +59,13 @@ class WorkerHandle:
         try:
             async with asyncio.timeout(timeout):
                 return await ref
-        except TimeoutError:
-            raise WorkerTimeout(self.name, method, timeout or 0.0) from None
+        except RayTaskError as error:
+            # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
+            raise WorkerFailed(self.name, method, _task_cause(error)) from error
         except RayActorError as error:
             raise self.died(error) from error
-        except RayTaskError as error:
-            raise WorkerFailed(self.name, method, _task_cause(error)) from error
+        except TimeoutError:
+            raise WorkerTimeout(self.name, method, timeout or 0.0) from None
 
     async def wait_for_death(self) -> WorkerDied:
         """Return when the process has ended, with the cause."""
@@ -88,13 +91,14 @@ class WorkerGroup:
         self.workers = list(workers)
 
     async def call_all(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """The same call on every rank; answers in rank order. The first failure is raised, the others given up."""
+        """The same call on every rank; answers in rank order. The first failure is raised, the others given up; the
+        death of a rank goes before what its peers say of it."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
         except ExceptionGroup as failures:
             deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
-            raise (deaths or list(failures.exceptions))[0] from None
+            raise (deaths or await self._recent_deaths() or list(failures.exceptions))[0] from None
         return [task.result() for task in tasks]
 
     async def watch(self) -> None:
@@ -106,6 +110,18 @@ class WorkerGroup:
         finally:
             for death in deaths:
                 death.cancel()
+
+    async def _recent_deaths(self) -> list[WorkerDied]:
+        """Deaths that become known within `DEATH_REPORT_SECONDS`; a single rank has no peer to blame."""
+        if len(self.workers) == 1:
+            return []
+        try:
+            async with asyncio.timeout(DEATH_REPORT_SECONDS):
+                await self.watch()
+        except WorkerDied as death:
+            return [death]
+        except TimeoutError:
+            return []
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -126,7 +142,8 @@ def start_worker(
     """Start the actor of one rank; it is ready once `create` has answered."""
     place = placement.place(devices)
     identity = WorkerIdentity(role, rank, world_size, place, log_dir, tuple(import_paths()))
-    process_class = ray.remote(max_concurrency=concurrency, max_restarts=0, **placement.actor_options(place))(WorkerProcess)
+    options = {"max_concurrency": concurrency, "max_restarts": 0, **placement.actor_options(place)}
+    process_class = ray.remote(**options)(WorkerProcess)
     class_path = f"{worker_class.__module__}:{worker_class.__qualname__}"
     return WorkerHandle(identity, class_path, process_class.remote())
 

@@ -1,7 +1,8 @@
 """The process of one engine replica.
 
 Requests come in batches and completions leave in batches through one long poll, so the cost of crossing processes is
-paid per event, not per request. An error of the engine travels as data to every request it ended.
+paid per event, not per request. What is wrong with a request travels as data to whoever sent it; an engine that cannot
+go on makes the poll fail, so that the whole process is replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any
 from roll.distributed.weights import TRANSPORTS
 from roll.distributed.worker import Worker
 from roll.strategies.infer import infer_strategy_class
-from roll.strategies.infer.base import Completion, GenerateRequest, InferStrategy, PauseMode, WeightReceipt
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    InferStrategy,
+    PauseMode,
+    WeightReceipt,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class InferWorker(Worker):
         """Load the model."""
         self._finished: list[Completion | RequestFailed] = []
         self._any_finished = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failure: EngineFailed | None = None
         self.set_threads()
         self._strategy = infer_strategy_class(spec.strategy_name)(
             spec.model_path,
@@ -64,37 +73,40 @@ class InferWorker(Worker):
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Take requests on, in order. Their ends come out of `collect`."""
         for request in requests:
-            task = asyncio.get_running_loop().create_task(self._run(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[request.request_id] = asyncio.get_running_loop().create_task(self._run(request))
 
     async def _run(self, request: GenerateRequest) -> None:
         try:
-            ended: Completion | RequestFailed = await self._strategy.generate(request)
+            completion = await self._strategy.generate(request)
+            self._finished.append(completion)
+        except EngineFailed as failure:
+            self._failure = failure
         except Exception as error:
-            ended = RequestFailed(request.request_id, f"{type(error).__name__}: {error}")
-        self._finished.append(ended)
+            self._finished.append(RequestFailed(request.request_id, f"{type(error).__name__}: {error}"))
+        self._tasks.pop(request.request_id, None)
         self._any_finished.set()
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
-        """Requests that ended since the last call; waits for one at most ``wait_seconds``."""
+        """Requests that ended since the last call; waits for one at most ``wait_seconds``. Raises `EngineFailed` once
+        the engine cannot go on."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_finished.wait()
         except TimeoutError:
             return []
+        if self._failure is not None:
+            raise self._failure
         finished, self._finished = self._finished, []
         self._any_finished.clear()
         return finished
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests, begun or not; nothing of them comes out of `collect`."""
+        for request_id in request_ids:
+            task = self._tasks.pop(request_id, None)
+            if task is not None:
+                task.cancel()
         await self._strategy.abort(request_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._strategy.pause(mode)
-
-    async def resume(self) -> None:
-        await self._strategy.resume()
 
     async def load_weights(
         self, transport: str, handles: Sequence[Any], version: int, mode: PauseMode

@@ -8,11 +8,13 @@ last cause. Weights reach the replicas one after the other, each update followed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.distributed.errors import WorkerDied, WorkerTimeout
+from roll.distributed.deadlines import StoppableDeadlines
+from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
 from roll.distributed.infer_worker import EngineSpec, RequestFailed
 from roll.distributed.weights import Publication, attest
@@ -31,11 +33,14 @@ class RequestError(RuntimeError):
 class Replica:
     """One engine process and the requests it works on."""
 
-    def __init__(self, handle: WorkerHandle, on_death: Callable[[WorkerDied], None]) -> None:
+    def __init__(self, handle: WorkerHandle, on_death: Callable[[Replica, WorkerDied], None]) -> None:
         self.handle = handle
         self.version = -1
+        self.asleep = False
+        self.changing = asyncio.Lock()
+        """Held while its weights change or it goes to sleep or wakes: one of these at a time."""
         self._on_death = on_death
-        self.weights_lock = asyncio.Lock()
+        self._numbers = itertools.count()
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._outgoing: list[GenerateRequest] = []
         self._submitting: set[asyncio.Task[None]] = set()
@@ -45,20 +50,25 @@ class Replica:
         return self.handle.name
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request; all requests of one turn of the event loop leave in one call."""
+        """Run one request; all requests of one turn of the event loop leave in one call.
+
+        The engine knows it by a name of its own, so that a request which is tried again is never answered with what
+        is left of its aborted first try.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        self._pending[request.request_id] = future
+        sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
+        self._pending[sent.request_id] = future
         if not self._outgoing:
             loop.call_soon(self._submit_outgoing)
-        self._outgoing.append(request)
+        self._outgoing.append(sent)
         try:
-            return await future
+            return replace(await future, request_id=request.request_id)
         except asyncio.CancelledError:
-            self._abandon(request.request_id)
+            self._abandon(sent)
             raise
         finally:
-            self._pending.pop(request.request_id, None)
+            del self._pending[sent.request_id]
 
     def _submit_outgoing(self) -> None:
         requests, self._outgoing = self._outgoing, []
@@ -71,15 +81,20 @@ class Replica:
             await self.handle.call("submit", requests)
         except WorkerDied as error:
             self.fail_all(error)
+        except WorkerFailed as error:
+            for request in requests:
+                self._deliver(RequestFailed(request.request_id, str(error)))
 
-    def _abandon(self, request_id: str) -> None:
-        if any(request.request_id == request_id for request in self._outgoing):
-            self._outgoing = [request for request in self._outgoing if request.request_id != request_id]
+    def _abandon(self, request: GenerateRequest) -> None:
+        if any(request is waiting for waiting in self._outgoing):
+            self._outgoing = [waiting for waiting in self._outgoing if waiting is not request]
             return
-        self.handle.tell("abort", [request_id])
+        # Not at once: the call that submits the request may itself be about to leave.
+        asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
 
     async def collect_forever(self) -> WorkerDied:
-        """Deliver ended requests until the process dies; then every open request ends with `WorkerDied`."""
+        """Deliver ended requests until the process dies or its engine cannot go on; then every open request ends with
+        `WorkerDied`."""
         try:
             while True:
                 ended = await self.handle.call(
@@ -89,7 +104,7 @@ class Replica:
                     self._deliver(item)
         except WorkerDied as error:
             death = error
-        except WorkerTimeout as error:
+        except (WorkerFailed, WorkerTimeout) as error:
             death = WorkerDied(self.name, str(error))
         self.fail_all(death)
         return death
@@ -105,7 +120,7 @@ class Replica:
 
     def fail_all(self, death: WorkerDied) -> None:
         """End every open request with this error, and say that the replica is gone."""
-        self._on_death(death)
+        self._on_death(self, death)
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(WorkerDied(death.worker, death.cause))
@@ -144,6 +159,7 @@ class InferencePool:
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
         self._asleep = False
+        self._deadlines = StoppableDeadlines()
         self.restarts = 0
         self.reissued = 0
         self.completed = 0
@@ -174,7 +190,7 @@ class InferencePool:
         while True:
             async with self._router.lease(timeout=timeout, sticky_key=sticky_key, min_version=min_version) as name:
                 try:
-                    async with asyncio.timeout(self._settings.request_timeout_seconds):
+                    async with self._deadlines.limit(self._settings.request_timeout_seconds):
                         completion = await self._replicas[name].generate(request)
                     self.completed += 1
                     return completion
@@ -193,54 +209,59 @@ class InferencePool:
         seconds = {"load": 0.0, "stall": 0.0}
         for replica in list(self._replicas.values()):
             try:
-                timings = await self._load(replica, publication)
+                async with replica.changing:
+                    timings = await self._load(replica, publication)
             except WorkerDied:
                 continue
             seconds["load"] += timings.get("load", 0.0)
             seconds["stall"] = max(seconds["stall"], timings.get("stall", 0.0))
         return seconds
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call_live("pause", mode)
-
-    async def resume(self) -> None:
-        await self._call_live("resume")
-
     async def offload_states(self) -> None:
         """Put every replica to sleep: its requests wait, its weights and caches leave the devices."""
         self._asleep = True
-        await self._call_live("sleep")
+        self._deadlines.stop()
+        await self._settle_all()
 
     async def load_states(self) -> None:
         """Wake every replica."""
         self._asleep = False
-        await self._call_live("wake")
+        await self._settle_all()
+        self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
         """What each live replica says of itself."""
-        return await self._call_live("stats")
+        answers = []
+        for replica in list(self._replicas.values()):
+            try:
+                answers.append(await replica.handle.call("stats", timeout=self._settings.publish_timeout_seconds))
+            except WorkerDied:
+                continue
+        return answers
 
-    def pids(self) -> dict[str, int | None]:
-        return {name: replica.handle.pid for name, replica in self._replicas.items()}
+    def forget(self, sticky_key: Hashable) -> None:
+        """No request with this key will come any more."""
+        self._router.forget(sticky_key)
 
     def kill(self) -> None:
         for replica in self._replicas.values():
             replica.handle.kill()
 
     async def _start_replica(self, index: int) -> None:
-        name = self._names[index]
         handle = self._start_worker(index)
-        replica = Replica(handle, lambda death: self._forget(name, death))
+        replica = Replica(handle, self._report_death)
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
-            self._replicas[name] = replica
-            while self._publication is not None and replica.version < self._publication.version:
-                await self._load(replica, self._publication)
-            if self._asleep:
-                await handle.call("sleep", timeout=self._settings.start_timeout_seconds)
-        except BaseException:
-            self._replicas.pop(name, None)
+            async with replica.changing:
+                self._replicas[self._names[index]] = replica
+                while self._publication is not None and replica.version < self._publication.version:
+                    await self._load(replica, self._publication)
+                await self._settle(replica)
+        except BaseException as error:
+            # Requests may have come as soon as its weights were there.
+            replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
+            self._replicas.pop(self._names[index], None)
             handle.kill()
             raise
 
@@ -260,35 +281,40 @@ class InferencePool:
                     death = again
 
     async def _load(self, replica: Replica, publication: Publication) -> dict[str, float]:
-        async with replica.weights_lock:
-            if replica.version >= publication.version:
-                return {}
-            receipt, seconds = await replica.handle.call(
-                "load_weights",
-                self._settings.transport,
-                publication.handles,
-                publication.version,
-                self._settings.in_flight,
-                timeout=self._settings.publish_timeout_seconds,
-            )
-            attest(replica.name, publication, receipt)
-            replica.version = publication.version
-            if self._router.state(replica.name).live:
-                self._router.set_version(replica.name, publication.version)
-            else:
-                self._router.mark_live(replica.name, publication.version)
-            return seconds
+        if replica.version >= publication.version:
+            return {}
+        receipt, seconds = await replica.handle.call(
+            "load_weights",
+            self._settings.transport,
+            publication.handles,
+            publication.version,
+            self._settings.in_flight,
+            timeout=self._settings.publish_timeout_seconds,
+        )
+        attest(replica.name, publication, receipt)
+        replica.version = publication.version
+        if self._router.state(replica.name).live:
+            self._router.set_version(replica.name, publication.version)
+        else:
+            self._router.mark_live(replica.name, publication.version)
+        return seconds
 
-    async def _call_live(self, method: str, *args: Any) -> list[Any]:
-        answers = []
+    async def _settle_all(self) -> None:
         for replica in list(self._replicas.values()):
             try:
-                answers.append(
-                    await replica.handle.call(method, *args, timeout=self._settings.publish_timeout_seconds)
-                )
+                async with replica.changing:
+                    await self._settle(replica)
             except WorkerDied:
                 continue
-        return answers
 
-    def _forget(self, name: str, death: WorkerDied) -> None:
-        self._router.mark_dead(name, death.cause)
+    async def _settle(self, replica: Replica) -> None:
+        """Let a replica sleep or wake as the pool does; one that has just been restarted may be behind."""
+        if replica.asleep != self._asleep:
+            method = "sleep" if self._asleep else "wake"
+            await replica.handle.call(method, timeout=self._settings.publish_timeout_seconds)
+            replica.asleep = method == "sleep"
+
+    def _report_death(self, replica: Replica, death: WorkerDied) -> None:
+        # A late report about a predecessor says nothing about the process that took its place.
+        if self._replicas.get(replica.name) is replica:
+            self._router.mark_dead(replica.name, death.cause)

@@ -76,7 +76,8 @@ class Placement:
         self._nodes: list[dict[str, Any]] = []
 
     async def reserve(self) -> None:
-        """Reserve every device. Raises `PlacementError` with what the cluster has when it does not have them."""
+        """Reserve every device. Raises `PlacementError` with what the cluster has when it does not have them; then
+        nothing stays reserved or waiting."""
         config = self._config
         per_node = float(config.num_devices_per_node)
         resources = {"CPU": per_node} if config.device == "cpu" else {"GPU": per_node, "CPU": 1.0}
@@ -86,18 +87,25 @@ class Placement:
             strategy="STRICT_SPREAD" if config.num_nodes > 1 else "STRICT_PACK",
         )
         try:
-            await asyncio.wait_for(_as_coroutine(self._group.ready()), config.worker_start_timeout_seconds)
+            async with asyncio.timeout(config.worker_start_timeout_seconds):
+                await self._group.ready()
+                self._nodes = await self._describe_nodes()
         except TimeoutError:
             raise PlacementError(
                 f"the cluster did not give {config.num_nodes} node(s) with {resources} within "
                 f"{config.worker_start_timeout_seconds:g} s; it has {self._cluster_text()}, partly in use"
             ) from None
-        gpus = config.num_devices_per_node if config.device == "cuda" else 0
+        finally:
+            if not self._nodes:
+                self.release()
+
+    async def _describe_nodes(self) -> list[dict[str, Any]]:
+        gpus = self._config.num_devices_per_node if self._config.device == "cuda" else 0
         probes = [
             _describe_node.options(scheduling_strategy=self._strategy(node), num_gpus=gpus).remote()
-            for node in range(config.num_nodes)
+            for node in range(self._config.num_nodes)
         ]
-        self._nodes = [await _as_coroutine(probe) for probe in probes]
+        return [await probe for probe in probes]
 
     def place(self, devices: Sequence[int]) -> WorkerPlace:
         """The place of a worker that owns these devices, all of one node."""
@@ -144,10 +152,6 @@ class Placement:
             {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes() if node["Alive"]
         ]
         return f"{len(nodes)} node(s): {nodes}"
-
-
-async def _as_coroutine(ref: Any) -> Any:
-    return await ref
 
 
 def local_cpu_slots(config: ClusterConfig) -> int:

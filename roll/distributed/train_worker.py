@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -156,9 +155,10 @@ class TrainWorker(Worker):
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
     """Rows of each optimizer step, all epochs. One step per epoch keeps the order; several are shuffled."""
     batches: list[np.ndarray] = []
+    size = plan.optimizer_batch_size
     for epoch in range(plan.epochs):
         rows = np.arange(samples)
-        if plan.optimizer_batch_size < samples:
+        if size < samples:
             rows = np.random.default_rng(derive_seed(seed, "optimizer", plan.step, epoch)).permutation(samples)
-        batches += [rows[start : start + plan.optimizer_batch_size] for start in range(0, samples, plan.optimizer_batch_size)]
+        batches += [rows[start : start + size] for start in range(0, samples, size)]
     return batches

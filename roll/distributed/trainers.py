@@ -59,8 +59,5 @@ class TrainerGroup:
         """Raise `WorkerDied` as soon as a rank dies."""
         await self.workers.watch()
 
-    def kill(self) -> None:
-        self.workers.kill()
-
     async def _call(self, method: str, *args: object) -> list:
         return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)

@@ -53,11 +53,14 @@ class TrainingBatch:
         """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or from the future."""
         lags = self.lags
         if lags.size and (lags.max() > bound or lags.min() < 0):
-            culprit = max(self.groups, key=lambda group: self.step - min(s.oldest_version for s in group.samples))
+            culprit = min(self.groups, key=self._oldest_version)
             raise StalenessViolation(
                 f"training step {self.step}: lags from {lags.min()} to {lags.max()}, allowed 0 to {bound}; "
                 f"oldest tokens in group {culprit.group_id}"
             )
+
+    def _oldest_version(self, group: Group) -> int:
+        return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
 
     def describe_rollouts(self) -> None:
         """Add the metrics that rollouts have: rewards, lengths, lags."""

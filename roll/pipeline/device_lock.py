@@ -131,5 +131,5 @@ def build_device_locks(devices_of_role: Mapping[str, Iterable[int]]) -> dict[str
     locks: dict[str, DeviceLock] = {}
     for roles, _ in clusters:
         lock = DeviceLock(roles)
-        locks.update({role: lock for role in roles})
+        locks.update(dict.fromkeys(roles, lock))
     return locks

@@ -38,6 +38,10 @@ class EngineGate:
         finally:
             self._leave()
 
+    def forget(self, sticky_key: str) -> None:
+        """No request with this key will come any more."""
+        self._pool.forget(sticky_key)
+
     async def run(self) -> None:
         """Hold the devices whenever there is work, until cancelled."""
         while True:

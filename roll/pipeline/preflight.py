@@ -167,16 +167,16 @@ def _knob_problems(error: KnobError, name_path: str, args_path: str) -> ConfigEr
 
 def _check_strategies(config: RLVRConfig) -> None:
     """Options that an engine does not know are an error here, not in a worker."""
-    from roll.strategies.infer import infer_strategy_class
-    from roll.strategies.train import train_strategy_class
+    from roll.strategies.infer import infer_option_check
+    from roll.strategies.train import train_option_check
 
     problems: list[ConfigProblem] = []
     for role, role_config in derived.present_roles(config).items():
-        find = infer_strategy_class if role == "actor_infer" else train_strategy_class
+        find = infer_option_check if role == "actor_infer" else train_option_check
         arguments = role_config.strategy_args
         if arguments.strategy_config:
             path = f"{role}.strategy_args.strategy_config"
-            problems += find(arguments.strategy_name).check_options(arguments.strategy_config, path)
+            problems += find(arguments.strategy_name)(arguments.strategy_config, path)
     if problems:
         raise ConfigError(problems)
 

@@ -25,7 +25,6 @@ from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import Trackers, open_trackers
 
-
 FinalStatus = Literal["success", "failed", "interrupted"]
 
 
@@ -42,7 +41,8 @@ class RunRecorder:
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._step_ended = time.time()
-        self._trained_tokens = 0
+        self._tokens = {"actor_train": 0, "reference": 0}
+        self._busy_since: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
 
     def event(self, text: str) -> None:
@@ -52,11 +52,11 @@ class RunRecorder:
     @contextmanager
     def busy(self, role: str) -> Iterator[None]:
         """The role computes while this is open."""
-        started = time.time()
+        self._busy_since[role] = time.time()
         try:
             yield
         finally:
-            self.timeline.busy(role, started, time.time())
+            self.timeline.busy(role, self._busy_since.pop(role), time.time())
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
@@ -67,8 +67,9 @@ class RunRecorder:
         finally:
             self.timeline.transition("validation", "idle")
 
-    def count_trained_tokens(self, tokens: int) -> None:
-        self._trained_tokens += tokens
+    def count_tokens(self, role: str, tokens: int) -> None:
+        """A trainer or a reference has been through so many tokens."""
+        self._tokens[role] += tokens
 
     def start_clock(self) -> None:
         """The first step begins now."""
@@ -87,6 +88,7 @@ class RunRecorder:
         batch.metrics.update(self._rates(await pool.stats(), window, with_reference))
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
+        batch.metrics["engine/reissued_requests"] = float(pool.reissued)
         self._log(batch.metrics, step)
         self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
 
@@ -121,14 +123,18 @@ class RunRecorder:
         totals = {name: float(sum(engine[name] for engine in engines)) for name in self._engine_totals}
         gained = {name: max(0.0, totals[name] - before) for name, before in self._engine_totals.items()}
         self._engine_totals = totals
-        trained, self._trained_tokens = self._trained_tokens, 0
+        counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
+        for role, since in self._busy_since.items():
+            # The next batch is often in training already; what is over of that belongs to this window.
+            self.timeline.busy(role, since, window[1])
         rates = {
             "tokens_per_second/actor_infer": gained["generated_tokens"] / seconds,
-            "tokens_per_second/actor_train": trained / seconds,
+            "tokens_per_second/actor_train": counted["actor_train"] / seconds,
             "idle/actor_infer": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * max(1, len(engines)))),
             "idle/actor_train": self.timeline.idle_share("actor_train", window),
         }
         if with_reference:
+            rates["tokens_per_second/reference"] = counted["reference"] / seconds
             rates["idle/reference"] = self.timeline.idle_share("reference", window)
         return rates
 

@@ -6,7 +6,6 @@ run ahead. Colocated and split runs are this code; they differ in which roles sh
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from roll.configs import derived
@@ -44,7 +43,10 @@ async def run_rlvr(prepared: Prepared, recorder: RunRecorder) -> None:
         gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
         context = build_context(prepared, roles, locks, gate, recorder)
         graph = StageGraph(build_stages(prepared, context))
-        await graph.run(background=background_tasks(context, roles, gate), first=lambda: publish_initial(context))
+        try:
+            await graph.run(background=background_tasks(context, roles, gate), first=lambda: publish_initial(context))
+        finally:
+            recorder.ledger = context.scheduler.ledger.counts()
     finally:
         await roles.shutdown()
 

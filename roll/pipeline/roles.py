@@ -1,7 +1,7 @@
 """The running roles of an RLVR run: started together, killed together.
 
 Starting them at once matters: each process spends seconds on imports, and the slowest one decides when the first step
-can begin. Whatever happens while they start or run, `kill` leaves no process behind.
+can begin. Whatever happens while they start or run, `shutdown` leaves no process behind.
 """
 
 from __future__ import annotations

@@ -25,6 +25,9 @@ class Generator(Protocol):
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion: ...
 
+    def forget(self, sticky_key: str) -> None:
+        """No request with this key will come any more."""
+
 
 class Judge(Protocol):
     """Anything that judges the responses to a prompt of some domain."""
@@ -55,11 +58,15 @@ class RolloutFunction:
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Run the group with weights of ``min_version`` or newer. Raises what the engine or the verifier raised."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._sample(group_id, index, prompt, min_version))
-                for index in range(self.samples_per_group)
-            ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._sample(group_id, index, prompt, min_version))
+                    for index in range(self.samples_per_group)
+                ]
+        finally:
+            if not self.separate_requests:
+                self.generator.forget(self._sticky_key(group_id))
         group = Group(group_id, prompt, [task.result() for task in running])
         await self._judge(group)
         return group
@@ -71,10 +78,13 @@ class RolloutFunction:
             prompt_token_ids=prompt.token_ids,
             sampling=replace(self.sampling, seed=seed),
         )
-        sticky_key = None if self.separate_requests else f"{self.purpose}-{group_id}"
+        sticky_key = None if self.separate_requests else self._sticky_key(group_id)
         completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
         text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return sample_from_completion(prompt, completion, text)
+
+    def _sticky_key(self, group_id: int) -> str:
+        return f"{self.purpose}-{group_id}"
 
     async def _judge(self, group: Group) -> None:
         prompt = group.prompt

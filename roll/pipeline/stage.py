@@ -38,7 +38,7 @@ class StageItem(Protocol):
 
 
 class Stage:
-    """One consume-produce loop. Subclasses implement `process`; a source overrides `take_input` too.
+    """One consume-produce loop. Subclasses implement `process`; a source overrides `take_input`, a sink `deliver` too.
 
     ``hold`` opens the context in which `process` runs (a device lock held as a role); without it the stage needs no
     devices.
@@ -57,7 +57,6 @@ class Stage:
         self.inbox = inbox
         self.outbox = outbox
         self.state = StageState.IDLE
-        self.items_done = 0
         self._recorder = recorder
         self._hold = hold
 
@@ -70,6 +69,12 @@ class Stage:
     async def process(self, item: Any) -> StageItem:
         """Work on one item and return what the next stage gets."""
         raise NotImplementedError
+
+    async def deliver(self, result: StageItem) -> None:
+        """Pass on an item that is finished here, its time noted."""
+        if self.outbox is not None:
+            self.enter(StageState.WAITING_OUTPUT)
+            await self.outbox.put(result)
 
     def enter(self, state: StageState, **details: Any) -> None:
         """Change state and record it."""
@@ -95,11 +100,7 @@ class Stage:
                 item = await self.take_input()
             except ChannelClosed:
                 break
-            result = await self._work(item)
-            self.items_done += 1
-            if self.outbox is not None:
-                self.enter(StageState.WAITING_OUTPUT)
-                await self.outbox.put(result)
+            await self.deliver(await self._work(item))
         if self.outbox is not None:
             await self.outbox.close()
 

@@ -63,6 +63,7 @@ class ReferenceStage(Stage):
         with self.context.recorder.busy("reference"):
             logprobs = await reference.log_probs(batch.data, self.context.train_temperature)
         batch.data.tokens["reference_logprobs"] = logprobs
+        self.context.recorder.count_tokens("reference", int(batch.data.lengths.sum()))
         return batch
 
 
@@ -101,7 +102,7 @@ class TrainStage(Stage):
             if version == config.max_steps or (config.save_steps and version % config.save_steps == 0):
                 await context.trainer.save(str(context.checkpoint_dir / f"step-{version}"))
         batch.metrics.update({f"actor/{name}": value for name, value in metrics.items()})
-        context.recorder.count_trained_tokens(int(batch.data.lengths.sum()) * config.ppo_epochs)
+        context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
         context.scheduler.training_step_done(version)
         return batch
 
@@ -119,8 +120,11 @@ class ParamUpdateStage(Stage):
         if batch.gathered:
             batch.metrics.update(await publish(self.context, version))
             batch.metrics.update(await announce(self.context, version))
-        await self.context.recorder.step(batch, self.context.scheduler, self.context.pool)
         return batch
+
+    async def deliver(self, batch: TrainingBatch) -> None:
+        """The end of a step: its record, the time of this stage included."""
+        await self.context.recorder.step(batch, self.context.scheduler, self.context.pool)
 
 
 def validation_due(context: RunContext, version: int) -> bool:

@@ -24,16 +24,6 @@ class ValidationResult:
     metrics: dict[str, float]
     groups: list[Group]
 
-    @property
-    def accuracy(self) -> dict[str, float]:
-        """Mean score of each domain."""
-        prefix, suffix = "val/", "/accuracy"
-        return {
-            name[len(prefix) : -len(suffix)]: value
-            for name, value in self.metrics.items()
-            if name.startswith(prefix) and name.endswith(suffix)
-        }
-
 
 class MixedVersions(AssertionError):
     """A validation saw tokens of another version than the one it measures."""
@@ -51,7 +41,10 @@ class Validator:
         self._timeout_seconds = timeout_seconds
 
     async def run(self, version: int) -> ValidationResult:
-        """Generate and judge every prompt. Raises `TimeoutError` at the deadline, `MixedVersions` if weights changed."""
+        """Generate and judge every prompt.
+
+        Raises `TimeoutError` at the deadline and `MixedVersions` if the weights changed meanwhile.
+        """
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 groups = await self._run_all()

@@ -23,6 +23,16 @@ class Probe(Worker):
     async def fail(self):
         raise ValueError("the probe was told to fail")
 
+    async def time_out(self):
+        raise TimeoutError("the store did not answer")
+
+    async def fail_because_of_a_dying_peer(self):
+        """Rank 1 dies; the others notice before anybody knows."""
+        if self.identity.rank == 1:
+            await asyncio.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("connection closed by peer")
+
     async def sleep_for_ever(self):
         await asyncio.Event().wait()
 
@@ -65,6 +75,8 @@ def test_devices_of_different_nodes_are_in_different_places_and_a_death_is_named
             assert await group.call_all("add", 1, 2) == [3, 3, 3, 3]
             with pytest.raises(WorkerFailed, match=r"probe/0\.fail failed: ValueError: the probe was told to fail"):
                 await first.call("fail")
+            with pytest.raises(WorkerFailed, match=r"probe/0\.time_out failed: TimeoutError: the store did not answer"):
+                await first.call("time_out")
             with pytest.raises(WorkerTimeout, match=r"probe/0\.sleep_for_ever .* 0\.2 s"):
                 await first.call("sleep_for_ever", timeout=0.2)
 
@@ -80,6 +92,21 @@ def test_devices_of_different_nodes_are_in_different_places_and_a_death_is_named
             with pytest.raises(WorkerDied, match="probe/2"):
                 await group.call_all("add", 1, 2, timeout=20)
             assert time.monotonic() - killed_at < 20
+        finally:
+            group.kill()
+            placement.release()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_rank_is_named_rather_than_the_peer_that_stumbled_over_it(two_nodes):
+    async def scenario():
+        placement = Placement(two_nodes)
+        await placement.reserve()
+        group = await start_probes(two_nodes, placement, [0, 1])
+        try:
+            with pytest.raises(WorkerDied, match="probe/1"):
+                await group.call_all("fail_because_of_a_dying_peer", timeout=20)
         finally:
             group.kill()
             placement.release()
@@ -125,6 +152,9 @@ def test_devices_taken_by_another_run_end_in_an_error_at_the_deadline(two_nodes)
                 await Placement(late).reserve()
         finally:
             first.release()
+        after = Placement(two_nodes)
+        await after.reserve()  # nothing of the failed attempt waits in line
+        after.release()
 
     asyncio.run(scenario())
 

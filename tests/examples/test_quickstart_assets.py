@@ -87,7 +87,8 @@ def test_one_pass_accuracy_is_that_of_greedy_generation(made: Path) -> None:
     inputs, _ = make_model.encode(TOKENIZER, [(a, 17) for a in range(20, 40)], ["0"] * 20)
     generated = model.generate(inputs[:, :6], do_sample=False, max_new_tokens=make_model.RESPONSE_TOKENS)
     responses = torch.nn.functional.pad(generated[:, 6:], (0, 10 - generated.shape[1]))
-    targets = torch.cat([torch.full((20, 6), -100), responses.masked_fill(responses == TOKENIZER.pad_token_id, -100)], 1)
+    unjudged_padding = responses.masked_fill(responses == TOKENIZER.pad_token_id, -100)
+    targets = torch.cat([torch.full((20, 6), -100), unjudged_padding], 1)
     assert make_model.greedy_accuracy(model, torch.cat([inputs[:, :6], responses], 1), targets) == 1.0
     targets[:5, 6] += 1
     assert make_model.greedy_accuracy(model, torch.cat([inputs[:, :6], responses], 1), targets) == 0.75

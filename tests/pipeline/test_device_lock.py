@@ -129,14 +129,13 @@ def test_roles_that_share_a_device_through_a_third_share_the_lock():
     assert locks["other"] is not locks["infer"]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["train", "infer", "reference"]), st.integers(0, 5), st.integers(0, 5), st.booleans()),
-        min_size=1,
-        max_size=12,
-    )
+jobs_of_roles = st.tuples(
+    st.sampled_from(["train", "infer", "reference"]), st.integers(0, 5), st.integers(0, 5), st.booleans()
 )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(jobs_of_roles, min_size=1, max_size=12))
 def test_two_roles_never_hold_at_once_and_everyone_gets_a_turn(jobs):
     async def scenario():
         lock, residents, _ = lock_with_states("train", "infer", "reference")

@@ -17,7 +17,7 @@ from tiny import make_task, tiny_config
 from roll.tracking.metrics import read_metrics
 
 START_SECONDS = 120
-END_SECONDS = 45
+END_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def test_a_reward_that_never_works_ends_the_run_with_its_cause(task, ray_cluster
     assert run.summary["status"] == "failed"
     assert cause in run.summary["error"] and name in run.summary["error"]
     assert run.summary["steps"] == 0
+    assert run.summary["ledger"]["dropped/failed"] == 2
 
 
 def test_prompts_that_cannot_be_judged_are_dropped_and_counted(task, ray_cluster):

@@ -31,7 +31,7 @@ def assert_every_group_is_accounted_for(run, steps, groups_per_step):
 def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cluster, ratio):
     config = tiny_config(
         task,
-        max_steps=14,
+        max_steps=30,
         rollout_batch_size=16,
         async_generation_ratio=ratio,
         actor_train__training_args__learning_rate=5e-3,
@@ -40,11 +40,11 @@ def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cl
     )
     run = run_pipeline(task, ray_cluster, config)
     rewards = [step["reward/mean"] for step in run.metrics]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15, rewards
     assert run.summary["lag/max"] == max(step["lag/max"] for step in run.metrics) <= math.ceil(ratio)
     if ratio >= 1:
         assert run.summary["lag/max"] >= 1
-    assert_every_group_is_accounted_for(run, 14, 16)
+    assert_every_group_is_accounted_for(run, 30, 16)
 
 
 def test_fifo_at_ratio_one_brings_the_same_groups_together_whatever_the_latencies(task, ray_cluster):
@@ -62,6 +62,23 @@ def test_fifo_at_ratio_one_brings_the_same_groups_together_whatever_the_latencie
         batches.append([(sample["step"], sample["group_id"], sample["prompt"]) for sample in run.samples])
     assert batches[0] == batches[1]
     assert [group for _, group, _ in batches[0]] == list(range(32))
+
+
+def test_every_step_has_the_metrics_that_were_promised(task, ray_cluster):
+    config = tiny_config(task, max_steps=2, cluster__num_devices_per_node=3, reference={"device_mapping": [2]})
+    config.update(use_kl_loss=True, kl_loss_coef=0.1)
+    run = run_pipeline(task, ray_cluster, config)
+    promised = {
+        "reward/mean",
+        *(f"lag/{name}" for name in ("mean", "max")),
+        *(f"ledger/{name}" for name in ("issued", "consumed", "buffered", "in_flight", "dropped/failed")),
+        *(f"actor/{name}" for name in ("loss", "entropy", "clip_fraction", "kl", "ess", "grad_norm")),
+        *(f"time/{name}" for name in ("rollout", "reference", "advantage", "train", "param_update", "step")),
+        *(f"idle/{name}" for name in ("actor_train", "actor_infer", "reference")),
+        *(f"tokens_per_second/{name}" for name in ("actor_train", "actor_infer", "reference")),
+        *(f"weights/{name}_seconds" for name in ("gather", "send", "load", "stall")),
+    }
+    assert [sorted(promised - step.keys()) for step in run.metrics] == [[], []]
 
 
 def test_filtered_groups_give_their_slot_back(task, ray_cluster):

@@ -123,6 +123,21 @@ def test_what_must_come_first_comes_before_any_stage():
     run_virtual(scenario())
 
 
+def test_a_sink_delivers_an_item_with_its_own_time_noted():
+    async def scenario():
+        delivered = []
+
+        class Last(Slow):
+            async def deliver(self, item):
+                delivered.append(dict(item.seconds))
+
+        source, slow, _, recorder = wire(2)
+        await StageGraph([source, Last(recorder, source.outbox, None, seconds=3)]).run()
+        assert delivered == [{"source": 0, "slow": 3}] * 2
+
+    run_virtual(scenario())
+
+
 def test_cancelling_the_run_cancels_every_stage():
     async def scenario():
         source, slow, sink, _ = wire(50, seconds=100)

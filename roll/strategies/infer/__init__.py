@@ -31,6 +31,6 @@ def infer_strategy_class(name: str) -> type:
 
 
 def infer_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
-    """The check of an engine's ``strategy_config``: (options, their configuration path) -> problems. Imports no engine."""
+    """The check of an engine's ``strategy_config``: (options, their path) -> problems. Imports no engine."""
     module, function = OPTION_CHECKS[name].split(":")
     return getattr(importlib.import_module(module), function)

@@ -35,6 +35,6 @@ def build_train_strategy(name: str, model_path: str, **arguments: Any) -> TrainS
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
-    """The check of a trainer's ``strategy_config``: (options, their configuration path) -> problems. Imports no trainer."""
+    """The check of a trainer's ``strategy_config``: (options, their path) -> problems. Imports no trainer."""
     module, _, function = OPTION_CHECKS[name].partition(":")
     return getattr(importlib.import_module(module), function)

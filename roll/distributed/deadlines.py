@@ -1,0 +1,48 @@
+"""Deadlines that stand still while the engines sleep: time on the devices of another role is not a request's fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class StoppableDeadlines:
+    """Any number of deadlines, stopped and resumed together."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._seconds_left: dict[asyncio.Timeout, float] = {}
+        """As of the last stop, or as given."""
+
+    @asynccontextmanager
+    async def limit(self, seconds: float) -> AsyncIterator[None]:
+        """Like `asyncio.timeout`: raises `TimeoutError` if the block takes longer, stops not counted."""
+        async with asyncio.timeout(None if self._stopped else seconds) as deadline:
+            self._seconds_left[deadline] = seconds
+            try:
+                yield
+            finally:
+                del self._seconds_left[deadline]
+
+    def stop(self) -> None:
+        """Stop the clock of all deadlines. Harmless to repeat."""
+        if self._stopped:
+            return
+        self._stopped = True
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running():
+            self._seconds_left[deadline] = deadline.when() - now
+            deadline.reschedule(None)
+
+    def resume(self) -> None:
+        """Undo `stop`. Harmless to repeat."""
+        if not self._stopped:
+            return
+        self._stopped = False
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running():
+            deadline.reschedule(now + self._seconds_left[deadline])
+
+    def _running(self) -> list[asyncio.Timeout]:
+        return [deadline for deadline in self._seconds_left if not deadline.expired()]

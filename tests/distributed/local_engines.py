@@ -1,0 +1,198 @@
+"""Engine replicas without processes: the real pool and the real worker around a scripted engine, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+
+from roll.distributed import infer_worker, weights
+from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.distributed.infer_worker import EngineSpec, InferWorker
+from roll.distributed.inference import InferencePool, PoolSettings
+from roll.distributed.placement import WorkerPlace
+from roll.distributed.weights import Publication
+from roll.distributed.worker import WorkerIdentity
+from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, SamplingParams, WeightReceipt
+
+TOKEN_SECONDS = 1.0
+LOAD_SECONDS = 2.0
+START_SECONDS = 5.0
+
+
+class ScriptedEngine:
+    """An `InferStrategy` whose tokens take a second each and whose loads take two."""
+
+    def __init__(self, *_args, **_options):
+        self.version = 0
+        self.running: dict[str, asyncio.Event] = {}
+        self.going = asyncio.Event()
+        self.going.set()
+        self.asleep = False
+        self.moves: list[str] = []
+        self.fail_next: EngineFailed | None = None
+
+    async def start(self):
+        await asyncio.sleep(START_SECONDS)
+
+    async def generate(self, request):
+        if request.request_id in self.running:
+            raise ValueError(f"another request {request.request_id!r} is running")
+        aborted = self.running[request.request_id] = asyncio.Event()
+        versions: list[int] = []
+        try:
+            while len(versions) < request.sampling.max_new_tokens and not aborted.is_set():
+                await asyncio.sleep(TOKEN_SECONDS)
+                await self.going.wait()
+                if self.fail_next is not None:
+                    raise self.fail_next
+                assert not self.asleep
+                versions.append(self.version)
+        finally:
+            del self.running[request.request_id]
+        tokens = np.arange(len(versions))
+        reason = "abort" if aborted.is_set() else "length"
+        return Completion(request.request_id, tokens, np.zeros(len(versions)), np.array(versions), reason)
+
+    async def abort(self, request_ids):
+        for request_id in request_ids:
+            if request_id in self.running:
+                self.running[request_id].set()
+
+    async def pause(self, mode):
+        self.going.clear()
+
+    async def resume(self):
+        if self.asleep:
+            raise RuntimeError("the engine sleeps; wake it before resume")
+        self.going.set()
+
+    async def load_weights(self, buckets, version):
+        await asyncio.sleep(LOAD_SECONDS)
+        self.version = version
+        return WeightReceipt(version, 0, {})
+
+    async def sleep(self):
+        self.asleep = True
+        self.moves.append("sleep")
+
+    async def wake(self):
+        self.asleep = False
+        self.moves.append("wake")
+
+    def stats(self):
+        return {"generated_tokens": 0, "busy_seconds": 0.0}
+
+
+class LocalWorker(InferWorker):
+    async def in_thread(self, function, *args):
+        return function(*args)
+
+
+class LocalHandle:
+    """What `WorkerHandle` is to a process, for a worker on this event loop."""
+
+    pid = 0
+
+    def __init__(self, index: int):
+        self.name = f"actor_infer/{index}"
+        self.calls: Counter[str] = Counter()
+        self.dies_at: str | None = None
+        """Method whose call the process does not survive."""
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = WorkerPlace(0, "cpu", (index,), 1)
+        self.worker = LocalWorker(WorkerIdentity("actor_infer", index, 1, place, None, ()))
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.worker._strategy
+
+    async def create(self, timeout):
+        await asyncio.sleep(0)
+
+    async def call(self, method, *args, timeout=None):
+        self.calls[method] += 1
+        if method == self.dies_at:
+            self.kill()
+        work = asyncio.ensure_future(getattr(self.worker, method)(*args))
+        try:
+            await asyncio.wait([work, self._death], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                raise WorkerDied(self.name, "it was killed by the test")
+            if not work.done():
+                raise WorkerTimeout(self.name, method, timeout)
+            if work.exception() is not None:
+                raise WorkerFailed(self.name, method, repr(work.exception()))
+            return work.result()
+        finally:
+            work.cancel()
+
+    def tell(self, method, *args):
+        self.told = asyncio.ensure_future(getattr(self.worker, method)(*args))
+
+    def kill(self):
+        if not self._death.done():
+            self._death.set_result(None)
+
+
+class NothingToCarry:
+    """A transport for publications without buckets."""
+
+    def send(self, bucket):
+        raise NotImplementedError
+
+    def receive(self, handles):
+        return iter(())
+
+
+def publication(version: int) -> Publication:
+    return Publication(version, [], 0, {}, 0)
+
+
+def request(name: str = "r", tokens: int = 4) -> GenerateRequest:
+    return GenerateRequest(name, np.array([1, 2]), SamplingParams(max_new_tokens=tokens))
+
+
+class LocalPool:
+    """A pool over scripted engines. ``handles`` holds every process ever started, in order."""
+
+    def __init__(self, monkeypatch, replicas: int = 1, **settings):
+        monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name: ScriptedEngine)
+        monkeypatch.setitem(weights.TRANSPORTS, "nothing", NothingToCarry)
+        self.handles: list[LocalHandle] = []
+        self.prepare_next = lambda handle: None
+        chosen = {
+            "in_flight": "keep",
+            "max_restarts": 3,
+            "start_timeout_seconds": 100.0,
+            "request_timeout_seconds": 50.0,
+            "publish_timeout_seconds": 100.0,
+            **settings,
+        }
+        spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64)
+        self.events: list[str] = []
+        self.pool = InferencePool(
+            "actor_infer",
+            replicas,
+            self._start_worker,
+            spec,
+            PoolSettings(transport="nothing", **chosen),
+            self.events.append,
+        )
+
+    def _start_worker(self, index: int) -> LocalHandle:
+        handle = LocalHandle(index)
+        self.handles.append(handle)
+        self.prepare_next(handle)
+        return handle
+
+    async def __aenter__(self) -> LocalPool:
+        await self.pool.start()
+        self._running = asyncio.create_task(self.pool.run())
+        await self.pool.publish(publication(0))
+        return self
+
+    async def __aexit__(self, *_):
+        self._running.cancel()
+        await asyncio.wait([self._running])

@@ -1,0 +1,227 @@
+"""The pool of replicas against deaths, aborts, publications and sleep, in every awkward order."""
+
+import asyncio
+
+import pytest
+from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, publication, request
+
+from roll.distributed.errors import WorkerFailed
+from roll.distributed.inference import RequestError
+from roll.rollout.clock import run_virtual
+from roll.strategies.infer.base import EngineFailed
+
+
+async def cancel(task):
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def test_a_retry_is_never_answered_with_the_tokens_of_its_aborted_first_try(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            first = asyncio.create_task(local.pool.generate(request("train-0-0"), min_version=0))
+            await asyncio.sleep(2.5)
+            await local.pool.publish(publication(1))
+            await cancel(first)
+            completion = await local.pool.generate(request("train-0-0"), min_version=1)
+            assert completion.request_id == "train-0-0"
+            assert completion.finish_reason == "length"
+            assert completion.versions.tolist() == [1, 1, 1, 1]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancelled_request_does_not_go_on_in_the_engine_however_early_it_is_cancelled(monkeypatch, turns):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            task = asyncio.create_task(local.pool.generate(request(tokens=1000)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await cancel(task)
+            await asyncio.sleep(2)
+            assert not local.handles[0].engine.running
+            assert not local.handles[0].worker._tasks
+
+    run_virtual(scenario())
+
+
+def test_requests_that_end_one_after_the_other_all_come_back(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local, asyncio.timeout(20):
+            lengths = [1, 2, 3, 3, 12]
+            running = [local.pool.generate(request(f"r{index}", length)) for index, length in enumerate(lengths)]
+            assert [len(completion.token_ids) for completion in await asyncio.gather(*running)] == lengths
+
+    run_virtual(scenario())
+
+
+def test_requests_of_a_dead_replica_are_issued_again_and_it_comes_back_with_the_present_weights(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            await local.pool.publish(publication(1))
+            running = [asyncio.create_task(local.pool.generate(request(f"r{index}"))) for index in range(3)]
+            await asyncio.sleep(1.5)
+            local.handles[0].kill()
+            completions = await asyncio.gather(*running)
+            assert [completion.versions.tolist() for completion in completions] == [[1] * 4] * 3
+            assert (local.pool.restarts, local.pool.reissued) == (1, 3)
+            assert "actor_infer/0" in local.events[0]
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_restarts_during_a_publication_serves_the_new_version_only(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            local.handles[1].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS / 2)  # it is loading version 0
+            await local.pool.publish(publication(1))
+            completions = await asyncio.gather(
+                *(local.pool.generate(request(f"r{index}"), min_version=1) for index in range(4))
+            )
+            assert {version for each in completions for version in each.versions.tolist()} == {1}
+            assert [handle.engine.version for handle in local.handles] == [1, 0, 1]
+
+    run_virtual(scenario())
+
+
+def test_an_engine_that_cannot_go_on_is_replaced_like_a_dead_one_and_nothing_is_lost(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = [asyncio.create_task(local.pool.generate(request(f"r{index}"))) for index in range(3)]
+            await asyncio.sleep(1.5)
+            local.handles[0].engine.fail_next = EngineFailed("out of device memory")
+            completions = await asyncio.gather(*running)
+            assert all(completion.finish_reason == "length" for completion in completions)
+            assert local.pool.restarts == 1
+            assert "out of device memory" in local.events[0]
+
+    run_virtual(scenario())
+
+
+def test_a_request_that_cannot_be_handed_over_fails_at_once(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+
+            async def refuse(requests):
+                raise RuntimeError("cannot be read")
+
+            local.handles[0].worker.submit = refuse
+            with pytest.raises(RequestError, match="cannot be read"):
+                await asyncio.wait_for(local.pool.generate(request()), 5)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("slept_after", [0.5, START_SECONDS - 0.5, START_SECONDS + 0.5, START_SECONDS + 3])
+@pytest.mark.parametrize("awake_after", [0.25, LOAD_SECONDS, 20.0])
+def test_devices_may_change_hands_at_any_moment_of_a_restart(monkeypatch, slept_after, awake_after):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
+            local.handles[0].kill()
+            await asyncio.sleep(slept_after)
+            await local.pool.offload_states()
+            awake = [handle.engine for handle in local.handles[1:] if hasattr(handle.worker, "_strategy")]
+            assert all(engine.asleep for engine in awake if engine.version or slept_after > START_SECONDS)
+            await asyncio.sleep(awake_after)
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert not local._running.done(), local._running.exception()
+            moves = local.handles[1].engine.moves
+            assert moves in ([], ["sleep", "wake"])
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_dies_on_its_way_to_sleep_is_not_taken_for_live(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
+            await local.pool.offload_states()
+
+            def die_at_sleep(handle):
+                handle.dies_at = "sleep" if len(local.handles) == 2 else None
+
+            local.prepare_next = die_at_sleep
+            local.handles[0].kill()
+            await asyncio.sleep(60)
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert local.pool.restarts == 2
+
+    run_virtual(scenario())
+
+
+def test_a_late_report_of_a_death_does_not_hit_the_successor(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            first = local.pool._replicas["actor_infer/0"]
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            late = asyncio.create_task(first.generate(request("late")))
+            await asyncio.wait([late])
+            assert (await asyncio.wait_for(local.pool.generate(request()), 10)).finish_reason == "length"
+
+    run_virtual(scenario())
+
+
+def test_a_request_that_never_ends_fails_at_its_deadline_with_the_name_of_its_replica(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            with pytest.raises(RequestError, match=r"actor_infer/0, request r: no end after 50 s"):
+                await local.pool.generate(request(tokens=1000))
+
+    run_virtual(scenario())
+
+
+def test_time_that_the_engines_sleep_does_not_count_against_a_request(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request(tokens=40)))
+            await asyncio.sleep(20)
+            await local.pool.offload_states()
+            await asyncio.sleep(1000)
+            await local.pool.load_states()
+            assert len((await running).token_ids) == 40
+
+    run_virtual(scenario())
+
+
+def test_too_many_deaths_end_the_pool_with_the_last_cause(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, max_restarts=1) as local:
+            for index in range(2):
+                local.handles[index].kill()
+                await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert "killed by the test" in str(local._running.exception().exceptions[0])
+
+    run_virtual(scenario())
+
+
+def test_a_failed_load_ends_the_publication_with_its_cause(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+
+            async def mismatch(buckets, version):
+                raise ValueError("tensor 'lm_head' has another shape")
+
+            local.handles[0].engine.load_weights = mismatch
+            with pytest.raises(WorkerFailed, match=r"actor_infer/0\.load_weights.*lm_head"):
+                await local.pool.publish(publication(1))
+
+    run_virtual(scenario())
+
+
+def test_an_ended_episode_is_forgotten_by_the_router(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            for episode in range(20):
+                await local.pool.generate(request(), sticky_key=episode)
+                local.pool.forget(episode)
+            assert local.pool._router._sticky == {}
+
+    run_virtual(scenario())

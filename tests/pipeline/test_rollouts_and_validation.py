@@ -1,0 +1,142 @@
+"""One group's rollout and the validation, with an engine and a judge that do as they are told."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from roll.data.records import Group, Prompt, Sample
+from roll.pipeline.batch import StalenessViolation, TrainingBatch
+from roll.pipeline.rollout_function import RolloutFunction, sample_from_completion
+from roll.pipeline.validation import MixedVersions, Validator
+from roll.rewards.records import RewardOutput
+from roll.rollout.clock import run_virtual
+from roll.strategies.infer.base import Completion, SamplingParams
+
+
+class Engine:
+    """Answers with as many tokens as were asked for, of the versions it is given, after ``seconds``."""
+
+    def __init__(self, seconds=1.0, versions=(5,)):
+        self.seconds, self.versions = seconds, versions
+        self.requests, self.running, self.most = [], 0, 0
+        self.sticky = Counter()
+
+    async def generate(self, request, *, sticky_key=None, min_version=None):
+        self.requests.append((request, min_version))
+        if sticky_key is not None:
+            self.sticky[sticky_key] += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        count = request.sampling.max_new_tokens
+        versions = np.resize(np.array(self.versions), count)
+        return Completion(request.request_id, np.arange(count), np.full(count, -0.5), versions, "length")
+
+    def forget(self, sticky_key):
+        del self.sticky[sticky_key]
+
+
+class Judge:
+    async def score(self, domain, records):
+        if any(record.prompt_text == "bad" for record in records):
+            raise RuntimeError("cannot be judged")
+        return [RewardOutput(float(index)) for index, _ in enumerate(records)]
+
+
+class Decoder:
+    def decode(self, token_ids, skip_special_tokens=True):
+        return " ".join(map(str, token_ids))
+
+
+def prompt(text="2+2", domain="sums"):
+    return Prompt(text, domain, np.array([7, 8], dtype=np.int32), text)
+
+
+def rollout(engine, **changes):
+    function = RolloutFunction(engine, Judge(), Decoder(), SamplingParams(max_new_tokens=3), 4, 1, "train")
+    return replace(function, **changes)
+
+
+def test_a_group_has_its_samples_in_order_each_with_its_own_seed_and_name():
+    async def scenario():
+        engine = Engine()
+        group = await rollout(engine)(9, prompt(), min_version=5)
+        assert group.scores.tolist() == [0, 1, 2, 3]
+        assert [request.request_id for request, _ in engine.requests] == [f"train-9-{index}" for index in range(4)]
+        assert len({request.sampling.seed for request, _ in engine.requests}) == 4
+        assert {minimum for _, minimum in engine.requests} == {5}
+        assert group.samples[0].response_mask.tolist() == [False, False, True, True, True]
+        assert group.samples[0].versions.tolist() == [-1, -1, 5, 5, 5]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("text", ["2+2", "bad"])
+def test_samples_that_stay_together_leave_nothing_in_the_router(text):
+    async def scenario():
+        engine = Engine()
+        try:
+            await rollout(engine, separate_requests=False)(9, prompt(text))
+        except RuntimeError:
+            assert text == "bad"
+        assert not engine.sticky and len(engine.requests) == 4
+
+    run_virtual(scenario())
+
+
+def validator(engine, prompts, **settings):
+    options = {"batch_size": 8, "timeout_seconds": 100.0, **settings}
+    return Validator(prompts, rollout(engine, purpose="validation"), **options)
+
+
+def test_validation_keeps_to_its_budget_and_reports_each_domain():
+    async def scenario():
+        engine = Engine()
+        prompts = [prompt(f"{index}", domain) for domain in ("sums", "products") for index in range(5)]
+        result = await validator(engine, prompts).run(5)
+        assert engine.most == 8
+        assert result.metrics["val/sums/accuracy"] == result.metrics["val/products/accuracy"] == 1.5
+        assert result.metrics["val/sums/best_of_group"] == 3
+        assert [group.prompt.text for group in result.groups] == [each.text for each in prompts]
+
+    run_virtual(scenario())
+
+
+def test_validation_that_saw_another_version_is_an_error():
+    async def scenario():
+        with pytest.raises(MixedVersions, match=r"version 5 saw tokens of versions \[5, 6\]"):
+            await validator(Engine(versions=(5, 6)), [prompt()]).run(5)
+
+    run_virtual(scenario())
+
+
+def test_validation_has_a_deadline_and_leaves_nothing_running():
+    async def scenario():
+        with pytest.raises(TimeoutError, match=r"version 5 did not end within 100 s \(validation.timeout_seconds\)"):
+            await validator(Engine(seconds=60), [prompt()] * 5).run(5)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())
+
+
+def sample(versions):
+    count = len(versions)
+    completion = Completion("r", np.arange(count), np.zeros(count), np.array(versions, dtype=np.int32), "length")
+    return sample_from_completion(prompt(), completion, "")
+
+
+def batch(step, *versions_of_groups) -> TrainingBatch:
+    groups: list[list[Sample]] = [[sample(versions)] for versions in versions_of_groups]
+    return TrainingBatch.from_groups(step, [Group(10 + index, prompt(), each) for index, each in enumerate(groups)])
+
+
+def test_a_token_at_the_bound_is_trained_on_and_one_beyond_it_stops_the_run_with_its_group():
+    batch(5, [5, 5], [3, 4]).check_staleness(2)
+    with pytest.raises(StalenessViolation, match="lags from 0 to 3, allowed 0 to 2; oldest tokens in group 11"):
+        batch(5, [5], [2, 4], []).check_staleness(2)
+    with pytest.raises(StalenessViolation, match="lags from -1 to 0"):
+        batch(5, [5, 6]).check_staleness(2)
