@@ -50,12 +50,10 @@ def last_number(text: str) -> Fraction | None:
     """The last number in the text, exactly; ``None`` if there is none, or the last one is of absurd size."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    if last is None:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
-    sign, numerator, denominator = last.groups()
+    sign, numerator, denominator = numbers[-1].groups()
     over = _exact(numerator)
     under = Fraction(1) if denominator is None else _exact(denominator)
     if over is None or not under:
