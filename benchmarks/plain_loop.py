@@ -74,7 +74,7 @@ def rollout(
 
 
 def group_advantages(scores: torch.Tensor, samples_per_prompt: int, divide_by_deviation: bool) -> torch.Tensor:
-    """Score minus the mean of its group, over the group's deviation if wanted (GRPO, arXiv 2402.03300). ``[samples]``"""
+    """Score minus the mean of its group, over its deviation if wanted: ``[samples]`` (GRPO, arXiv 2402.03300)."""
     groups = scores.view(-1, samples_per_prompt)
     centred = groups - groups.mean(dim=1, keepdim=True)
     if divide_by_deviation:
@@ -111,7 +111,8 @@ def train(arguments: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     training, validation = (read_problems(arguments.data / name) for name in ("train.jsonl", "val.jsonl"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, arguments.beta2), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(arguments.warmup, 1)))
+    warm_up = max(arguments.warmup, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
     published = deque([{name: value.clone() for name, value in model.state_dict().items()}], maxlen=arguments.lag + 1)
     shuffler = random.Random(arguments.seed)
     torch.manual_seed(arguments.seed)
