@@ -1,5 +1,6 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
 # make test   install, run all tests
+# make bench  install, run all benchmarks (benchmarks/README.md; an hour on a quiet machine), or one: bench-trl, ...
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -13,7 +14,7 @@ REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirement
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test bench-plain clean
+.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler clean
 
 venv: $(INSTALLED)
 
@@ -37,6 +38,27 @@ test: venv
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py
 	$(RUN) benchmarks/plain_loop.py
+
+bench-trl: venv
+	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
+	$(RUN) benchmarks/trl_comparison.py
+
+bench-overlap: venv
+	$(RUN) benchmarks/async_overlap.py
+
+bench-infer: venv
+	$(RUN) benchmarks/hf_infer_vs_generate.py --batch 64
+	$(RUN) benchmarks/hf_infer_vs_generate.py --batch 256
+
+bench-scheduler: venv
+	$(RUN) benchmarks/scheduler_cost.py
+
+# One after the other, also under `make -j`: together they would measure each other.
+bench: venv
+	$(MAKE) bench-trl
+	$(MAKE) bench-overlap
+	$(MAKE) bench-infer
+	$(MAKE) bench-scheduler
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data

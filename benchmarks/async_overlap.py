@@ -1,0 +1,89 @@
+"""What asynchrony is worth where rewards wait: the pipeline at ratio 0 and at ratio 1, on the same prompts and waits.
+
+Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. Training makes so many
+passes over a batch that it takes about as long as the rollouts; the prompts, samples and passes are options, because
+that balance depends on the machine. Rollout and training seconds are those of the ratio-0 run, where nothing overlaps.
+The bound is what perfect overlap would give: (rollout + training) / max(rollout, training). Prints one JSON line.
+
+    python benchmarks/async_overlap.py [--steps 20] [--prompts 32] [--epochs 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _pipeline import PipelineRun, make_task, run_pipeline
+
+Summary = dict[str, float]
+
+
+def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace) -> PipelineRun:
+    """One run; without validation, and so without pauses."""
+    overrides: dict[str, Any] = {
+        "async_generation_ratio": ratio,
+        "max_steps": arguments.warm_up + arguments.steps,
+        "rollout_batch_size": arguments.prompts,
+        "num_return_sequences_in_group": arguments.group_size,
+        "response_length": arguments.response_length,
+        "ppo_epochs": arguments.epochs,
+        "actor_infer.generating_args.ignore_eos": "true",
+        "rewards.addition.verifier": "_rewards:waiting_digit_share",
+    }
+    if arguments.max_staleness is not None and ratio > 0:
+        overrides["max_staleness"] = arguments.max_staleness
+    return run_pipeline(task, out, overrides)
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    """Median and mean, in seconds."""
+    return {"median": round(statistics.median(values), 3), "mean": round(statistics.fmean(values), 3)}
+
+
+def compare(synchronous: PipelineRun, asynchronous: PipelineRun, warm_up: int) -> dict[str, Any]:
+    """Step times, their ratio, and the share of the overlap bound that was reached; by medians and by means."""
+    step_0 = synchronous.column("time/step", warm_up)
+    training = synchronous.column("time/train", warm_up)
+    rollout = [step - train for step, train in zip(step_0, training, strict=True)]
+    seconds = {
+        "step_at_ratio_0": summarise(step_0),
+        "step_at_ratio_1": summarise(asynchronous.column("time/step", warm_up)),
+        "rollout": summarise(rollout),
+        "training": summarise(training),
+        "training_at_ratio_1": summarise(asynchronous.column("time/train", warm_up)),
+    }
+    return {"steps": len(step_0), "seconds": seconds, **{each: _ratios(seconds, each) for each in ("median", "mean")}}
+
+
+def _ratios(seconds: dict[str, Summary], statistic: str) -> Summary:
+    rollout, training = seconds["rollout"][statistic], seconds["training"][statistic]
+    ratio = seconds["step_at_ratio_0"][statistic] / seconds["step_at_ratio_1"][statistic]
+    bound = (rollout + training) / max(rollout, training)
+    return {"ratio": round(ratio, 3), "bound": round(bound, 3), "share_of_bound": round(ratio / bound, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
+    parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--response-length", type=int, default=16, help="tokens of every response")
+    parser.add_argument("--epochs", type=int, default=4, help="passes of training over a batch")
+    parser.add_argument("--max-staleness", type=int, help="bound of the ratio-1 run (default: 1)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_task(folder)
+        runs = [run_at(ratio, folder, folder / f"run-{ratio}", arguments) for ratio in (0, 1)]
+    settings = {key: value for key, value in vars(arguments).items() if value is not None}
+    print(json.dumps({"benchmark": "async_overlap", **settings, **compare(*runs, arguments.warm_up)}))
+
+
+if __name__ == "__main__":
+    main()
