@@ -1,0 +1,51 @@
+"""A stage and a worker of the user's own take the place of the built-in ones, from YAML alone."""
+
+import pytest
+from runs import run_pipeline
+from tiny import make_task, tiny_config
+
+from roll.configs.errors import ConfigError
+from roll.pipeline.registry import register_stage, resolve_stages
+from roll.pipeline.stages import STAGE_ORDER, AdvantageStage
+
+DEFAULTS = {name: name for name in STAGE_ORDER}
+
+
+def test_a_run_uses_the_stage_and_the_worker_that_its_configuration_names(tmp_path, ray_cluster):
+    make_task(tmp_path)
+    config = tiny_config(
+        tmp_path,
+        max_steps=2,
+        stages={"advantage": "custom_parts:HalvedAdvantages"},
+        actor_train__worker_cls="custom_parts:CountingTrainer",
+    )
+    run = run_pipeline(tmp_path, ray_cluster, config)
+    assert [step["advantage/halved"] for step in run.metrics] == [1.0, 1.0]
+    assert [step["actor/samples_seen"] for step in run.metrics] == [32.0, 32.0]
+
+
+def test_a_registered_stage_can_be_named_and_a_name_is_taken_once():
+    @register_stage("test_only_advantage")
+    class Own(AdvantageStage):
+        """Registered by this test."""
+
+    assert resolve_stages(DEFAULTS, {"advantage": "test_only_advantage"})["advantage"] is Own
+    with pytest.raises(ValueError, match="already registered"):
+        register_stage("test_only_advantage")(Own)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path", "reason"),
+    [
+        ({"advantages": "custom_parts:HalvedAdvantages"}, "stages.advantages", "there is no stage"),
+        ({"advantage": "custom_parts:Missing"}, "stages.advantage", "has no 'Missing'"),
+        ({"advantage": "no_such_module:Stage"}, "stages.advantage", "cannot be imported"),
+        ({"advantage": "custom_parts:NotAStage"}, "stages.advantage", "not a subclass of AdvantageStage"),
+        ({"train": "custom_parts:HalvedAdvantages"}, "stages.train", "not a subclass of TrainStage"),
+    ],
+)
+def test_a_stage_that_cannot_stand_in_is_refused_with_the_reason(chosen, path, reason):
+    with pytest.raises(ConfigError) as refusal:
+        resolve_stages(DEFAULTS, chosen)
+    assert [problem.path for problem in refusal.value.problems] == [path]
+    assert reason in refusal.value.problems[0].message
