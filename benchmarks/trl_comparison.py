@@ -24,6 +24,7 @@ from _pipeline import ROOT, Evaluation, PipelineRun, make_task, run_command, run
 
 GROUP_SIZE = 8
 DOMAIN = "addition"
+PROMPT_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def run_ours(task: Path, out: Path, load: Load, ratio: float, seed: int) -> Pipe
         "rollout_batch_size": load.prompts,
         "num_return_sequences_in_group": GROUP_SIZE,
         "response_length": load.response_length,
+        # One micro-batch for the whole batch, as on TRL's side.
+        "actor_train.max_tokens_per_microbatch_in_train": load.samples * (PROMPT_LENGTH + load.response_length),
     }
     if load.forced:
         overrides |= {
