@@ -1,6 +1,6 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
 # make test   install, run all tests
-# make bench  install, run all benchmarks (benchmarks/README.md; an hour on a quiet machine), or one: bench-trl, ...
+# make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -14,7 +14,7 @@ REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirement
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler clean
+.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy clean
 
 venv: $(INSTALLED)
 
@@ -53,12 +53,23 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
+# The plain side needs about 10 GiB.
+bench-logprobs: venv
+	$(RUN) benchmarks/logprob_memory.py
+
+# About half an hour the first time; what is done is kept in output/offpolicy_lab.
+bench-offpolicy: venv
+	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
+	$(RUN) benchmarks/offpolicy_lab.py --figures docs/algorithms
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
 	$(MAKE) bench-overlap
 	$(MAKE) bench-infer
 	$(MAKE) bench-scheduler
+	$(MAKE) bench-logprobs
+	$(MAKE) bench-offpolicy
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data

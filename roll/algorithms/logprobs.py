@@ -1,17 +1,28 @@
-"""Log-probabilities of given tokens, and entropies, from logits.
+"""Log-probabilities of given tokens, and entropies, from logits or straight from the hidden states before them.
 
-Exact in float32 or better whatever the precision of the logits, and frugal: a vocabulary-sized float32 copy exists for
-one chunk of positions at a time, in the backward pass as well. Nothing is masked here.
+Exact in float32 or better whatever the precision of the logits. From logits, a vocabulary-sized float32 copy exists for
+one chunk of positions at a time, in the backward pass as well. From hidden states, so do the logits themselves and
+their gradient: for 4,096 positions and 150,000 tokens each of these would take 2.3 GiB. Nothing is masked here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**26
-"""Logits handled at a time (256 MiB in float32)."""
+"""Logits handled at a time where they are given (256 MiB in float32)."""
+
+LINEAR_CHUNK_ELEMENTS = 2**25
+"""Logits held at a time where they are computed here (128 MiB in float32, and up to twice that beside them).
+
+For 150,000 tokens these are 223 positions: about as many as keep a GPU busy for as long as it reads the weight.
+"""
 
 
 def token_logprobs(
@@ -41,11 +52,56 @@ def token_logprobs_and_entropy(
     return logprobs, entropy
 
 
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
+) -> Tensor:
+    """``token_logprobs`` of the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+
+    ``hidden`` ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or ``None``, ``targets``
+    int ``[...]``; returns ``[...]`` in float32 (float64 for float64 inputs), with gradients to ``hidden``, ``weight``
+    and ``bias``. The product is computed in the precision of its factors, the rest in float32 or better. Where all
+    logits fit into ``chunk_elements``, values and gradients have the bits of ``token_logprobs`` of the logits.
+    Raises ``ValueError`` for a temperature that is not positive.
+    """
+    _check_temperature(temperature)
+    if _fits(targets, weight, chunk_elements):
+        return token_logprobs(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements)
+    (logprobs,) = _chunked_head(hidden, weight, bias, targets, temperature, chunk_elements, False, False)
+    return logprobs
+
+
+def linear_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """As ``linear_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
+
+    The entropy carries a gradient only if ``entropy_gradient`` asks for it.
+    """
+    _check_temperature(temperature)
+    if _fits(targets, weight, chunk_elements):
+        logits = functional.linear(hidden, weight, bias)
+        return token_logprobs_and_entropy(logits, targets, temperature, entropy_gradient, chunk_elements)
+    logprobs, entropy = _chunked_head(
+        hidden, weight, bias, targets, temperature, chunk_elements, True, entropy_gradient
+    )
+    return logprobs, entropy
+
+
 def _in_chunks(logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, function) -> list[Tensor]:
-    if temperature <= 0:
-        raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
+    _check_temperature(temperature)
     vocabulary = logits.shape[-1]
-    rows = max(1, chunk_elements // vocabulary)
+    rows = _rows_of(vocabulary, chunk_elements)
     flat_logits, flat_targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
     if len(flat_targets) <= rows:
         pieces = [function(flat_logits, flat_targets, temperature)]
@@ -58,6 +114,19 @@ def _in_chunks(logits: Tensor, targets: Tensor, temperature: float, chunk_elemen
     return [torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True)]
 
 
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
+
+
+def _rows_of(vocabulary: int, chunk_elements: int) -> int:
+    return max(1, chunk_elements // vocabulary)
+
+
+def _fits(targets: Tensor, weight: Tensor, chunk_elements: int) -> bool:
+    return targets.numel() <= _rows_of(len(weight), chunk_elements)
+
+
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature
@@ -65,23 +134,150 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor]:
     scaled = _scaled(logits, temperature)
-    return (scaled.gather(-1, targets.long()[:, None])[:, 0] - scaled.logsumexp(-1),)
+    return (_chosen(scaled, targets) - scaled.logsumexp(-1),)
 
 
 def _logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     scaled = _scaled(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
-    return scaled.gather(-1, targets.long()[:, None])[:, 0] - log_normalizer, _entropy(scaled, log_normalizer)
+    return _chosen(scaled, targets) - log_normalizer, _entropy(scaled, log_normalizer)
 
 
 def _logprobs_and_detached_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     scaled = _scaled(logits, temperature)
     log_normalizer = scaled.logsumexp(-1)
-    logprobs = scaled.gather(-1, targets.long()[:, None])[:, 0] - log_normalizer
+    logprobs = _chosen(scaled, targets) - log_normalizer
     return logprobs, _entropy(scaled.detach(), log_normalizer.detach())
+
+
+def _chosen(scaled: Tensor, targets: Tensor) -> Tensor:
+    return scaled.gather(-1, targets.long()[:, None])[:, 0]
 
 
 def _entropy(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
     """H = log Z - sum p x for p = exp(x - log Z)."""
     probabilities = (scaled - log_normalizer[:, None]).exp()
     return log_normalizer - (probabilities * scaled).sum(-1)
+
+
+def _chunked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    with_entropy: bool,
+    entropy_gradient: bool,
+) -> list[Tensor]:
+    results = _ChunkedHead.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1).long(),
+        temperature,
+        chunk_elements,
+        with_entropy,
+        entropy_gradient,
+    )
+    return [values.reshape(targets.shape) for values in results]
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Flat hidden states to log-probabilities (and entropies); logits exist in chunks, in both directions.
+
+    The forward pass goes through chunks of positions and keeps one normaliser per position. Knowing it, the backward
+    pass can cut the vocabulary instead, and computes its logits again: each row of the weight's gradient is then
+    computed once, in place, where chunks of positions would sum gradients of the weight's size, in its precision. Only
+    the gradient of the hidden states is a sum over chunks, and that is small and taken in float32 or better.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_elements: int,
+        with_entropy: bool,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, ...]:
+        rows = _rows_of(len(weight), chunk_elements)
+        # Filled in place: an intermediate kept from each chunk would scatter small blocks among the large ones.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, log_normalizer, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            scaled = _scaled(functional.linear(hidden[part], weight, bias), temperature)
+            log_normalizer[part] = scaled.logsumexp(-1)
+            logprobs[part] = _chosen(scaled, targets[part]) - log_normalizer[part]
+            if with_entropy:
+                entropy[part] = _entropy(scaled, log_normalizer[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy if entropy_gradient else None)
+        ctx.temperature, ctx.chunk_elements = temperature, chunk_elements
+        if not with_entropy:
+            return (logprobs,)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor | None = None) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden_gradient = torch.zeros_like(hidden, dtype=log_normalizer.dtype) if wants_hidden else None
+        weight_gradient = torch.empty_like(weight) if wants_weight else None
+        bias_gradient = torch.empty_like(bias) if wants_bias else None
+        columns = _columns_of(len(hidden), ctx.chunk_elements)
+        for start in range(0, len(weight), columns):
+            part = slice(start, start + columns)
+            logits = functional.linear(hidden, weight[part], None if bias is None else bias[part])
+            log_probabilities = _scaled(logits, ctx.temperature).sub_(log_normalizer[:, None])
+            del logits
+            gradient = _scaled_logit_gradient(
+                log_probabilities, targets - start, logprob_gradient, entropy, entropy_gradient
+            )
+            del log_probabilities
+            gradient = gradient.div_(ctx.temperature).to(weight.dtype)
+            if wants_hidden:
+                hidden_gradient += gradient @ weight[part]
+            if wants_weight:
+                torch.mm(gradient.T, hidden, out=weight_gradient[part])
+            if wants_bias:
+                bias_gradient[part] = gradient.sum(0)
+        if wants_hidden:
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+
+
+def _columns_of(positions: int, chunk_elements: int) -> int:
+    columns = max(1, chunk_elements // positions)
+    # Matrix products are fastest where rows are aligned.
+    return columns if columns < 64 else columns - columns % 64
+
+
+def _scaled_logit_gradient(
+    log_probabilities: Tensor,
+    targets: Tensor,
+    logprob_gradient: Tensor,
+    entropy: Tensor | None,
+    entropy_gradient: Tensor | None,
+) -> Tensor:
+    """Gradient of the scaled logits x in some columns of the vocabulary; ``log_probabilities`` are used up.
+
+    d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H). ``targets`` count from the first column
+    and may lie outside.
+    """
+    if entropy is None:
+        gradient = log_probabilities.exp_().mul_(-logprob_gradient[:, None])
+    else:
+        gradient = log_probabilities.exp().neg_()
+        factor = log_probabilities.add_(entropy[:, None]).mul_(entropy_gradient[:, None])
+        gradient.mul_(factor.add_(logprob_gradient[:, None]))
+    width = gradient.shape[-1]
+    here = (targets >= 0) & (targets < width)
+    at_target = torch.where(here, logprob_gradient, torch.zeros_like(logprob_gradient))
+    return gradient.scatter_add_(1, targets.clamp(0, width - 1)[:, None], at_target[:, None])

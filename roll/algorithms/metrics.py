@@ -1,16 +1,19 @@
 """Metrics of a loss that add up exactly over micro-batches and ranks.
 
 Only sums and maxima travel; ratios of sums (means, effective sample size) are taken once, at the end, so a metric does
-not depend on how the batch was split.
+not depend on how the batch was split. Every part of a batch has the same names in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from roll.algorithms.masking import keep
+from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
 
 
 @dataclass
@@ -20,31 +23,69 @@ class LossMetrics:
     totals: dict[str, Tensor]
     """Contributions that are already normalised over the whole batch: they add up to the metric."""
     token_sums: dict[str, Tensor]
-    """Sums over response tokens: the metric is the mean. Always has ``tokens``, ``ratio_mean``, ``ratio_squared``."""
+    """Sums over response tokens: the metric is the mean."""
+    off_policy: dict[str, Tensor]
+    """Sums of `off_policy_sums`, the number of response tokens among them."""
     maxima: dict[str, Tensor]
 
     def names(self) -> tuple[list[str], list[str]]:
         """Names in the order of `vectors`."""
-        return [*self.totals, *self.token_sums], list(self.maxima)
+        sums = [*self.totals, *self.token_sums, *(f"off_policy/{name}" for name in self.off_policy)]
+        return sums, list(self.maxima)
 
     def vectors(self) -> tuple[Tensor, Tensor]:
         """float64 vectors: what adds up over parts, and what takes the maximum."""
-        sums = [value.double() for value in (*self.totals.values(), *self.token_sums.values())]
-        return torch.stack(sums), torch.stack([value.double() for value in self.maxima.values()])
+        sums = (*self.totals.values(), *self.token_sums.values(), *self.off_policy.values())
+        return torch.stack([value.double() for value in sums]), torch.stack(
+            [value.double() for value in self.maxima.values()]
+        )
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """The metrics of the whole batch from the vectors of all its parts, combined."""
+        """The metrics of the whole batch from the vectors of all its parts, combined.
+
+        Beside the totals, token means and maxima: ``ratio_mean``, ``ess``, ``kl`` (k3), ``k1``, ``chi2``, and per lag
+        ``lag_<n>/...`` as in `off_policy_metrics`.
+        """
         sum_names, maximum_names = self.names()
         combined = dict(zip(sum_names, sums, strict=True))
-        token_means = {name: combined[name] / max(combined["tokens"], 1.0) for name in self.token_sums}
-        squared = token_means.pop("ratio_squared")
-        token_means.pop("tokens")
+        off_policy = {name: combined[f"off_policy/{name}"] for name in self.off_policy}
+        distances = off_policy_metrics(off_policy)
+        tokens = max(off_policy["tokens"], 1.0)
         return {
             **{name: combined[name] for name in self.totals},
-            **token_means,
-            "ess": token_means["ratio_mean"] ** 2 / squared if squared > 0 else 0.0,
+            **{name: combined[name] / tokens for name in self.token_sums},
+            "ratio_mean": off_policy["ratio"] / tokens,
+            "kl": distances.pop("k3"),
+            **distances,
             **dict(zip(maximum_names, maxima, strict=True)),
         }
+
+
+@torch.no_grad()
+def policy_metrics(
+    totals: Mapping[str, Tensor],
+    token_metrics: Mapping[str, Tensor],
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    lags: Tensor | None = None,
+    max_lag: int | None = None,
+    capped: bool = False,
+) -> LossMetrics:
+    """The metrics of one part of a batch.
+
+    ``totals``: 0-d contributions; ``token_metrics`` by name, the log-probabilities of the current and the behaviour
+    policy, ``response_mask`` (bool) and ``lags`` (int): ``[batch, seq]``, with at least one entry. ``lags``,
+    ``max_lag`` and ``capped`` as in `off_policy_sums`. What stands outside the mask is never read. The ratio is not
+    clamped: an overflow must be seen.
+    """
+    log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
+    return LossMetrics(
+        totals={name: value.detach() for name, value in totals.items()},
+        token_sums={name: keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
+        off_policy=off_policy_sums(log_ratio, response_mask, lags, max_lag, capped),
+        maxima={"ratio_max": keep(log_ratio.exp(), response_mask).amax()},
+    )
 
 
 def combine(parts: Sequence[LossMetrics]) -> tuple[Tensor, Tensor]:

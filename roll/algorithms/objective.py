@@ -2,22 +2,23 @@
 
 loss = policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the same way with
 the normalisers of the whole batch. Contributions of disjoint rows add up to the whole, in value, gradient and metrics.
+Losses see all response tokens, so that ratios of whole sequences are those of whole sequences; the aggregate counts the
+tokens of the loss mask, which is what is left of them after rejection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.masking import keep
-from roll.algorithms.metrics import LossMetrics
-from roll.algorithms.policy_losses import PolicyInputs, PolicyLoss, make_policy_loss
+from roll.algorithms.metrics import LossMetrics, policy_metrics
+from roll.algorithms.policy_losses import Anchor, PolicyInputs, PolicyLoss, PolicyLossTraits, make_policy_loss
 
 
 @dataclass
@@ -33,6 +34,14 @@ class PolicyObjective:
     kl_loss_coef: float = 0.001
     kl_estimator: str = "k3"
     entropy_loss_coef: float = 0.0
+    anchor: Anchor = "behaviour"
+    """What the ratio is taken against."""
+    corrected: bool = False
+    """Whether batches carry ``correction_weights``, which multiply the policy loss of each token."""
+    max_lag: int | None = None
+    """Metrics are also reported per lag from 0 to this; None: not per lag."""
+    lags_capped: bool = False
+    """Whether lags above ``max_lag`` occur; they are counted with it."""
     policy_loss: PolicyLoss = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,9 +54,27 @@ class PolicyObjective:
             raise ValueError(f"max_response_length must be at least 1, not {self.max_response_length}")
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether batches must carry ``reference_logprobs``."""
-        return self.use_kl_loss
+    def traits(self) -> PolicyLossTraits:
+        """What the policy loss needs and does."""
+        return self.policy_loss.traits
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """Per-token fields that a batch must carry beside its tokens and response mask."""
+        wanted = {
+            "behaviour_logprobs": True,
+            "advantages": True,
+            "proximal_logprobs": self.traits.needs_proximal or (self.traits.uses_anchor and self.anchor == "proximal"),
+            "reference_logprobs": self.use_kl_loss,
+            "correction_weights": self.corrected,
+            "lags": self.max_lag is not None,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Per-sample fields that a batch must carry."""
+        return ("scores",) if self.traits.needs_scores else ()
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -55,56 +82,59 @@ class PolicyObjective:
         return self.entropy_loss_coef != 0
 
     def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Normalisers from the response tokens of every sequence of the whole batch."""
+        """Normalisers from the tokens of the loss mask in every sequence of the whole batch."""
         return LossNormalizers.of(response_lengths, self.max_response_length)
 
     def __call__(
         self,
-        inputs: PolicyInputs,
+        logprobs: Tensor,
         entropy: Tensor,
+        response_mask: Tensor,
         normalizers: LossNormalizers,
-        reference_logprobs: Tensor | None = None,
+        fields: Mapping[str, Tensor],
+        loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, LossMetrics]:
         """The contribution of some rows to the loss of the whole batch (0-d, with gradient), and to its metrics.
 
-        All tensors ``[batch, seq]``; what lies outside the response mask is never read. ``ValueError`` if a KL loss has
-        no reference log-probabilities.
+        ``logprobs``, ``entropy`` and the token fields ``[batch, seq]``, the sample fields ``[batch]``; what lies
+        outside the response mask is never read. ``loss_mask`` (bool, a subset of the response mask; default: all of it)
+        says which tokens are trained on. ``ValueError`` names the fields that are missing.
         """
-        if self.needs_reference and reference_logprobs is None:
-            raise ValueError("use_kl_loss needs the log-probabilities of the reference")
-        mask = inputs.response_mask
-        inputs, entropy = inputs.masked(), keep(entropy, mask)
+        missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
+        if missing:
+            raise ValueError(f"{self.pg_variant} lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
+        trained = response_mask if loss_mask is None else loss_mask & response_mask
+        inputs = PolicyInputs(
+            logprobs=logprobs,
+            behaviour_logprobs=fields["behaviour_logprobs"],
+            advantages=fields["advantages"],
+            response_mask=response_mask,
+            proximal_logprobs=fields.get("proximal_logprobs"),
+            scores=fields.get("scores"),
+            anchor=self.anchor,
+        ).masked()
         token_losses, token_metrics = self.policy_loss(inputs)
-        policy_loss = self._aggregate(token_losses, mask, normalizers)
+        if self.corrected:
+            token_losses = token_losses * keep(fields["correction_weights"], response_mask)
+        entropy = keep(entropy, response_mask)
+        loss = policy_loss = aggregate(token_losses, trained, self.loss_agg_mode, normalizers)
         totals = {"pg_loss": policy_loss}
-        loss = policy_loss
-        if reference_logprobs is not None:
-            reference_kl = token_kl(inputs.logprobs, reference_logprobs, mask, self.kl_estimator)
-            token_metrics["reference_kl"] = reference_kl
         if self.use_kl_loss:
-            totals["kl_loss"] = self._aggregate(reference_kl, mask, normalizers)
+            reference_kl = token_kl(inputs.logprobs, fields["reference_logprobs"], response_mask, self.kl_estimator)
+            token_metrics["reference_kl"] = reference_kl.detach()
+            totals["kl_loss"] = aggregate(reference_kl, trained, self.loss_agg_mode, normalizers)
             loss = loss + self.kl_loss_coef * totals["kl_loss"]
         if self.needs_entropy_gradient:
-            loss = loss - self.entropy_loss_coef * self._aggregate(entropy, mask, normalizers)
-        return loss, _metrics({"loss": loss, **totals}, token_metrics | {"entropy": entropy}, inputs)
-
-    def _aggregate(self, values: Tensor, mask: Tensor, normalizers: LossNormalizers) -> Tensor:
-        return aggregate(values, mask, self.loss_agg_mode, normalizers)
-
-
-@torch.no_grad()
-def _metrics(totals: dict[str, Tensor], token_metrics: dict[str, Tensor], inputs: PolicyInputs) -> LossMetrics:
-    """The metrics of masked inputs. ``kl`` is KL(behaviour || current), estimated by k3 on the behaviour's samples."""
-    mask = inputs.response_mask
-    ratio = keep(inputs.ratio().double(), mask)
-    token_values = token_metrics | {
-        "kl": token_kl(inputs.behaviour_logprobs, inputs.logprobs, mask, "k3"),
-        "ratio_mean": ratio,
-        "ratio_squared": ratio.square(),
-        "tokens": mask,
-    }
-    return LossMetrics(
-        totals={name: value.detach() for name, value in totals.items()},
-        token_sums={name: value.double().sum() for name, value in token_values.items()},
-        maxima={"ratio_max": ratio.amax()},
-    )
+            loss = loss - self.entropy_loss_coef * aggregate(entropy, trained, self.loss_agg_mode, normalizers)
+        token_metrics |= {"entropy": entropy.detach(), "trained_share": trained.to(entropy.dtype)}
+        metrics = policy_metrics(
+            {"loss": loss, **totals},
+            token_metrics,
+            inputs.logprobs,
+            inputs.behaviour_logprobs,
+            response_mask,
+            fields.get("lags"),
+            self.max_lag,
+            self.lags_capped,
+        )
+        return loss, metrics

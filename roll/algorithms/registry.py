@@ -1,8 +1,9 @@
 """Names from a configuration file, and the functions and knobs they stand for.
 
-A variant is a function plus a small frozen dataclass of its knobs, registered under its YAML name with one decorator.
-Building one checks every knob (name, type, range) and reports all that is wrong at once, so that a knob which nothing
-would read is an error and never a silent no-op.
+A variant is a function plus a small frozen dataclass of its knobs, registered under its YAML name with one decorator
+that also says what the reference page prints: formula, source, when to use it. Building one checks every knob (name,
+type, range) and reports all that is wrong at once, so that a knob which nothing would read is an error and never a
+silent no-op.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from roll.configs.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,21 @@ class KnobError(ValueError):
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
+def knob(
+    default: Any = MISSING,
+    *,
+    help: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of a knobs dataclass with its help text and, for a number, its range. No default: it must be given."""
+    limits = Range(at_least, above, at_most, below)
+    metadata = {"help": help} if limits == Range() else {"help": help, "range": limits}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class NoKnobs:
     """For variants without knobs."""
@@ -43,11 +61,18 @@ class NoKnobs:
 
 @dataclass(frozen=True)
 class Variant:
-    """A registered function and the dataclass of its knobs."""
+    """A registered function, the dataclass of its knobs, and what its users should know."""
 
     name: str
     function: Callable[..., Any]
     knobs: type
+    formula: str
+    source: str
+    """Paper or book, with its arXiv number."""
+    use: str
+    """When to choose it, in a sentence."""
+    traits: Any
+    """What the surroundings must know about it; its type is the registry's own affair."""
 
 
 class Registry:
@@ -57,16 +82,24 @@ class Registry:
         self.kind = kind
         self._variants: dict[str, Variant] = {}
 
-    def register(self, name: str, knobs: type = NoKnobs) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(
+        self, name: str, knobs: type = NoKnobs, *, formula: str, source: str, use: str, traits: Any = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: make a function known as ``name``. A name taken twice is a ``ValueError``."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             if name in self._variants:
                 raise ValueError(f"the {self.kind} {name!r} is registered twice")
-            self._variants[name] = Variant(name, function, knobs)
+            self._variants[name] = Variant(name, function, knobs, formula, source, use, traits)
             return function
 
         return decorate
+
+    def variant(self, name: str) -> Variant:
+        """What is registered as ``name``. Raises ``KnobError`` for an unknown name."""
+        if name not in self._variants:
+            raise KnobError([KnobProblem(None, f"unknown {self.kind} {name!r}", suggestion(name, self.names()))])
+        return self._variants[name]
 
     def names(self) -> list[str]:
         """All registered names, sorted."""
@@ -77,17 +110,15 @@ class Registry:
 
         Raises ``KnobError`` for an unknown name, an unknown knob, a wrong type or a value out of range.
         """
-        if name not in self._variants:
-            raise KnobError([KnobProblem(None, f"unknown {self.kind} {name!r}", suggestion(name, self.names()))])
-        variant = self._variants[name]
+        variant = self.variant(name)
         return variant.function, build_knobs(variant.knobs, args, f"{self.kind} {name!r}", self._owners())
 
     def _owners(self) -> dict[str, list[str]]:
         """Name of each knob -> the variants that have it."""
         owners: dict[str, list[str]] = {}
         for variant in self._variants.values():
-            for knob in fields(variant.knobs):
-                owners.setdefault(knob.name, []).append(variant.name)
+            for item in fields(variant.knobs):
+                owners.setdefault(item.name, []).append(variant.name)
         return owners
 
 
@@ -96,21 +127,26 @@ def build_knobs(
 ) -> Any:
     """An instance of the dataclass ``knobs`` from plain values.
 
-    Integers are accepted for floats; nothing else is converted. Ranges are the dataclass's own affair: its
-    ``__post_init__`` raises ``ValueError``. ``owner`` names the variant in messages, and ``owners_elsewhere`` maps
-    knobs to the variants that would read them. Raises ``KnobError`` with every problem.
+    Integers are accepted for floats; nothing else is converted. Ranges stand in the fields (`knob`); relations between
+    knobs are the dataclass's own affair: its ``__post_init__`` raises ``ValueError``. ``owner`` names the variant in
+    messages, and ``owners_elsewhere`` maps knobs to the variants that would read them. Raises ``KnobError`` with every
+    problem.
     """
     hints = get_type_hints(knobs)
     problems = [_unknown_knob(name, list(hints), owner, owners_elsewhere or {}) for name in args if name not in hints]
     values: dict[str, Any] = {}
-    for field in fields(knobs):
-        if field.name in args:
-            if _fits(args[field.name], hints[field.name]):
-                values[field.name] = _as_float(args[field.name], hints[field.name])
-            else:
-                problems.append(_wrong_type(field.name, args[field.name], hints[field.name]))
-        elif field.default is MISSING and field.default_factory is MISSING:
-            problems.append(KnobProblem(field.name, f"{owner} needs the knob {field.name!r}", "set it"))
+    for item in fields(knobs):
+        if item.name in args:
+            value, hint = args[item.name], hints[item.name]
+            if not _fits(value, hint):
+                problems.append(_wrong_type(item.name, value, hint))
+                continue
+            values[item.name] = _as_float(value, hint)
+            limits = item.metadata.get("range")
+            if limits is not None and value is not None and not limits.contains(value):
+                problems.append(KnobProblem(item.name, f"{owner}: {item.name!r} is {value!r}", f"it must be {limits}"))
+        elif item.default is MISSING and item.default_factory is MISSING:
+            problems.append(KnobProblem(item.name, f"{owner} needs the knob {item.name!r}", "set it"))
     if problems:
         raise KnobError(problems)
     try:
@@ -134,11 +170,16 @@ def _unknown_knob(name: str, valid: list[str], owner: str, owners: Mapping[str, 
 
 
 def _wrong_type(name: str, value: Any, hint: Any) -> KnobProblem:
+    if get_origin(hint) is Literal:
+        options = [str(option) for option in get_args(hint)]
+        return KnobProblem(name, f"{name!r} is {value!r}", suggestion(str(value), options))
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
     return KnobProblem(name, f"{name!r} is {value!r}, a {type(value).__name__}", f"give a value of type {wanted}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if hint is float:

@@ -19,6 +19,7 @@ Rule = Callable[[RLVRConfig], Iterator[ConfigProblem]]
 RULES: tuple[Rule, ...] = (
     rules_keys.unread_keys_are_left_alone,
     rules_keys.inert_keys_are_left_alone,
+    rules_keys.roll_names_fit,
     rules_keys.critic_is_left_out,
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
@@ -37,6 +38,8 @@ RULES: tuple[Rule, ...] = (
     rules_training.lengths_fit,
     rules_training.sampling_varies,
     rules_training.kl_has_a_reference,
+    rules_training.kl_controller_can_move,
+    rules_training.rewards_keep_a_meaning,
     rules_training.schedule_is_clear,
 )
 

@@ -7,9 +7,10 @@ configuration whose single values are in range; whether the values fit together 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.schema import ROLES, RLVRConfig, WorkerConfig
+from roll.configs.schema import ROLES, ROLL_KNOBS, RLVRConfig, WorkerConfig
 
 
 def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
@@ -21,6 +22,17 @@ def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 def uses_kl(config: RLVRConfig) -> bool:
     """Whether a term needs the reference policy."""
     return config.use_kl_loss or config.add_token_level_kl
+
+
+def pg_variant_args(config: RLVRConfig) -> dict[str, Any]:
+    """Knobs of the policy loss: `pg_variant_args` and what stands under ROLL's names."""
+    given = {knob: vars(config.actor_train)[name] for name, (_, knob) in ROLL_KNOBS.items()}
+    return {**config.actor_train.pg_variant_args, **{knob: value for knob, value in given.items() if value is not None}}
+
+
+def may_be_stale(config: RLVRConfig) -> bool:
+    """Whether a token can be older than the weights that train on it."""
+    return resolved_max_staleness(config) > 0
 
 
 def model_path(config: RLVRConfig, role: WorkerConfig) -> str:

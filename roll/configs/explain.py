@@ -71,7 +71,8 @@ def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterato
     if isinstance(value, bool):
         wrong = bool not in kinds and bool({int, float} & set(kinds))
     else:
-        wrong = bool in kinds and str(value).lower() not in ("true", "false")
+        left_out = value is None and is_optional(kind)
+        wrong = bool in kinds and not left_out and str(value).lower() not in ("true", "false")
     if wrong:
         yield parts, value
 

@@ -14,6 +14,7 @@ from roll.configs.errors import ConfigProblem
 from roll.configs.schema import (
     INFER_STRATEGIES,
     LARGEST_NUMBER,
+    ROLL_KNOBS,
     TRAIN_STRATEGIES,
     UNREAD_KEYS,
     PipelineConfig,
@@ -61,8 +62,10 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Each number keeps the range that its field declares; none is infinite or not a number."""
     for path, _, value, item in values_below(config):
         limits = item.metadata.get("range")
-        if limits is not None and value is not None and not limits.contains(value):
-            too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
+        if limits is None or value is None:
+            continue
+        too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
+        if too_large or not limits.contains(value):
             reason = f"is beyond {LARGEST_NUMBER:g}" if too_large else f"must be {limits}"
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
 
@@ -109,14 +112,51 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
     if not config.use_kl_loss and differs_from_default(config, "kl_loss_coef"):
         yield _inert("kl_loss_coef", config.kl_loss_coef, "`use_kl_loss` is false", "set `use_kl_loss: true`")
-    if not config.add_token_level_kl and differs_from_default(config, "init_kl_coef"):
-        remedy = "set `add_token_level_kl: true`"
-        yield _inert("init_kl_coef", config.init_kl_coef, "`add_token_level_kl` is false", remedy)
+    if not config.add_token_level_kl:
+        for key in ("init_kl_coef", "kl_controller"):
+            if differs_from_default(config, key):
+                remedy = "set `add_token_level_kl: true`"
+                yield _inert(key, vars(config)[key], "`add_token_level_kl` is false", remedy)
+    yield from _inert_without_a_switch(config)
     if not uses_kl(config) and differs_from_default(config, "kl_estimator"):
         yield _inert("kl_estimator", config.kl_estimator, "there is no KL term", "set `use_kl_loss: true`")
     if config.async_generation_ratio == 0:
         yield from _inert_when_synchronous(config)
     yield from _inert_batching(config)
+
+
+def _inert_without_a_switch(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    for switch, wanted, keys in (
+        ("kl_controller", "adaptive", ("target_kl", "kl_horizon")),
+        ("difficulty_mask", True, ("difficulty_low_threshold", "difficulty_high_threshold")),
+    ):
+        if vars(config)[switch] == wanted:
+            continue
+        for key in keys:
+            if differs_from_default(config, key):
+                reason, remedy = f"`{switch}` is {shown(vars(config)[switch])}", f"set `{switch}: {shown(wanted)}`"
+                yield _inert(key, vars(config)[key], reason, remedy)
+    penalty = config.length_penalty
+    if penalty is not None:
+        key, kind = ("correct_above", "relative") if penalty.kind == "overlong" else ("buffer", "overlong")
+        if differs_from_default(penalty, key):
+            reason, remedy = f"`length_penalty.kind` is {penalty.kind}", f"set `kind: {kind}`"
+            yield _inert(f"length_penalty.{key}", vars(penalty)[key], reason, remedy)
+
+
+def roll_names_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A knob under ROLL's name belongs to the chosen policy loss and is given once."""
+    actor = config.actor_train
+    for name, (loss, knob) in ROLL_KNOBS.items():
+        value = vars(actor)[name]
+        if value is None:
+            continue
+        if actor.pg_variant != loss:
+            reason = f"it is a knob of `{loss}`, and pg_variant is `{actor.pg_variant}`"
+            yield _inert(f"actor_train.{name}", value, reason, f"set `pg_variant: {loss}`")
+        elif knob in actor.pg_variant_args:
+            message = f"{shown(value)}, but `pg_variant_args.{knob}` sets the same knob"
+            yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
 def critic_is_left_out(config: RLVRConfig) -> Iterator[ConfigProblem]:

@@ -18,7 +18,7 @@ from roll.configs.derived import (
 )
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
-from roll.configs.schema import GROUP_RELATIVE_ESTIMATORS, UNREAD_KEYS, GeneratingArguments, RLVRConfig
+from roll.configs.schema import UNREAD_KEYS, GeneratingArguments, RLVRConfig
 from roll.configs.wording import count
 
 
@@ -82,7 +82,7 @@ def _response_fits(path: str, sampling: GeneratingArguments, config: RLVRConfig)
 
 
 def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """The samples of a group can differ, and there are enough of them to compare."""
+    """The samples of a group can differ, and a filter has something to compare."""
     sampling, size = config.actor_infer.generating_args, config.num_return_sequences_in_group
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
@@ -91,10 +91,6 @@ def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
         path = "actor_infer.generating_args.num_return_sequences"
         message = f"{sampling.num_return_sequences} has no effect in training"
         yield ConfigProblem(path, message, "set `num_return_sequences_in_group` instead")
-    if size == 1 and config.adv_estimator in GROUP_RELATIVE_ESTIMATORS:
-        message = f"1: {config.adv_estimator} compares the samples of a prompt, so all advantages would be 0"
-        remedy = "set at least 2, or `adv_estimator: reinforce`"
-        yield ConfigProblem("num_return_sequences_in_group", message, remedy)
     if size == 1 and config.group_filter == "zero_variance":
         message = "zero_variance would drop every group: each has 1 sample"
         yield ConfigProblem("group_filter", message, "set `num_return_sequences_in_group` to at least 2, or `none`")
@@ -110,6 +106,30 @@ def kl_has_a_reference(config: RLVRConfig) -> Iterator[ConfigProblem]:
     elif not uses_kl(config):
         message = "has no effect: no KL term uses it, yet it would be loaded"
         yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
+
+
+def rewards_keep_a_meaning(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Shaping leaves something to learn from."""
+    if config.difficulty_mask and config.difficulty_low_threshold > config.difficulty_high_threshold:
+        low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
+        message = f"{low:g} is above difficulty_high_threshold {high:g}: every group would be left out"
+        yield ConfigProblem("difficulty_low_threshold", message, f"set at most {high:g}")
+    penalty = config.length_penalty
+    if penalty is not None and penalty.buffer is not None and penalty.buffer > max_new_tokens(config):
+        message = f"{penalty.buffer} is more than the longest response of {count(max_new_tokens(config), 'token')}"
+        yield ConfigProblem("length_penalty.buffer", message, f"set at most {max_new_tokens(config)}")
+    if config.num_return_sequences_in_group == 1:
+        for key in ("norm_mean_type", "norm_std_type"):
+            if vars(config)[key] == "group":
+                message = "group, but a group has 1 sample: nothing to compare"
+                yield ConfigProblem(key, message, "set `num_return_sequences_in_group` to at least 2, or `batch`")
+
+
+def kl_controller_can_move(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The adaptive controller multiplies, so it must not begin at 0."""
+    if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
+        message = "0 with an adaptive controller, which multiplies it: it would stay 0"
+        yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
 
 
 def schedule_is_clear(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -141,6 +161,8 @@ def training_warnings(config: RLVRConfig) -> Iterator[str]:
         yield "warm-up lasts the whole run: the learning rate never reaches its peak"
     if config.use_kl_loss and config.kl_loss_coef == 0:
         yield "kl_loss_coef is 0: the KL divergence is measured but weighs nothing"
+    if config.use_kl_loss and config.kl_estimator == "k1":
+        yield "kl_estimator k1 as a loss has a gradient of mean 0; k2 and k3_straight_through have that of the KL"
     if config.add_token_level_kl and config.init_kl_coef == 0:
         yield "init_kl_coef is 0: the KL divergence is measured but weighs nothing"
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roll.configs.ranges import Range
+
 TRAIN_STRATEGIES = ("fsdp2_train",)
 """Trainers; they also drive the forward-only reference."""
 INFER_STRATEGIES = ("hf_infer",)
@@ -20,32 +22,17 @@ BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
 """Verifiers known by name; any other is an import path."""
 LARGEST_NUMBER = 1e15
 """No setting is larger, so products of settings stay exact enough to compute with."""
-GROUP_RELATIVE_ESTIMATORS = ("grpo",)
-"""Advantage estimators that compare the samples of one prompt, and so need more than one."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers a field accepts; each limit is optional, and none is beyond `LARGEST_NUMBER`."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def contains(self, value: float) -> bool:
-        """Whether ``value`` is inside; infinite values and NaN never are."""
-        return (
-            -LARGEST_NUMBER <= value <= LARGEST_NUMBER
-            and (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        signs = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
-        return " and ".join(f"{sign} {limit}" for sign, limit in signs.items() if limit is not None)
+ROLL_KNOBS: dict[str, tuple[str, str]] = {
+    "tis_lower_bound": ("tis", "lower"),
+    "tis_upper_bound": ("tis", "upper"),
+    "topr_positive_weight": ("topr", "positive_weight"),
+    "topr_negative_weight": ("topr", "negative_weight"),
+    "cispo_epsilon_low": ("cispo", "epsilon_low"),
+    "cispo_epsilon_high": ("cispo", "epsilon_high"),
+    "cispo_use_unified_mask": ("cispo", "use_unified_mask"),
+    "kimi15_tau": ("kimi15", "tau"),
+}
+"""Knobs of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss, knob)."""
 
 
 POSITIVE = Range(above=0)
@@ -274,9 +261,31 @@ class ActorTrainConfig(WorkerConfig):
     """The trained policy."""
 
     strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
-    pg_variant: str = option("ppo", help="Policy loss: a name from the registry (`vanilla`, `ppo`, `tis`).")
+    pg_variant: str = option("ppo", help="Policy loss: a name from `docs/algorithms/policy_losses.md`.")
     pg_variant_args: dict[str, Any] = option(
-        factory=dict, help="Knobs of the policy loss; those of another loss are an error. See `docs/algorithms.md`."
+        factory=dict, help="Knobs of the policy loss, listed on the same page; those of another loss are an error."
+    )
+    tis_lower_bound: float | None = option(
+        None, help="ROLL's name of `lower`, a knob of `tis`.", range=ANY_FINITE
+    )
+    tis_upper_bound: float | None = option(
+        None, help="ROLL's name of `upper`, a knob of `tis`.", range=ANY_FINITE
+    )
+    topr_positive_weight: float | None = option(
+        None, help="ROLL's name of `positive_weight`, a knob of `topr`.", range=ANY_FINITE
+    )
+    topr_negative_weight: float | None = option(
+        None, help="ROLL's name of `negative_weight`, a knob of `topr`.", range=ANY_FINITE
+    )
+    cispo_epsilon_low: float | None = option(
+        None, help="ROLL's name of `epsilon_low`, a knob of `cispo`.", range=ANY_FINITE
+    )
+    cispo_epsilon_high: float | None = option(
+        None, help="ROLL's name of `epsilon_high`, a knob of `cispo`.", range=ANY_FINITE
+    )
+    cispo_use_unified_mask: bool | None = option(None, help="ROLL's name of `use_unified_mask`, a knob of `cispo`.")
+    kimi15_tau: float | None = option(
+        None, help="ROLL's name of `tau`, a knob of `kimi15`.", range=ANY_FINITE
     )
 
 
@@ -361,6 +370,26 @@ class WeightUpdateConfig:
     bucket_size_mb: float = option(256.0, help="Size of one bucket of weights in MiB.", range=POSITIVE)
     timeout_seconds: float = option(
         600.0, help="Longest time for one publication before the run fails.", range=POSITIVE
+    )
+
+
+@dataclass
+class LengthPenaltyConfig:
+    """A penalty on long responses, subtracted from the reward."""
+
+    kind: Literal["overlong", "relative"] = option(
+        "overlong",
+        help="`overlong`: 0 up to `buffer` tokens below the longest response, then falling to -`weight` at it (DAPO); "
+        "`relative`: -`weight` / 2 for the longest to +`weight` / 2 for the shortest correct response of its group, "
+        "and never above 0 for a wrong one (Kimi k1.5).",
+    )
+    weight: float = option(1.0, help="Size of the penalty, in units of the reward.", range=POSITIVE)
+    buffer: int | None = option(
+        None, help="Tokens over which the penalty of `overlong` grows. Default: an eighth of the longest response.",
+        range=COUNT,
+    )
+    correct_above: float = option(
+        0.0, help="`relative` only: a response is correct if its score is above this.", range=ANY_FINITE
     )
 
 
@@ -474,16 +503,57 @@ class PipelineConfig:
     reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
     critic: CriticConfig | None = option(None, help="The value model. No estimator of this version uses one.")
 
-    adv_estimator: str = option("grpo", help="Advantage estimator: a name from the registry (`reinforce`, `grpo`).")
+    old_logprobs: Literal["behaviour", "recompute"] = option(
+        "behaviour",
+        help="What the ratio in the loss is taken against: the log-probabilities recorded when the tokens were "
+        "sampled, or those the trainer recomputes before its first update on a batch. The latter see no staleness: "
+        "correct it by `train_infer_correction` or `pg_variant: decoupled_ppo`.",
+    )
+    train_infer_correction: dict[str, Any] = option(
+        factory=dict,
+        help="Importance weights and rejection for the distance between the trainer before its first update on a batch "
+        "and the policy that sampled. See `docs/algorithms/correction.md`.",
+    )
+    allow_uncorrected_off_policy: bool = option(
+        False, help="Start although stale tokens would be trained on as if they were fresh (for experiments)."
+    )
+
+    reward_clip: float | None = option(
+        None, help="Scores are clipped to plus and minus this before anything else.", range=POSITIVE
+    )
+    norm_mean_type: Literal["none", "group", "batch", "running"] = option(
+        "none", help="Whose mean is subtracted from the rewards, before the advantage estimator sees them."
+    )
+    norm_std_type: Literal["none", "group", "batch", "running"] = option(
+        "none", help="By whose standard deviation the rewards are divided."
+    )
+    length_penalty: LengthPenaltyConfig | None = option(None, help="A penalty on long responses.")
+    max_len_mask: bool = option(False, help="Leave responses that were cut at their longest length out of the loss.")
+    difficulty_mask: bool = option(
+        False, help="Leave groups out of the loss whose mean score lies outside the two thresholds."
+    )
+    difficulty_low_threshold: float = option(0.0, help="Smallest mean score of a group kept.", range=ANY_FINITE)
+    difficulty_high_threshold: float = option(1.0, help="Largest mean score of a group kept.", range=ANY_FINITE)
+    adv_estimator: str = option("grpo", help="Advantage estimator: a name from `docs/algorithms/advantages.md`.")
     adv_estimator_args: dict[str, Any] = option(factory=dict, help="Knobs of the advantage estimator.")
     whiten_advantages: bool = option(False, help="Give the advantages of a batch mean 0 and deviation 1 over tokens.")
+    advantage_clip: float | None = option(
+        None, help="Advantages are clipped to plus and minus this, last of all.", range=POSITIVE
+    )
     ppo_epochs: int = option(1, help="Passes over each batch.", range=COUNT)
     loss_agg_mode: LossAggregation = option("token-mean", help="How per-token losses become one number.")
     use_kl_loss: bool = option(False, help="Add the KL divergence to the reference to the loss.")
     kl_loss_coef: float = option(0.001, help="Weight of the KL loss.", range=NOT_NEGATIVE)
     add_token_level_kl: bool = option(False, help="Subtract the KL divergence to the reference from the token rewards.")
-    init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards.", range=NOT_NEGATIVE)
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Per-token KL estimator.")
+    init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards, at first.", range=NOT_NEGATIVE)
+    kl_controller: Literal["fixed", "adaptive"] = option(
+        "fixed", help="Whether that weight stays, or is steered so that the KL divergence meets `target_kl`."
+    )
+    target_kl: float = option(0.1, help="Nats per response that the adaptive controller aims at.", range=POSITIVE)
+    kl_horizon: int = option(10000, help="Samples over which the adaptive controller acts.", range=COUNT)
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option(
+        "k3", help="Per-token KL estimator."
+    )
     entropy_loss_coef: float = option(0.0, help="Weight of the entropy bonus.", range=NOT_NEGATIVE)
 
 

@@ -38,6 +38,9 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
+_UNICODE_LINE_BREAKS = {"\x85", "\u2028", "\u2029"}
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that `_Loader` would not read back as text."""
 
@@ -45,6 +48,14 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Unicode's own line breaks are folded away inside single quotes; double ones escape them."""
+        style = '"' if _UNICODE_LINE_BREAKS & set(data) else None
+        return self.represent_scalar(_CORE + "str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 for _name, _pattern, _first in _PLAIN_VALUES:

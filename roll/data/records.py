@@ -67,6 +67,8 @@ class Group:
     group_id: int
     prompt: Prompt
     samples: list[Sample]
+    baseline_score: float | None = None
+    """Score of a greedy response to the prompt, which is not trained on; None: not asked for."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -78,8 +80,9 @@ class SampleBatch:
     """Samples as flat arrays, cheap to ship and to slice: the form a trainer receives.
 
     ``tokens`` maps a name to an array ``[total_tokens]`` (always ``token_ids``, ``response_mask``; for training also
-    ``behaviour_logprobs``, ``versions``, ``advantages``, optionally ``reference_logprobs``), ``per_sample`` maps a name
-    to an array ``[samples]``. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    ``behaviour_logprobs``, ``versions``, ``advantages``, and what the objective names), ``per_sample`` maps a name to
+    an array ``[samples]``. ``loss_mask`` (bool) is the part of the response mask that is trained on, where not all of
+    it is. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
     """
 
     lengths: np.ndarray

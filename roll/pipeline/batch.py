@@ -29,7 +29,10 @@ class TrainingBatch:
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
-        return cls(step, groups, SampleBatch.from_samples([sample for group in groups for sample in group.samples]))
+        data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
+        mask, versions = data.tokens["response_mask"], data.tokens["versions"]
+        data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
+        return cls(step, groups, data)
 
     @property
     def samples(self) -> list[Sample]:
@@ -43,8 +46,12 @@ class TrainingBatch:
     @property
     def lags(self) -> np.ndarray:
         """int64 ``[sampled tokens]``: training step minus version."""
-        mask = self.data.tokens["response_mask"]
-        return self.step - self.data.tokens["versions"][mask].astype(np.int64)
+        return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
+
+    def leave_out(self, kept: np.ndarray) -> None:
+        """Take tokens (bool ``[total_tokens]``: false) out of the loss, beside those that are out already."""
+        trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
+        self.data.tokens["loss_mask"] = trained & kept
 
     def note_time(self, stage: str, seconds: float) -> None:
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds

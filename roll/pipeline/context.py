@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import RLVRConfig
 from roll.data.records import Group, Prompt
@@ -32,10 +33,16 @@ class RunContext:
     recorder: RunRecorder
     objective: PolicyObjective
     advantages: AdvantageSettings
+    correction: Correction | None
     max_staleness: int
     optimizer_batch_size: int
     train_temperature: float
     checkpoint_dir: Path
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the trainer computes log-probabilities before its first update on a batch."""
+        return self.correction is not None or "proximal_logprobs" in self.objective.token_fields
 
     def hold(self, role: str) -> Callable[[], object]:
         """A stage's way to its devices."""

@@ -24,10 +24,11 @@ from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, rou
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roll.algorithms.correction import Correction
     from roll.algorithms.objective import PolicyObjective
-    from roll.algorithms.registry import KnobError
     from roll.distributed.worker import Worker
     from roll.pipeline.advantages import AdvantageSettings
+    from roll.pipeline.algorithms import Algorithms
     from roll.pipeline.stage import Stage
 
 Value = TypeVar("Value")
@@ -46,6 +47,7 @@ class Prepared:
     validation_prompts: list[Prompt]
     objective: PolicyObjective
     advantages: AdvantageSettings
+    correction: Correction | None
     stage_classes: dict[str, type[Stage]]
     worker_classes: dict[str, type[Worker]]
 
@@ -85,8 +87,7 @@ def prepare(config: RLVRConfig) -> Prepared:
         validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
     if prompts and not problems.found:
         problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
-    objective = problems.attempt(lambda: _objective(config))
-    advantages = problems.attempt(lambda: _advantages(config))
+    algorithms = problems.attempt(lambda: _algorithms(config))
     problems.raise_any()
     problems.attempt(lambda: _check_strategies(config))
     worker_classes = problems.attempt(lambda: _worker_classes(config))
@@ -95,8 +96,22 @@ def prepare(config: RLVRConfig) -> Prepared:
     stage_classes = problems.attempt(lambda: _stage_classes(config))
     problems.raise_any()
     return Prepared(
-        config, tokenizer, prompts, validation_prompts, objective, advantages, stage_classes, worker_classes
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        validation_prompts=validation_prompts,
+        objective=algorithms.objective,
+        advantages=algorithms.advantages,
+        correction=algorithms.correction,
+        stage_classes=stage_classes,
+        worker_classes=worker_classes,
     )
+
+
+def _algorithms(config: RLVRConfig) -> Algorithms:
+    from roll.pipeline.algorithms import build_algorithms
+
+    return build_algorithms(config)
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
@@ -119,49 +134,6 @@ def _tokenizer(config: RLVRConfig) -> PreTrainedTokenizerBase:
         derived.model_path(config, config.actor_train),
         trust_remote_code=arguments.trust_remote_code,
         config_path="actor_train.model_args.model_name_or_path" if arguments.model_name_or_path else "pretrain",
-    )
-
-
-def _objective(config: RLVRConfig) -> PolicyObjective:
-    from roll.algorithms.objective import PolicyObjective
-    from roll.algorithms.registry import KnobError
-
-    try:
-        return PolicyObjective(
-            max_response_length=derived.max_new_tokens(config),
-            pg_variant=config.actor_train.pg_variant,
-            pg_variant_args=config.actor_train.pg_variant_args,
-            loss_agg_mode=config.loss_agg_mode,
-            use_kl_loss=config.use_kl_loss,
-            kl_loss_coef=config.kl_loss_coef,
-            kl_estimator=config.kl_estimator,
-            entropy_loss_coef=config.entropy_loss_coef,
-        )
-    except KnobError as error:
-        raise _knob_problems(error, "actor_train.pg_variant", "actor_train.pg_variant_args") from error
-
-
-def _advantages(config: RLVRConfig) -> AdvantageSettings:
-    from roll.algorithms.advantages import make_advantage_estimator
-    from roll.algorithms.registry import KnobError
-    from roll.pipeline.advantages import AdvantageSettings
-
-    try:
-        estimator = make_advantage_estimator(config.adv_estimator, config.adv_estimator_args)
-    except KnobError as error:
-        raise _knob_problems(error, "adv_estimator", "adv_estimator_args") from error
-    kl_coef = config.init_kl_coef if config.add_token_level_kl else None
-    return AdvantageSettings(estimator, config.whiten_advantages, kl_coef, config.kl_estimator)
-
-
-def _knob_problems(error: KnobError, name_path: str, args_path: str) -> ConfigError:
-    return ConfigError(
-        [
-            ConfigProblem(
-                name_path if problem.knob is None else f"{args_path}.{problem.knob}", problem.message, problem.remedy
-            )
-            for problem in error.problems
-        ]
     )
 
 

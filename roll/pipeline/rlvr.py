@@ -80,6 +80,7 @@ def build_context(
         recorder=recorder,
         objective=prepared.objective,
         advantages=prepared.advantages,
+        correction=prepared.correction,
         max_staleness=derived.resolved_max_staleness(config),
         optimizer_batch_size=derived.optimizer_batch_size(config),
         train_temperature=config.actor_infer.generating_args.temperature,
@@ -130,6 +131,7 @@ def build_rollout(
         run_seed=config.seed,
         purpose=purpose,
         separate_requests=config.is_num_return_sequences_expand,
+        greedy_baseline=training and prepared.advantages.estimator.traits.needs_greedy_baseline,
     )
 
 

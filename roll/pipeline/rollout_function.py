@@ -55,28 +55,38 @@ class RolloutFunction:
     """Part of each request's name and seed: ``train`` or ``validation``."""
     separate_requests: bool = True
     """False keeps the samples of a group on one replica."""
+    greedy_baseline: bool = False
+    """Whether each group also gets the score of one greedy response."""
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
         """Run the group with weights of ``min_version`` or newer. Raises what the engine or the verifier raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._sample(group_id, index, prompt, min_version))
+                    tasks.create_task(self._sample(group_id, index, prompt, min_version, self.sampling))
                     for index in range(self.samples_per_group)
                 ]
+                if self.greedy_baseline:
+                    greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
+                    running.append(
+                        tasks.create_task(self._sample(group_id, self.samples_per_group, prompt, min_version, greedy))
+                    )
         finally:
             if not self.separate_requests:
                 self.generator.forget(self._sticky_key(group_id))
-        group = Group(group_id, prompt, [task.result() for task in running])
-        await self._judge(group)
-        return group
+        samples = [task.result() for task in running]
+        await self._judge(prompt, samples)
+        baseline = samples.pop() if self.greedy_baseline else None
+        return Group(group_id, prompt, samples, baseline_score=baseline.score if baseline else None)
 
-    async def _sample(self, group_id: int, index: int, prompt: Prompt, min_version: int | None) -> Sample:
+    async def _sample(
+        self, group_id: int, index: int, prompt: Prompt, min_version: int | None, sampling: SamplingParams
+    ) -> Sample:
         seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
         request = GenerateRequest(
             request_id=f"{self.purpose}-{group_id}-{index}",
             prompt_token_ids=prompt.token_ids,
-            sampling=replace(self.sampling, seed=seed),
+            sampling=replace(sampling, seed=seed),
         )
         sticky_key = None if self.separate_requests else self._sticky_key(group_id)
         completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
@@ -86,8 +96,7 @@ class RolloutFunction:
     def _sticky_key(self, group_id: int) -> str:
         return f"{self.purpose}-{group_id}"
 
-    async def _judge(self, group: Group) -> None:
-        prompt = group.prompt
+    async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         inputs = [
             RewardInput(
                 prompt_id=prompt.prompt_id,
@@ -100,9 +109,9 @@ class RolloutFunction:
                 prompt_tokens=len(prompt.token_ids),
                 response_tokens=sample.response_tokens,
             )
-            for sample in group.samples
+            for sample in samples
         ]
-        for sample, output in zip(group.samples, await self.judge.score(prompt.domain, inputs), strict=True):
+        for sample, output in zip(samples, await self.judge.score(prompt.domain, inputs), strict=True):
             sample.score = output.score
             sample.reward = output.score
             sample.metrics = dict(output.metrics)

@@ -15,6 +15,7 @@ from roll.pipeline.advantages import add_advantages
 from roll.pipeline.batch import TrainingBatch
 from roll.pipeline.channel import Channel, ChannelClosed
 from roll.pipeline.context import RunContext
+from roll.pipeline.correction import add_correction
 from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
 from roll.rollout.scheduler import FinishedGroup
@@ -94,6 +95,7 @@ class TrainStage(Stage):
         context, config = self.context, self.context.config
         version = batch.step + 1
         with context.recorder.busy("actor_train"):
+            await self._correct(batch)
             plan = TrainPlan(batch.step, config.ppo_epochs, context.optimizer_batch_size, context.train_temperature)
             metrics = await context.trainer.train(batch.data, context.objective, plan)
             if publication_due(context, version):
@@ -105,6 +107,20 @@ class TrainStage(Stage):
         context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
         context.scheduler.training_step_done(version)
         return batch
+
+    async def _correct(self, batch: TrainingBatch) -> None:
+        """Log-probabilities before the first update, where the loss or a correction needs them. Only here has the
+        trainer exactly the weights of this step."""
+        context = self.context
+        if not context.needs_proximal:
+            return
+        batch.data.tokens["proximal_logprobs"] = await context.trainer.log_probs(batch.data, context.train_temperature)
+        if context.correction is not None:
+            objective = context.objective
+            metrics = add_correction(
+                batch, context.correction, max_lag=objective.max_lag, lags_capped=objective.lags_capped
+            )
+            batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 
 
 @register_stage("param_update")

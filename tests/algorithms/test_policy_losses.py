@@ -1,137 +1,235 @@
-"""Each policy loss against a loop written from its formula, in float64, values and gradients."""
+"""Each policy loss against a loop written from its formula, in float64: values, gradients and clip fractions."""
 
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, make_policy_loss
-
-
-def clip(value, low, high):
-    return min(max(value, low), high)
+from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicyLossTraits, make_policy_loss
+from roll.algorithms.policy_losses.divergence import binary_kl, binary_total_variation
+from tests.algorithms.policy_loss_reference import CASES, bernoulli_kl, hard_inputs, random_inputs, row_of
 
 
-def ppo_value_and_gradient(logprob, behaviour, advantage, low=0.2, high=0.2, dual=None):
-    ratio = math.exp(logprob - behaviour)
-    plain, clipped = ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage
-    value, gradient = (-plain, -plain) if plain <= clipped else (-clipped, 0.0)
-    if dual is not None and advantage < 0 and value > -dual * advantage:
-        return -dual * advantage, 0.0
-    return value, gradient
-
-
-def tis_value_and_gradient(logprob, behaviour, advantage, lower=0.0, upper=1.0):
-    weight = clip(math.exp(logprob - behaviour), lower, upper)
-    return -weight * advantage * logprob, -weight * advantage
-
-
-CASES = {
-    "vanilla": ("vanilla", {}, lambda p, b, a: (-a * p, -a)),
-    "ppo": ("ppo", {}, ppo_value_and_gradient),
-    "ppo asymmetric": (
-        "ppo", {"clip_low": 0.1, "clip_high": 0.4}, lambda p, b, a: ppo_value_and_gradient(p, b, a, 0.1, 0.4)
-    ),
-    "ppo dual clip": ("ppo", {"dual_clip": 2.0}, lambda p, b, a: ppo_value_and_gradient(p, b, a, dual=2.0)),
-    "tis": ("tis", {}, tis_value_and_gradient),
-    "tis bounds": (
-        "tis", {"lower": 0.5, "upper": 2.0}, lambda p, b, a: tis_value_and_gradient(p, b, a, 0.5, 2.0)
-    ),
-}
-
-
-def random_inputs(seed, rows=4, width=6):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw():
-        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
-
-    behaviour = -draw().abs()
+def one_row(log_ratios, advantages, **fields):
+    """Inputs whose ratios to the behaviour policy are given, with gradient."""
+    ratios = torch.tensor([log_ratios], dtype=torch.float64)
+    behaviour = torch.full_like(ratios, -30.0)
     return PolicyInputs(
-        logprobs=behaviour + draw() * 0.8,
+        logprobs=(behaviour + ratios).requires_grad_(),
         behaviour_logprobs=behaviour,
-        advantages=draw(),
-        response_mask=torch.rand(rows, width, generator=generator) < 0.7,
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+        response_mask=torch.ones_like(ratios, dtype=torch.bool),
+        **fields,
     )
 
 
-def with_gradient(inputs):
-    return PolicyInputs(
-        inputs.logprobs.clone().requires_grad_(), inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask
-    )
+def gradient_of(inputs, name, args=None):
+    """d (sum of losses) / d logprobs."""
+    logprobs = inputs.logprobs.detach().clone().requires_grad_()
+    losses, _ = make_policy_loss(name, args)(replace(inputs, logprobs=logprobs))
+    return torch.autograd.grad(losses.sum(), logprobs)[0]
+
+
+def test_every_variant_has_a_reference():
+    assert {variant for variant, _, _ in CASES.values()} == set(POLICY_LOSSES.names())
+
+
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+@pytest.mark.parametrize("make_inputs", [lambda anchor: random_inputs(1, 6, 9, anchor), hard_inputs])
+@pytest.mark.parametrize("case", CASES)
+def test_values_gradients_and_clip_fractions_follow_the_formula(case, make_inputs, anchor):
+    name, args, reference = CASES[case]
+    inputs = make_inputs(anchor)
+    logprobs = inputs.logprobs.clone().requires_grad_()
+    losses, metrics = make_policy_loss(name, args)(replace(inputs, logprobs=logprobs))
+    upstream = torch.randn(losses.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((losses * upstream).sum(), logprobs)
+    for row, mask in enumerate(inputs.response_mask):
+        values, derivatives, changed = reference(row_of(inputs, row))
+        pulls = list(zip(upstream[row][mask].tolist(), derivatives, strict=True))
+        expected = [sum(pull * line[j] for pull, line in pulls) for j in range(len(pulls))]
+        assert losses[row][mask].tolist() == pytest.approx(values, rel=1e-10, abs=1e-10)
+        assert gradient[row][mask].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
+        assert metrics["clip_fraction"][row][mask].tolist() == changed
+    outside = ~inputs.response_mask
+    assert losses[outside].eq(0).all() and gradient[outside].eq(0).all()
+    assert metrics["clip_fraction"][outside].eq(0).all()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_follow_the_formula(case):
-    name, args, formula = CASES[case]
-    inputs = with_gradient(random_inputs(1, 8, 16))
+def test_huge_and_tiny_ratios_stay_finite(case):
+    name, args, _ = CASES[case]
+    inputs = hard_inputs()
     losses, _ = make_policy_loss(name, args)(inputs)
-    losses.sum().backward()
-    for row, column in torch.cartesian_prod(torch.arange(8), torch.arange(16)).tolist():
-        value, gradient = 0.0, 0.0
-        if inputs.response_mask[row, column]:
-            value, gradient = formula(
-                inputs.logprobs[row, column].item(),
-                inputs.behaviour_logprobs[row, column].item(),
-                inputs.advantages[row, column].item(),
-            )
-        assert losses[row, column].item() == pytest.approx(value, abs=1e-12)
-        assert inputs.logprobs.grad[row, column].item() == pytest.approx(gradient, abs=1e-12)
+    assert losses.isfinite().all() and gradient_of(inputs, name, args).isfinite().all()
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
-@settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10_000), fill=st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30]))
-def test_what_stands_outside_the_mask_is_never_read(name, seed, fill):
-    clean = with_gradient(random_inputs(seed))
-    mask = clean.response_mask
-    dirty = with_gradient(
-        PolicyInputs(*(values.detach().masked_fill(~mask, fill) for values in
-                       (clean.logprobs, clean.behaviour_logprobs, clean.advantages)), mask)
+@pytest.mark.parametrize(
+    ("name", "args", "advantage"),
+    [("ppo", {}, 1.0), ("ppo", {"dual_clip": 3.0}, -1.0), ("tis", {}, 1.0), ("cispo", {}, -1.0), ("gspo", {}, 1.0),
+     ("gmpo", {}, 1.0), ("dppo", {"ratio_cap": 20.0}, -1.0)],
+)  # fmt: skip
+def test_a_bound_holds_where_the_ratio_itself_overflows(name, args, advantage):
+    inputs = PolicyInputs(
+        torch.tensor([[-1.0]]), torch.tensor([[-120.0]]), torch.tensor([[advantage]]), torch.ones(1, 1).bool()
     )
-    loss = make_policy_loss(name)
-    results = []
-    for inputs in (clean, dirty):
-        losses, metrics = loss(inputs)
-        losses.sum().backward()
-        results.append((losses.detach(), inputs.logprobs.grad, metrics["clip_fraction"]))
-    for left, right in zip(*results, strict=True):
-        assert torch.equal(left, right)
-        assert left[~mask].eq(0).all()
+    assert inputs.ratio().isinf().all()
+    losses, metrics = make_policy_loss(name, args)(inputs)
+    assert losses.isfinite().all() and gradient_of(inputs, name, args).isfinite().all()
+    assert metrics["clip_fraction"].item() == 1
+
+
+def test_the_gradient_of_ppo_ends_only_where_a_step_leads_further_away():
+    outside = math.log(1.5)
+    inputs = one_row([outside, outside, -outside, -outside], [1.0, -1.0, 1.0, -1.0])
+    gradient = gradient_of(inputs, "ppo")
+    assert gradient[0, 0] == 0 and gradient[0, 3] == 0
+    torch.testing.assert_close(gradient[0, 1:3], torch.tensor([1.5, -1 / 1.5], dtype=torch.float64))
+
+
+def test_tis_keeps_every_gradient_and_bounds_its_weight():
+    inputs = one_row([-20.0, 0.0, 20.0], [1.0, 1.0, -1.0])
+    expected = torch.tensor([[-math.exp(-20.0), -1.0, 1.0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient_of(inputs, "tis"), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("score", "weight"), [(1.0, 1.0), (0.0, math.exp(-0.5)), (-1.0, math.exp(-0.5))])
+def test_topr_tapers_a_failed_response_by_its_whole_ratio(score, weight):
+    inputs = one_row([0.5, -1.0], [1.0, 1.0], scores=torch.tensor([score]))
+    expected = torch.full((1, 2), -weight, dtype=torch.float64)
+    torch.testing.assert_close(gradient_of(inputs, "topr"), expected)
+
+
+def test_the_ratio_of_a_whole_response_counts_all_its_tokens_and_no_others():
+    inputs = random_inputs(3)
+    difference = inputs.logprobs - inputs.behaviour_logprobs
+    dirty = replace(inputs, logprobs=inputs.logprobs.masked_fill(~inputs.response_mask, math.nan))
+    for row, mask in enumerate(inputs.response_mask):
+        total = sum(difference[row][mask].tolist())
+        assert dirty.sequence_log_ratio(mean=False)[row].tolist() == pytest.approx([total])
+        assert dirty.sequence_log_ratio(mean=True)[row].tolist() == pytest.approx([total / mask.sum().item()])
+    empty = replace(inputs, response_mask=torch.zeros_like(inputs.response_mask))
+    for mean in (True, False):
+        assert empty.sequence_log_ratio(mean).tolist() == [[0.0]] * len(difference)
+
+
+def test_kimi15_on_sequences_adds_up_to_the_square_of_the_whole_log_ratio():
+    inputs = random_inputs(4)
+    policy, _ = make_policy_loss("vanilla")(inputs)
+    losses, _ = make_policy_loss("kimi15", {"tau": 0.5, "level": "sequence"})(inputs)
+    squares = inputs.sequence_log_ratio(mean=False)[:, 0].square()
+    torch.testing.assert_close((losses - policy).sum(-1), 0.25 * squares)
+
+
+def test_gspo_cuts_the_tokens_of_a_response_together_however_far_each_has_moved():
+    inputs = one_row([3.0, -3.0, 0.3], [1.0] * 3)
+    _, metrics = make_policy_loss("gspo")(inputs)
+    assert metrics["clip_fraction"].tolist() == [[1, 1, 1]]
+    balanced = one_row([3.0, -3.0, 0.0], [1.0] * 3)
+    assert make_policy_loss("gspo")(balanced)[1]["clip_fraction"].eq(0).all()
+    assert gradient_of(balanced, "gspo").tolist() == [pytest.approx([-1.0] * 3)]
+
+
+def test_the_weight_of_decoupled_ppo_is_always_there_and_carries_no_gradient():
+    inputs = random_inputs(5)
+    proximal = inputs.proximal_logprobs.clone().requires_grad_()
+    behaviour = inputs.behaviour_logprobs.clone().requires_grad_()
+    logprobs = inputs.logprobs.clone().requires_grad_()
+    moved = replace(inputs, logprobs=logprobs, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
+    for anchor in ("behaviour", "proximal"):
+        losses, _ = make_policy_loss("decoupled_ppo")(replace(moved, anchor=anchor))
+        plain, _ = make_policy_loss("ppo")(replace(inputs, anchor="proximal"))
+        weights = (inputs.proximal_logprobs - inputs.behaviour_logprobs).exp()
+        torch.testing.assert_close(losses.detach(), weights * plain)
+        gradients = torch.autograd.grad(losses.sum(), [logprobs, proximal, behaviour], allow_unused=True)
+        assert gradients[0].abs().sum() > 0 and gradients[1:] == (None, None)
+
+
+def test_dppo_lets_a_rare_token_move_and_holds_a_likely_one():
+    probabilities = torch.tensor([[1e-4, 0.99]], dtype=torch.float64)
+    moved = torch.tensor([[1e-2, 0.80]], dtype=torch.float64)
+    inputs = PolicyInputs(
+        moved.log(), probabilities.log(), torch.tensor([[1.0, -1.0]], dtype=torch.float64), torch.ones(1, 2).bool()
+    )
+    for divergence in ("tv", "kl"):
+        gradient = gradient_of(inputs, "dppo", {"divergence": divergence})
+        assert gradient.tolist() == [pytest.approx([-100.0, 0.0])]
+    assert gradient_of(inputs, "ppo").tolist() == [pytest.approx([0.0, 0.80 / 0.99])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_binary_divergences_are_finite_and_exact_up_to_the_last_bit_of_probability_one(dtype):
+    certain = torch.tensor([0.0, 1e-7, -1e-12, -1e-3, -40.0], dtype=dtype)
+    for function in (binary_total_variation, binary_kl):
+        assert function(certain, certain).eq(0).all()
+        everything = function(certain[:, None], certain[None, :])
+        assert everything.isfinite().all() and (everything > -1e-6).all()
+    mu, pi = torch.rand(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = [bernoulli_kl(*pair) for pair in zip(mu.tolist(), pi.tolist(), strict=True)]
+    assert binary_kl(mu.log(), pi.log()).tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    tiny = binary_kl(torch.tensor(-1e-9, dtype=torch.float64), torch.tensor(-3e-9, dtype=torch.float64))
+    assert tiny.item() == pytest.approx(1e-9 * (2 - math.log(3)), rel=1e-6)
+
+
+def test_traits_say_what_each_loss_needs_and_does():
+    constant_weight = PolicyLossTraits(weight_is_constant=True)
+    assert {name: asdict(POLICY_LOSSES.variant(name).traits) for name in POLICY_LOSSES.names()} == {
+        name: asdict(traits)
+        for name, traits in {
+            "vanilla": PolicyLossTraits(uses_anchor=False, importance_weighted=False, corrects=False),
+            "ppo": PolicyLossTraits(),
+            "decoupled_ppo": PolicyLossTraits(needs_proximal=True),
+            "tis": constant_weight,
+            "topr": PolicyLossTraits(needs_scores=True, weight_is_constant=True),
+            "cispo": constant_weight,
+            "kimi15": PolicyLossTraits(importance_weighted=False),
+            "gspo": PolicyLossTraits(uniform_advantages=True),
+            "gmpo": PolicyLossTraits(uniform_advantages=True),
+            "sapo": PolicyLossTraits(),
+            "dppo": PolicyLossTraits(),
+        }.items()
+    }
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_rows_are_independent_of_each_other_and_of_their_order(name):
-    inputs = random_inputs(5)
-    order = torch.tensor([2, 0, 3, 1])
-    loss = make_policy_loss(name)
-    whole, _ = loss(inputs)
-    permuted, _ = loss(PolicyInputs(*(values[order] for values in (
-        inputs.logprobs, inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask))))
-    assert torch.equal(whole[order], permuted)
+def test_what_a_loss_needs_and_does_not_get_is_an_error(name):
+    traits = POLICY_LOSSES.variant(name).traits
+    bare = replace(random_inputs(6), proximal_logprobs=None, scores=None)
+    for inputs, lacking in (
+        (replace(bare, scores=torch.zeros(5)), "proximal_logprobs" if traits.needs_proximal else None),
+        (replace(bare, scores=torch.zeros(5), anchor="proximal"), "proximal_logprobs" if traits.uses_anchor else None),
+        (replace(bare, proximal_logprobs=bare.logprobs), "scores" if traits.needs_scores else None),
+    ):
+        if lacking is None:
+            make_policy_loss(name)(inputs)
+            continue
+        with pytest.raises(ValueError, match=lacking):
+            make_policy_loss(name)(inputs)
 
 
-def test_on_policy_ppo_and_tis_have_the_gradient_of_vanilla():
-    inputs = random_inputs(7)
-    gradients = []
-    for name in ("vanilla", "ppo", "tis"):
-        logprobs = inputs.behaviour_logprobs.clone().requires_grad_()
-        on_policy = PolicyInputs(logprobs, inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask)
-        make_policy_loss(name)(on_policy)[0].sum().backward()
-        gradients.append(logprobs.grad)
-    torch.testing.assert_close(gradients[1], gradients[0])
-    torch.testing.assert_close(gradients[2], gradients[0])
+@pytest.mark.parametrize("shape", [(5, 1), (4,), ()])
+def test_scores_that_are_not_one_per_row_are_refused(shape):
+    with pytest.raises(ValueError, match=r"scores of shape \(5,\)"):
+        make_policy_loss("topr")(replace(random_inputs(6), scores=torch.zeros(shape)))
 
 
-def test_clip_fraction_marks_the_tokens_that_were_corrected():
-    ratio = torch.tensor([[0.5, 0.5, 1.0, 1.5, 1.5]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, -1.0, 1.0, 1.0, -1.0]], dtype=torch.float64)
-    inputs = PolicyInputs(ratio.log(), torch.zeros_like(ratio), advantages, torch.ones(1, 5, dtype=torch.bool))
-    assert make_policy_loss("ppo")(inputs)[1]["clip_fraction"].tolist() == [[0, 1, 0, 1, 0]]
-    assert make_policy_loss("tis")(inputs)[1]["clip_fraction"].tolist() == [[0, 0, 0, 1, 1]]
-    dual = make_policy_loss("ppo", {"dual_clip": 1.2})
-    assert dual(inputs)[1]["clip_fraction"].tolist() == [[0, 1, 0, 1, 1]]
+def test_an_unknown_anchor_is_refused():
+    with pytest.raises(ValueError, match="behaviour, proximal"):
+        random_inputs(0, anchor="behavior")
+
+
+def test_a_loss_survives_pickling():
+    loss = make_policy_loss("dppo", {"divergence": "kl"})
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_formula_source_and_use_are_one_printable_line_each():
+    for name in POLICY_LOSSES.names():
+        variant = POLICY_LOSSES.variant(name)
+        for text in (variant.formula, variant.source, variant.use):
+            assert text.strip() and "\n" not in text
+        assert "arXiv" in variant.source or name == "vanilla"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.metrics import combine
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.policy_losses import PolicyInputs
+from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
 
 ROWS, WIDTH = 5, 6
 
@@ -37,12 +37,19 @@ def evaluate(objective, tensors, parts):
     """Loss, gradients and metrics when the rows are handed over in these parts."""
     leaves = {name: tensors[name].clone().requires_grad_() for name in ("logprobs", "entropy")}
     tensors = tensors | leaves
-    normalizers = objective.normalizers(tensors["response_mask"].sum(-1).tolist())
+    trained = tensors.get("loss_mask", tensors["response_mask"]) & tensors["response_mask"]
+    normalizers = objective.normalizers(trained.sum(-1).tolist())
     total, metrics = 0.0, []
     for rows in parts:
         part = {name: value[rows] for name, value in tensors.items()}
-        entropy, reference = part.pop("entropy"), part.pop("reference_logprobs")
-        loss, part_metrics = objective(PolicyInputs(**part), entropy, normalizers, reference)
+        loss, part_metrics = objective(
+            part.pop("logprobs"),
+            part.pop("entropy"),
+            part.pop("response_mask"),
+            normalizers,
+            part,
+            part.get("loss_mask"),
+        )
         if loss.requires_grad:
             loss.backward()
         total += loss.item()
@@ -146,10 +153,89 @@ def test_it_survives_pickling_and_refuses_what_cannot_work():
             PolicyObjective(**{"max_response_length": 9} | wrong)
 
 
-def test_a_kl_loss_without_reference_is_refused():
+def test_missing_fields_are_named():
     tensors = random_tensors(6)
-    objective = PolicyObjective(9, use_kl_loss=True)
-    assert objective.needs_reference and not PolicyObjective(9).needs_reference
-    entropy, _ = tensors.pop("entropy"), tensors.pop("reference_logprobs")
-    with pytest.raises(ValueError, match="reference"):
-        objective(PolicyInputs(**tensors), entropy, objective.normalizers([1] * ROWS))
+    assert "reference_logprobs" not in PolicyObjective(9).token_fields
+    objective = PolicyObjective(9, "topr", use_kl_loss=True, corrected=True, anchor="proximal", max_lag=1)
+    fields = {"behaviour_logprobs": tensors["behaviour_logprobs"]}
+    with pytest.raises(ValueError) as caught:
+        objective(
+            tensors["logprobs"], tensors["entropy"], tensors["response_mask"], objective.normalizers([1] * ROWS), fields
+        )
+    for name in (
+        "advantages", "proximal_logprobs", "reference_logprobs", "correction_weights", "lags", "scores",
+    ):
+        assert name in str(caught.value)
+
+
+def full_tensors(seed):
+    """With every field that a variant may ask for."""
+    tensors = random_tensors(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return tensors | {
+        "proximal_logprobs": tensors["behaviour_logprobs"] + 0.1 * tensors["advantages"],
+        "correction_weights": torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 2,
+        "scores": torch.randint(0, 2, (ROWS,), generator=generator).double(),
+        "lags": torch.randint(0, 4, (ROWS, WIDTH), generator=generator),
+        "loss_mask": torch.rand(ROWS, WIDTH, generator=generator) < 0.7,
+    }
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
+def test_no_variant_depends_on_the_split_whatever_is_left_of_the_batch(name, seed, labels):
+    objective = PolicyObjective(9, name, anchor="proximal", corrected=True, max_lag=2, lags_capped=True)
+    tensors = full_tensors(seed)
+    parts = [[row for row in range(ROWS) if labels[row] == label] for label in sorted(set(labels))]
+    loss, gradients, metrics = evaluate(objective, tensors, WHOLE)
+    split_loss, split_gradients, split_metrics = evaluate(objective, tensors, parts)
+    assert split_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
+    for left, right in zip(gradients, split_gradients, strict=True):
+        torch.testing.assert_close(left, right)
+    assert split_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+
+
+def test_rejected_tokens_leave_numerator_and_normaliser_but_not_the_ratio_of_their_sequence():
+    tensors = full_tensors(7)
+    tensors["response_mask"][:] = True
+    tensors["loss_mask"][:] = True
+    tensors["loss_mask"][0, 2:] = False
+    objective = PolicyObjective(9, "gmpo")
+    loss, (gradient, _), metrics = evaluate(objective, tensors, WHOLE)
+    whole = objective.policy_loss(objective_inputs(tensors))[0]
+    expected = whole[tensors["loss_mask"]].sum() / tensors["loss_mask"].sum()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert gradient[0, 3] != 0, "the token is part of its sequence's ratio, though it is not trained on itself"
+    assert metrics["trained_share"] == pytest.approx((ROWS * WIDTH - WIDTH + 2) / (ROWS * WIDTH))
+    plain = PolicyObjective(9, "vanilla")
+    _, (gradient, _), _ = evaluate(plain, tensors, WHOLE)
+    assert gradient[0, 2:].eq(0).all() and gradient[0, :2].ne(0).all()
+
+
+def objective_inputs(tensors):
+    names = ("logprobs", "behaviour_logprobs", "advantages", "response_mask")
+    return PolicyInputs(**{name: tensors[name] for name in names})
+
+
+def test_correction_weights_multiply_the_policy_loss_and_nothing_else():
+    tensors = full_tensors(8)
+    del tensors["loss_mask"]
+    options = {"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_loss_coef": 0.2}
+    _, _, plain = evaluate(PolicyObjective(9, "vanilla", **options), tensors, WHOLE)
+    doubled = tensors | {"correction_weights": torch.full((ROWS, WIDTH), 2.0, dtype=torch.float64)}
+    _, _, weighted = evaluate(PolicyObjective(9, "vanilla", corrected=True, **options), doubled, WHOLE)
+    assert weighted["pg_loss"] == pytest.approx(2 * plain["pg_loss"])
+    assert weighted["kl_loss"] == pytest.approx(plain["kl_loss"])
+    assert weighted["loss"] - plain["loss"] == pytest.approx(plain["pg_loss"])
+
+
+def test_metrics_are_told_apart_by_lag():
+    tensors = full_tensors(9)
+    _, _, metrics = evaluate(PolicyObjective(9, max_lag=2, lags_capped=True), tensors, WHOLE)
+    mask, lags = tensors["response_mask"], tensors["lags"].clamp(max=2)
+    log_ratio = tensors["logprobs"] - tensors["behaviour_logprobs"]
+    for lag, name in ((0, "lag_0"), (1, "lag_1"), (2, "lag_2+")):
+        values = log_ratio[mask & (lags == lag)]
+        assert metrics[f"{name}/k3"] == pytest.approx((values.exp() - 1 - values).mean().item())
+        assert metrics[f"{name}/share"] == pytest.approx(len(values) / mask.sum().item())

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from _pipeline import Evaluation, PipelineRun
 from _rewards import digit_share, waiting_seconds
 from async_overlap import compare
+from logprob_memory import SIDES, compare_sides, make_inputs, one_pass
 from trl_comparison import first_at_least, learning_figures, throughput_figures
 
 
@@ -79,3 +81,22 @@ def test_time_to_accuracy_is_compared_only_where_every_seed_got_there() -> None:
     assert first_at_least([early], 0.95) is None
     assert learning_figures(0.85, {"trl": [late, late], "roll": [early, early]})["roll_over_trl"] == 0.5
     assert "roll_over_trl" not in learning_figures(0.85, {"trl": [late, None], "roll": [early, early]})
+
+
+def test_memory_of_both_sides_is_compared_with_their_largest_differences() -> None:
+    figures = {"plain": {"peak_mib": 8000, "seconds": 2.0}, "roll": {"peak_mib": 500, "seconds": 3.0}}
+    plain = {"logprobs": torch.tensor([-4.0, -2.0]), "weight_gradient": torch.tensor([-8.0, 4.0])}
+    ours = {"logprobs": torch.tensor([-4.0, -2.5]), "weight_gradient": torch.tensor([-8.0, 2.0])}
+    compared = compare_sides(figures, {"plain": plain, "roll": ours})
+    assert compared["peak_mib"] == {"plain": 8000, "roll": 500, "ratio": 0.062}
+    assert compared["seconds"]["ratio"] == 1.5
+    assert compared["largest_difference"] == {"logprobs": 0.5, "weight_gradient": 0.25}
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_both_sides_of_the_memory_comparison_compute_the_same(entropy_gradient: bool) -> None:
+    inputs = make_inputs(2, 30, 70, 8)
+    plain, ours = (one_pass(side, inputs, entropy_gradient, 500) for side in SIDES)
+    assert plain.keys() == ours.keys() and len(plain) == 4
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)

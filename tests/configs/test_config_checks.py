@@ -216,7 +216,26 @@ WRONG = [
         "actor_train.max_tokens_per_microbatch_in_train", "no effect", "use_dynamic_batching_in_train: true",
     ),
     ({"actor_train.infer_batch_size": 4}, "actor_train.infer_batch_size", "no effect", "use_dynamic_batching_in_infer"),
-    ({"num_return_sequences_in_group": 1}, "num_return_sequences_in_group", "advantages would be 0", "at least 2"),
+    (
+        {"num_return_sequences_in_group": 1, "norm_mean_type": "group"},
+        "norm_mean_type", "1 sample: nothing to compare", "batch",
+    ),
+    (
+        {"difficulty_mask": True, "difficulty_low_threshold": 0.8, "difficulty_high_threshold": 0.2},
+        "difficulty_low_threshold", "every group would be left out", "at most 0.2",
+    ),
+    ({"difficulty_low_threshold": 0.2}, "difficulty_low_threshold", "no effect", "difficulty_mask: true"),
+    ({"length_penalty": {"buffer": 600}}, "length_penalty.buffer", "longest response of 512 tokens", "at most 512"),
+    ({"length_penalty": {"correct_above": 0.5}}, "length_penalty.correct_above", "no effect", "kind: relative"),
+    ({"length_penalty": {"kind": "relative", "buffer": 5}}, "length_penalty.buffer", "no effect", "kind: overlong"),
+    ({"actor_train.tis_upper_bound": 2.0}, "actor_train.tis_upper_bound", "knob of `tis`", "pg_variant: tis"),
+    (
+        {"actor_train.pg_variant": "tis", "actor_train.tis_upper_bound": 2.0,
+         "actor_train.pg_variant_args": {"upper": 3.0}},
+        "actor_train.tis_upper_bound", "same knob", "keep one",
+    ),
+    ({"kl_controller": "adaptive"}, "kl_controller", "no effect", "add_token_level_kl: true"),
+    ({"target_kl": 1.0}, "target_kl", "no effect", 'kl_controller: "adaptive"'),
     (
         {"num_return_sequences_in_group": 1, "adv_estimator": "reinforce", "group_filter": "zero_variance"},
         "group_filter", "drop every group", "none",
@@ -300,10 +319,10 @@ def _filled(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_all_problems_are_reported_at_once(tree):
     changes = {
         "pretrain": "/nowhere", "max_steps": -1, "actor_train.device_mapping": "zero", "rewards": {},
-        "num_return_sequences_in_group": 1, "use_kl_loss": True, "eval_steps": 5, "output_dir": "",
+        "target_kl": 1.0, "use_kl_loss": True, "eval_steps": 5, "output_dir": "",
     }
     assert set(problems_of(merged(tree, changes))) == {
-        "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "num_return_sequences_in_group",
+        "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "target_kl",
         "use_kl_loss", "eval_steps", "output_dir",
     }
 

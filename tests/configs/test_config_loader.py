@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roll.configs.errors import ConfigError, ConfigProblem
@@ -118,7 +118,7 @@ def test_learning_rates_are_floats_however_written(write, text):
         ("exp_name: ???", "exp_name", "has a value"),
         ("critic: {training_args: {learning_rat: 1}}", "critic.training_args.learning_rat", "`learning_rate`"),
         ("custom_envs: {}", "custom_envs", "`docs/configuration.md`"),
-        ("{pipeline: agentic, rewards: {}}", "rewards", "`docs/configuration.md`"),
+        ("{pipeline: agentic, zzz: {}}", "zzz", "`docs/configuration.md`"),
         ("{pipeline: agentic, custom_envs: {a: {env_typ: x}}}", "custom_envs.a.env_typ", "`env_type`"),
         ("{pipeline: agentic, num_env_groups: 2}", "num_env_groups", "`train_env_manager` or `val_env_manager`"),
         ("{pipeline: agentic, train_env_manager: {tags: maze}}", "train_env_manager.tags", '["maze"]'),
@@ -282,6 +282,8 @@ def test_a_dumped_configuration_loads_to_an_equal_one(write, tree):
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=20) | st.text("$\\{}?:a.~", max_size=12))
+@example("\x85")
+@example("a\u2028b")
 def test_any_text_survives_dump_and_load(text):
     config = RLVRConfig(rewards={"r": RewardConfig(verifier=text, verifier_args={"list": [text]})})
     assert config_from_tree(parse_yaml(dump_config(config), "dump")) == config

@@ -126,6 +126,29 @@ WRONG = {
     ),
     # Algorithms, engines, classes of one's own.
     "unknown policy loss": Wrong("actor_train.pg_variant", "'ppo'", {"actor_train__pg_variant": "ppoo"}),
+    "stale tokens as if fresh": Wrong(
+        "actor_train.pg_variant",
+        "allow_uncorrected_off_policy",
+        {"actor_train__pg_variant": "vanilla", "async_generation_ratio": 1},
+    ),
+    "knob of another loss": Wrong(
+        "actor_train.pg_variant_args.tau", "dual_clip", {"actor_train__pg_variant_args": {"tau": 0.1}}
+    ),
+    "ROLL's knob of another loss": Wrong(
+        "actor_train.cispo_epsilon_high", "pg_variant: cispo", {"actor_train__cispo_epsilon_high": 0.3}
+    ),
+    "correction that counts twice": Wrong(
+        "train_infer_correction.weight",
+        "old_logprobs: recompute",
+        {"train_infer_correction": {"weight": {"level": "token", "upper": 2.0}}},
+    ),
+    "correction without effect": Wrong(
+        "old_logprobs", "several optimizer steps", {"actor_train__pg_variant": "tis", "old_logprobs": "recompute"}
+    ),
+    "misspelt correction": Wrong(
+        "train_infer_correction.wieght", "did you mean 'weight'", {"train_infer_correction": {"wieght": {}}}
+    ),
+    "estimator with a critic": Wrong("adv_estimator", "grpo or rloo", {"adv_estimator": "gae"}),
     "unknown estimator": Wrong("adv_estimator", "'grpo'", {"adv_estimator": "gpro"}),
     "unknown engine option": Wrong(
         "actor_infer.strategy_args.strategy_config.slotz",

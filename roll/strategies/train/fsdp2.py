@@ -23,14 +23,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from roll.algorithms.aggregation import LossNormalizers
-from roll.algorithms.logprobs import token_logprobs, token_logprobs_and_entropy
+from roll.algorithms.logprobs import (
+    LINEAR_CHUNK_ELEMENTS,
+    linear_logprobs,
+    linear_logprobs_and_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from roll.algorithms.metrics import LossMetrics, combine
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.policy_losses import PolicyInputs
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import export_model, load_model
 from roll.strategies.train.fsdp2_options import parse_options
+from roll.strategies.train.head import gives_back_head_results, install_output_head
 from roll.strategies.train.microbatches import (
     MicroBatch,
     MicroBatchPlan,
@@ -81,6 +87,7 @@ class Fsdp2TrainStrategy:
         self.infer_limits = (max_tokens_per_micro_batch_infer, micro_batch_size_infer)
         self.forward_only = forward_only
         self.seed = seed
+        self.chunk_elements = LINEAR_CHUNK_ELEMENTS
 
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
@@ -93,8 +100,13 @@ class Fsdp2TrainStrategy:
             world_size=self.world_size,
             timeout=timedelta(seconds=self.options.process_group_timeout_seconds),
         )
-        self.model = self._shard(load_model(self.model_path, self.model_args, self._stored_dtype()))
+        model = load_model(self.model_path, self.model_args, self._stored_dtype())
+        head = install_output_head(model)
+        self.model = self._shard(model)
         self.keeps_positions = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        fused = head is not None and gives_back_head_results(self.model, head, self.device)
+        self.head = head if fused else None
+        self._reshard()
         if self.forward_only:
             return
         self.optimizer = build_optimizer(self.model.parameters(), self.training_args)
@@ -108,7 +120,7 @@ class Fsdp2TrainStrategy:
         for rows in self._plan(batch, self.infer_limits)[self.rank]:
             micro_batch = build_micro_batch(batch, rows, wanted, (), self.device)
             with torch.no_grad():
-                logprobs = token_logprobs(self._logits(micro_batch), micro_batch.targets, temperature)
+                logprobs = self._logprobs(micro_batch, temperature)
             scatter_to_tokens(logprobs.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, rows, values)
         self._reshard()
         # Each token is non-zero on one rank only, so this sum changes no bit of it.
@@ -119,20 +131,23 @@ class Fsdp2TrainStrategy:
     def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
 
-        Metrics: ``loss``, ``pg_loss``, ``entropy``, ``kl`` (behaviour to current, k3), ``clip_fraction``,
-        ``ratio_mean``, ``ratio_max``, ``ess``, ``grad_norm`` (before clipping), ``learning_rate``, ``skipped_updates``
-        (1 if the gradient was not finite), and with a reference ``reference_kl`` and ``kl_loss``. ``ValueError`` if the
-        batch lacks a field, ``RuntimeError`` on a forward-only role.
+        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
+        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
+        not finite). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a forward-only role.
         """
         if self.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
         fields = _training_fields(batch, objective)
         wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
+        trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
         owner = np.repeat(np.arange(len(batch)), batch.lengths)
-        normalizers = objective.normalizers(np.bincount(owner[wanted], minlength=len(batch)))
+        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)))
         parts = [
             self._accumulate(
-                build_micro_batch(batch, rows, wanted, fields, self.device), objective, normalizers, temperature
+                build_micro_batch(batch, rows, wanted, fields, self.device, objective.sample_fields),
+                objective,
+                normalizers,
+                temperature,
             )
             for rows in self._plan(batch, self.train_limits)[self.rank]
         ]
@@ -235,12 +250,43 @@ class Fsdp2TrainStrategy:
         max_tokens, max_samples = limits
         return plan_micro_batches(batch.lengths, self.world_size, max_tokens, max_samples)
 
+    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        """``[rows, kept]``."""
+        targets = micro_batch.targets
+        if self.head is None:
+            return token_logprobs(self._logits(micro_batch), targets, temperature)
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            kept = hidden[:, micro_batch.positions]
+            return linear_logprobs(kept, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
+
+        with self.head.computing(compute):
+            return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits.squeeze(-1)
+
+    def _logprobs_and_entropy(
+        self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``[rows, kept]`` each, the entropy without a gradient unless asked for."""
+        targets = micro_batch.targets
+        if self.head is None:
+            return token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            kept = hidden[:, micro_batch.positions]
+            results = linear_logprobs_and_entropy(
+                kept, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
+            )
+            return torch.stack(results, dim=-1)
+
+        with self.head.computing(compute):
+            output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
+        logprobs, entropy = output.logits.unbind(-1)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
+
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """``[rows, kept, vocabulary]``. The model's default positions and causal mask fit right padding."""
         if self.keeps_positions:
-            output = self.model(
-                input_ids=micro_batch.input_ids, use_cache=False, logits_to_keep=micro_batch.positions
-            )
+            output = self.model(input_ids=micro_batch.input_ids, use_cache=False, logits_to_keep=micro_batch.positions)
             return output.logits
         return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[:, micro_batch.positions]
 
@@ -248,16 +294,9 @@ class Fsdp2TrainStrategy:
         self, micro_batch: MicroBatch, objective: PolicyObjective, normalizers: LossNormalizers, temperature: float
     ) -> LossMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
-        logprobs, entropy = token_logprobs_and_entropy(
-            self._logits(micro_batch), micro_batch.targets, temperature, objective.needs_entropy_gradient
-        )
-        inputs = PolicyInputs(
-            logprobs=logprobs,
-            behaviour_logprobs=micro_batch.fields["behaviour_logprobs"],
-            advantages=micro_batch.fields["advantages"],
-            response_mask=micro_batch.mask,
-        )
-        loss, metrics = objective(inputs, entropy, normalizers, micro_batch.fields.get("reference_logprobs"))
+        logprobs, entropy = self._logprobs_and_entropy(micro_batch, temperature, objective.needs_entropy_gradient)
+        fields = micro_batch.fields
+        loss, metrics = objective(logprobs, entropy, micro_batch.mask, normalizers, fields, fields.get("loss_mask"))
         # Sharding averages gradients over ranks; the contributions of ranks are to be summed.
         (loss * self.world_size).backward()
         return metrics
@@ -293,13 +332,14 @@ class Fsdp2TrainStrategy:
 
 
 def _training_fields(batch: SampleBatch, objective: PolicyObjective) -> list[str]:
-    fields = ["behaviour_logprobs", "advantages"]
-    if objective.needs_reference:
-        fields.append("reference_logprobs")
+    """Names of the per-token fields that the objective reads, all of them there."""
+    fields = list(objective.token_fields)
     missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
+    missing += [name for name in objective.sample_fields if name not in batch.per_sample]
     if missing:
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch.tokens))}")
-    return fields
+        there = ", ".join(sorted([*batch.tokens, *batch.per_sample]))
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {there}")
+    return [*fields, "loss_mask"] if "loss_mask" in batch.tokens else fields
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

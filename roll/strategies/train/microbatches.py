@@ -75,11 +75,16 @@ class MicroBatch:
     mask: Tensor
     """bool ``[rows, kept]``: targets asked for. All false in the stand-in for an empty micro-batch."""
     fields: dict[str, Tensor]
-    """Further per-token values of the targets, ``[rows, kept]``."""
+    """Further values: per token of the targets ``[rows, kept]``, per sample ``[rows]``."""
 
 
 def build_micro_batch(
-    batch: SampleBatch, rows: Sequence[int], wanted: np.ndarray, field_names: Sequence[str], device: torch.device
+    batch: SampleBatch,
+    rows: Sequence[int],
+    wanted: np.ndarray,
+    field_names: Sequence[str],
+    device: torch.device,
+    sample_fields: Sequence[str] = (),
 ) -> MicroBatch:
     """Pad the rows and align everything with the logits.
 
@@ -87,8 +92,10 @@ def build_micro_batch(
     predicts); logits outside the range of positions with a wanted target are not kept. No rows give a stand-in of one
     row of two tokens that asks for nothing.
     """
-    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)}
-    part = SampleBatch(batch.lengths, needed | {"wanted": wanted}).select(rows) if rows else _stand_in(field_names)
+    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
+    per_sample = {name: batch.per_sample[name] for name in sample_fields}
+    whole = SampleBatch(batch.lengths, needed, per_sample)
+    part = whole.select(rows) if rows else _stand_in(whole)
     width = max(2, int(part.lengths.max()))
     mask = part.padded("wanted", False, width)[:, 1:]
     kept = _range_of_true(mask.any(axis=0))
@@ -102,7 +109,10 @@ def build_micro_batch(
         positions=torch.arange(kept.start, kept.stop, device=device),
         targets=aligned(input_ids[:, 1:]),
         mask=aligned(mask),
-        fields={name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
+        fields={
+            **{name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
+            **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
+        },
     )
 
 
@@ -125,10 +135,13 @@ def scatter_to_tokens(
         out[offsets[row] + 1 : offsets[row + 1]] = values[position][mask[position]]
 
 
-def _stand_in(field_names: Sequence[str]) -> SampleBatch:
-    tokens = {name: np.zeros(2, dtype=np.float32) for name in field_names}
-    tokens |= {"token_ids": np.zeros(2, dtype=np.int32), "wanted": np.zeros(2, dtype=bool)}
-    return SampleBatch(lengths=np.array([2], dtype=np.int64), tokens=tokens)
+def _stand_in(batch: SampleBatch) -> SampleBatch:
+    """One sample of two tokens, all zeros."""
+    return SampleBatch(
+        lengths=np.array([2], dtype=np.int64),
+        tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
+        per_sample={name: np.zeros(1, dtype=values.dtype) for name, values in batch.per_sample.items()},
+    )
 
 
 def _range_of_true(columns: np.ndarray) -> slice:

@@ -1,0 +1,55 @@
+"""From the rewards of samples to the advantages of tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from roll.algorithms.advantages.estimator import AdvantageEstimator
+from roll.algorithms.advantages.whitening import clip_advantages, whiten
+from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_rewards
+from roll.algorithms.moments import Groups
+
+
+def estimate_advantages(
+    estimator: AdvantageEstimator,
+    rewards: Tensor,
+    response_mask: Tensor,
+    groups: Groups,
+    *,
+    logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    whitened: bool = False,
+    clip: float | None = None,
+    values: Tensor | None = None,
+    baseline_rewards: Tensor | None = None,
+    turns: Tensor | None = None,
+    states: Tensor | None = None,
+) -> Tensor:
+    """From the rewards of samples ``[batch]`` to the advantages of tokens ``[batch, seq]``, for a whole batch.
+
+    float64 if the rewards are, else float32. With ``logprobs`` and ``reference_logprobs`` (both or neither, else
+    ``ValueError``) the KL penalty is part of the token rewards. Whitening comes next, clipping to [-clip, clip] last.
+    The other fields are those of `AdvantageInputs`; ``ValueError`` names one that the estimator lacks.
+    """
+    if (logprobs is None) != (reference_logprobs is None):
+        raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
+    if logprobs is None:
+        token_rewards = sequence_token_rewards(rewards, response_mask)
+    else:
+        token_rewards = kl_penalised_token_rewards(
+            rewards, logprobs, reference_logprobs, response_mask, kl_coef, kl_estimator
+        )
+    advantages = estimator(
+        token_rewards,
+        response_mask,
+        groups,
+        values=values,
+        baseline_rewards=baseline_rewards,
+        turns=turns,
+        states=states,
+    )
+    if whitened:
+        advantages = whiten(advantages, response_mask)
+    return advantages if clip is None else clip_advantages(advantages, clip)

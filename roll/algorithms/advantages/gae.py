@@ -1,0 +1,74 @@
+"""Generalised advantage estimation over response tokens only.
+
+What stands between two response tokens (a tool's answer, padding) is skipped: the next response token's value is the
+bootstrap, and after the last one there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from roll.algorithms.advantages.estimator import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageTraits,
+    result_dtype,
+)
+from roll.algorithms.advantages.returns import accumulate_from_the_end, token_returns
+from roll.algorithms.masking import keep
+from roll.algorithms.registry import knob
+
+
+def generalised_advantages(
+    token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambda_: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages, and the returns that values are trained on (advantage + value); both ``[batch, seq]``.
+
+    With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
+    (arXiv 1506.02438). ``token_rewards`` and ``values`` ``[batch, seq]``, ``response_mask`` bool. Without gradient, 0
+    outside the mask, float64 if the rewards are, else float32.
+    """
+    rewards = keep(token_rewards.detach(), response_mask).double()
+    predicted = keep(values.detach(), response_mask).double()
+    errors = keep(rewards + gamma * _next_value(predicted, response_mask) - predicted, response_mask)
+    advantages = keep(token_returns(errors, response_mask, gamma * lambda_), response_mask)
+    dtype = result_dtype(token_rewards)
+    return advantages.to(dtype), (advantages + predicted).to(dtype)
+
+
+def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Value of the response token that follows each position, 0 where none does."""
+    outside = (~response_mask).to(values.dtype)
+    carried = accumulate_from_the_end(values, outside)
+    return pad(carried[:, 1:], (0, 1))
+
+
+@dataclass(frozen=True)
+class GAEKnobs:
+    """Knobs of `gae`."""
+
+    gamma: float = knob(1.0, help="Discount per response token.", at_least=0, at_most=1)
+    lambda_: float = knob(
+        0.95,
+        help="1: the return minus the value, unbiased; 0: the error of one step, with the least variance.",
+        at_least=0,
+        at_most=1,
+    )
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    "gae",
+    GAEKnobs,
+    formula="A[t] = d[t] + gamma · lambda_ · A[t+1], d[t] = r[t] + gamma · V[t+1] − V[t], over response tokens alone",
+    source="GAE, arXiv 1506.02438",
+    use="With a critic: credit for single tokens, and one sample a prompt is enough.",
+    traits=AdvantageTraits(needs_values=True),
+)
+def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
+    """The advantages of `generalised_advantages`, ``[batch, seq]``."""
+    return generalised_advantages(
+        inputs.token_rewards, inputs.values, inputs.response_mask, knobs.gamma, knobs.lambda_
+    )[0]

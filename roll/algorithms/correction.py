@@ -1,0 +1,273 @@
+"""Importance weights and rejection for the distance between the policy that sampled and the one that is trained.
+
+Both see the ratio rho = proximal / behaviour, which does not change during the updates on a batch: it is computed once,
+on the whole batch. A weight multiplies the policy loss of a token; rejection takes a token out of the loss, numerator
+and normaliser alike. Both look at all response tokens, so the order of rejections does not matter and the ratio of a
+sequence is that of the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
+
+Settings that have a name (rho per token unless said otherwise):
+
+- TIS, truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561; for engines that differ from the trainer,
+  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025):
+  ``weight: {level: token, mode: truncate, upper: 2}``. Per sequence, ``level: sequence``, there is less bias and
+  a variance that grows with the length.
+- MIS, masked importance sampling (Liu et al., "When speed kills stability", 2025):
+  ``weight: {level: sequence, mode: mask, upper: 2}``.
+- IcePop (Ring-1T, arXiv 2510.18855): ``weight: {level: token, mode: mask, lower: 0.5, upper: 5}``.
+- Geometric mask: ``reject: [{level: geometric, lower: 0.99, upper: 1.001}]``, whose bound does not tighten with the
+  length of a response. These narrow bounds are for a difference of engines alone; stale tokens need wider ones.
+- Sequences masked by their mean divergence: ``reject: [{level: geometric, divergence: k3, threshold: 0.01}]`` (akin to
+  trust region masking, Li et al., arXiv 2512.23075, which bounds the largest divergence of a token as well).
+
+They compose: one weight and any number of rejections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.kl import KL_ESTIMATORS
+from roll.algorithms.masking import keep
+from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
+from roll.algorithms.registry import KnobError, KnobProblem, build_knobs, knob, suggestion
+
+Level = Literal["token", "sequence", "geometric"]
+"""Each token, the product over the response, or its geometric mean (the mean of logarithms over response tokens)."""
+
+
+@dataclass(frozen=True)
+class ImportanceWeight:
+    """rho as a weight, bounded. All tokens of a row share the weight of a sequence or of its geometric mean."""
+
+    level: Level = knob("token", help="rho of each token, of the whole response, or its geometric mean.")
+    mode: Literal["truncate", "mask"] = knob(
+        "truncate",
+        help="Outside the bounds: the nearest bound, or 0 with the token still counted in the normaliser.",
+    )
+    lower: float = knob(0.0, help="Smallest weight.", at_least=0, at_most=1)
+    upper: float = knob(2.0, help="Largest weight.", at_least=1, below=math.inf)
+
+    def __post_init__(self) -> None:
+        if self.lower == self.upper:
+            raise ValueError("lower and upper are both 1, which leaves no weight; lower must be below upper")
+
+
+@dataclass(frozen=True)
+class RatioRejection:
+    """Tokens or sequences whose rho lies outside the bounds leave the loss."""
+
+    level: Level = knob(help="rho of each token, of the whole response, or its geometric mean.")
+    lower: float | None = knob(None, help="Smallest rho kept. Default: no bound.", above=0, at_most=1)
+    upper: float | None = knob(None, help="Largest rho kept. Default: no bound.", at_least=1, below=math.inf)
+
+    def __post_init__(self) -> None:
+        if self.lower is None and self.upper is None:
+            raise ValueError("without lower and upper nothing would be rejected; give one of them, or both")
+        if self.lower == self.upper:
+            raise ValueError("lower and upper are both 1, which keeps next to nothing; lower must be below upper")
+
+    def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """bool ``[batch, seq]``, from log rho, 0 outside ``mask``. NaN is not accepted."""
+        return _inside(_at_level(log_ratio, mask, self.level), self.lower or 0.0, self.upper or math.inf)
+
+
+@dataclass(frozen=True)
+class DivergenceRejection:
+    """Tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold leave the loss."""
+
+    level: Level = knob(help="Estimate of each token, their sum over the response, or their mean.")
+    divergence: Literal["k1", "abs", "k2", "k3"] = knob(
+        help="Per-token estimate of KL(behaviour || proximal): k1 = -log rho (one-sided: it rejects improbable tokens "
+        "only), abs = |log rho|, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."
+    )
+    threshold: float = knob(help="Largest divergence kept, in nats.", above=0, below=math.inf)
+
+    def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """bool ``[batch, seq]``, from log rho, 0 outside ``mask``. NaN is not accepted."""
+        divergence = KL_ESTIMATORS[self.divergence](-log_ratio)
+        return _at_level(divergence, mask, self.level) <= self.threshold
+
+
+Rejection = RatioRejection | DivergenceRejection
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done about the distance. ``ValueError`` if it would be nothing."""
+
+    weight: ImportanceWeight | None = knob(None, help="The importance weight of each token. Default: none.")
+    normalize: bool = knob(
+        False,
+        help="Divide the weights by their mean over the tokens that stay in the loss (self-normalised importance "
+        "sampling): less variance, some bias, and a loss on the scale of the uncorrected one.",
+    )
+    reject: tuple[Rejection, ...] = knob((), help="What leaves the loss: all rejections act, in any order.")
+
+    def __post_init__(self) -> None:
+        if self.weight is None and self.normalize:
+            raise ValueError("normalize has no effect without a weight")
+        if self.weight is None and not self.reject:
+            raise ValueError("a correction without weight and without rejection has no effect")
+
+
+@dataclass(frozen=True)
+class CorrectionResult:
+    """What `correct` found for a batch."""
+
+    weights: Tensor
+    """``[batch, seq]``, without gradient: multiplies each token's policy loss. 0 where ``kept`` is false."""
+    kept: Tensor
+    """bool ``[batch, seq]``: response tokens that stay in the loss."""
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def correct(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    response_mask: Tensor,
+    settings: Correction,
+    *,
+    lags: Tensor | None = None,
+    max_lag: int | None = None,
+    capped: bool = False,
+) -> CorrectionResult:
+    """Weights and rejection of a whole batch, before the first update on it.
+
+    ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
+    (int): ``[batch, seq]``, a row being a whole sequence; what stands outside the mask is never read. Computed in
+    float64; the weights are float32, or float64 if an input is. ``lags``, ``max_lag`` and ``capped`` as in
+    `off_policy_sums`.
+
+    Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
+    ``clipped_share``: response tokens whose weight a bound changed; ``rejected_share``: response tokens that left the
+    loss; ``rejected_sequences_share``: responses of which no token stayed; ``weight_mean``: over the tokens that stay,
+    before normalisation.
+    """
+    log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
+    kept = response_mask
+    for rejection in settings.reject:
+        kept = kept & rejection.accepts(log_ratio, response_mask)
+    weights, clipped = _bounded_weights(log_ratio, response_mask, settings.weight)
+    weights = keep(weights, kept)
+    mean = weights.sum() / kept.sum().clamp(min=1)
+    if settings.normalize:
+        weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
+    metrics = {
+        "clipped_share": _share(clipped & response_mask, response_mask),
+        "rejected_share": _share(response_mask & ~kept, response_mask),
+        "rejected_sequences_share": _share(response_mask.any(-1) & ~kept.any(-1), response_mask.any(-1)),
+        "weight_mean": mean.item(),
+        **off_policy_metrics(off_policy_sums(log_ratio, response_mask, lags, max_lag, capped)),
+    }
+    dtype = torch.promote_types(proximal_logprobs.dtype, behaviour_logprobs.dtype)
+    return CorrectionResult(weights.to(torch.promote_types(dtype, torch.float32)), kept.clone(), metrics)
+
+
+def parse_correction(args: Mapping[str, Any]) -> Correction:
+    """A correction from plain values, as they stand in a configuration file.
+
+    ``weight``: the knobs of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the knobs of
+    `DivergenceRejection` (where ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises ``KnobError``
+    with every wrong key, type, range and combination; the knobs have paths such as ``reject[0].upper``.
+    """
+    problems: list[KnobProblem] = []
+    weight, normalize, reject = (args.get(name) for name in ("weight", "normalize", "reject"))
+    built_weight = None
+    if weight is not None:
+        built_weight = _build(ImportanceWeight, weight, "weight", "the importance weight", {}, problems)
+    if normalize is not None and not isinstance(normalize, bool):
+        problems.append(KnobProblem("normalize", f"'normalize' is {normalize!r}", "it must be true or false"))
+    if reject is not None and not _is_list(reject):
+        problems.append(KnobProblem("reject", f"'reject' is {reject!r}", "give a list, one item for each rejection"))
+    items = reject if _is_list(reject) else []
+    rejections = [_build_rejection(item, f"reject[{index}]", problems) for index, item in enumerate(items)]
+    valid = [item.name for item in fields(Correction)]
+    problems += [
+        KnobProblem(str(name), f"a correction has no key {str(name)!r}", suggestion(str(name), valid))
+        for name in args
+        if name not in valid
+    ]
+    if normalize is True and weight is None:
+        problems.append(
+            KnobProblem("normalize", "'normalize' has no effect without a weight", "add `weight`, or remove it")
+        )
+    if weight is None and not reject:
+        problems.append(
+            KnobProblem(None, "a correction without `weight` and `reject` has no effect", "add one, or remove it all")
+        )
+    if problems:
+        raise KnobError(problems)
+    return Correction(built_weight, bool(normalize), tuple(rejections))
+
+
+def _build_rejection(args: Any, path: str, problems: list[KnobProblem]) -> Any:
+    by_divergence = isinstance(args, Mapping) and bool({"divergence", "threshold"} & set(args))
+    kind, other = (DivergenceRejection, RatioRejection) if by_divergence else (RatioRejection, DivergenceRejection)
+    elsewhere = {item.name: [_REJECTION_NAMES[other]] for item in fields(other)}
+    return _build(kind, args, path, f"a {_REJECTION_NAMES[kind]}", elsewhere, problems)
+
+
+_REJECTION_NAMES = {RatioRejection: "rejection by ratio", DivergenceRejection: "rejection by divergence"}
+
+
+def _build(
+    knobs: type, args: Any, path: str, owner: str, elsewhere: Mapping[str, list[str]], problems: list[KnobProblem]
+) -> Any:
+    """The settings ``knobs``, or None and what is wrong with them, at their path, among the problems."""
+    if not isinstance(args, Mapping):
+        valid = ", ".join(item.name for item in fields(knobs))
+        problems.append(KnobProblem(path, f"{path!r} is {args!r}", f"give keys and values; valid keys: {valid}"))
+        return None
+    try:
+        return build_knobs(knobs, {str(name): value for name, value in args.items()}, owner, elsewhere)
+    except KnobError as error:
+        for found in error.problems:
+            where = path if found.knob is None else f"{path}.{found.knob}"
+            problems.append(KnobProblem(where, found.message, found.remedy))
+        return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight | None) -> tuple[Tensor, Tensor]:
+    """Weights (1 everywhere without a setting), and bool: where a bound changed one."""
+    if weight is None:
+        return torch.ones_like(log_ratio), torch.zeros_like(mask)
+    log_ratio = _at_level(log_ratio, mask, weight.level)
+    inside = _inside(log_ratio, weight.lower, weight.upper)
+    if weight.mode == "mask":
+        return keep(log_ratio.exp(), inside), ~inside
+    # exp(log(upper)) may miss upper by a rounding, hence the second clamp.
+    bounded = log_ratio.clamp(_log(weight.lower), _log(weight.upper)).exp()
+    return bounded.clamp(weight.lower, weight.upper), ~inside
+
+
+def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Token values ``[batch, seq]``, 0 outside ``mask``, or the sum or mean of their row in each place."""
+    if level == "token":
+        return values
+    total = values.sum(-1, keepdim=True)
+    if level == "geometric":
+        total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+    return total.expand(values.shape)
+
+
+def _inside(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
+    return (log_ratio >= _log(lower)) & (log_ratio <= _log(upper))
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return part.sum().item() / max(1, whole.sum().item())

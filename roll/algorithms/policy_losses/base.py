@@ -1,0 +1,162 @@
+"""What all policy losses share: their inputs, their traits, and the mask around them.
+
+A loss is a function of `PolicyInputs` and its knobs and returns per-token values; which tokens count is decided around
+it, in `PolicyLoss`, and never inside. A loss that needs more than it is given fails instead of correcting nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.masking import keep
+from roll.algorithms.registry import Registry
+
+POLICY_LOSSES = Registry("policy loss")
+
+Anchor = Literal["behaviour", "proximal"]
+
+TokenMetrics = dict[str, Tensor]
+"""Name -> value per token ``[batch, seq]``; reported as the mean over response tokens.
+
+Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or the weight of the token, else 0.
+"""
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy loss may look at. ``[batch, seq]`` unless stated; entry t describes one token.
+
+    Methods that return ratios expect masked inputs: they give 0 (logarithm) or 1 (ratio) outside the mask.
+    """
+
+    logprobs: Tensor
+    """Current policy, with gradient."""
+    behaviour_logprobs: Tensor
+    """Recorded when the token was sampled."""
+    advantages: Tensor
+    response_mask: Tensor
+    """bool: tokens the policy chose."""
+    proximal_logprobs: Tensor | None = None
+    """Recomputed by the trainer before the first update on the batch."""
+    scores: Tensor | None = None
+    """``[batch]``: raw verifier output."""
+    anchor: Anchor = "behaviour"
+    """What the ratio is taken against."""
+
+    def __post_init__(self) -> None:
+        if self.anchor not in get_args(Anchor):
+            raise ValueError(f"unknown anchor {self.anchor!r}; valid: {', '.join(get_args(Anchor))}")
+
+    def masked(self) -> PolicyInputs:
+        """The same with 0 outside the mask, whatever stood there."""
+        mask, proximal = self.response_mask, self.proximal_logprobs
+        return replace(
+            self,
+            logprobs=keep(self.logprobs, mask),
+            behaviour_logprobs=keep(self.behaviour_logprobs, mask),
+            advantages=keep(self.advantages, mask),
+            proximal_logprobs=None if proximal is None else keep(proximal, mask),
+        )
+
+    def anchor_logprobs(self) -> Tensor:
+        """Log-probabilities the ratio is taken against. ``ValueError`` if they were not recomputed."""
+        if self.anchor == "behaviour":
+            return self.behaviour_logprobs
+        if self.proximal_logprobs is None:
+            raise ValueError("the anchor is `proximal`, but there are no proximal_logprobs")
+        return self.proximal_logprobs
+
+    def log_ratio(self) -> Tensor:
+        """log(current / anchor)."""
+        return self.logprobs - self.anchor_logprobs()
+
+    def ratio(self) -> Tensor:
+        """current / anchor. Not clamped: an overflow must be seen."""
+        return self.log_ratio().exp()
+
+    def behaviour_ratio(self) -> Tensor:
+        """current / behaviour, whatever the anchor. Not clamped."""
+        return (self.logprobs - self.behaviour_logprobs).exp()
+
+    def response_lengths(self) -> Tensor:
+        """Response tokens of each row, ``[batch, 1]``, at least 1 so that one can divide by it."""
+        return self.response_mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def sequence_log_ratio(self, mean: bool) -> Tensor:
+        """Sum or mean of the log ratio over the response tokens of each row, ``[batch, 1]``; 0 for a row without."""
+        total = keep(self.log_ratio(), self.response_mask).sum(-1, keepdim=True)
+        return total / self.response_lengths() if mean else total
+
+
+@dataclass(frozen=True)
+class PolicyLossTraits:
+    """What the surroundings must know of a policy loss to tell a configuration that works from one that does not."""
+
+    uses_anchor: bool = True
+    """Whether the anchor enters at all."""
+    importance_weighted: bool = True
+    """Whether current / anchor is a weight of the loss; a second weight for the same distance would count twice."""
+    weight_is_constant: bool = False
+    """Whether the ratio enters as a weight without gradient only: if it is exactly 1, this is `vanilla`."""
+    corrects: bool = True
+    """Whether, anchored on the behaviour policy, it handles stale tokens."""
+    needs_proximal: bool = False
+    """Whether ``proximal_logprobs`` must be there whatever the anchor."""
+    needs_scores: bool = False
+    """Whether ``scores`` must be there."""
+    uniform_advantages: bool = False
+    """Whether the paper defines it for one advantage per sequence."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A named policy loss with its knobs filled in."""
+
+    name: str
+    function: Callable[[PolicyInputs, Any], tuple[Tensor, TokenMetrics]]
+    knobs: Any
+    traits: PolicyLossTraits
+
+    def __call__(self, inputs: PolicyInputs) -> tuple[Tensor, TokenMetrics]:
+        """Loss and metrics per token ``[batch, seq]``, all 0 outside the mask; inputs there are never read.
+
+        Raises ``ValueError`` for log-probabilities or scores that the loss needs and does not get.
+        """
+        self._check(inputs)
+        losses, metrics = self.function(inputs.masked(), self.knobs)
+        mask = inputs.response_mask
+        return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
+
+    def _check(self, inputs: PolicyInputs) -> None:
+        needs_proximal = self.traits.needs_proximal or (self.traits.uses_anchor and inputs.anchor == "proximal")
+        if needs_proximal and inputs.proximal_logprobs is None:
+            raise ValueError(f"{self.name} with the anchor {inputs.anchor!r} needs proximal_logprobs, and got none")
+        if self.traits.needs_scores:
+            rows = (len(inputs.response_mask),)
+            got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
+            if inputs.scores is None or inputs.scores.shape != rows:
+                raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
+
+
+def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
+    """The policy loss ``name`` with the knobs ``args``.
+
+    Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
+    """
+    function, knobs = POLICY_LOSSES.build(name, args or {})
+    return PolicyLoss(name, function, knobs, POLICY_LOSSES.variant(name).traits)
+
+
+def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:
+    """The metric from a bool mask ``[batch, seq]`` or ``[batch, 1]`` (then of all tokens of the row)."""
+    return {"clip_fraction": changed.to(like.dtype).expand(like.shape)}
+
+
+def nothing_clipped(like: Tensor) -> TokenMetrics:
+    """The metric of a loss without bounds."""
+    return {"clip_fraction": torch.zeros_like(like)}

@@ -1,0 +1,46 @@
+"""SAPO: a smooth gate in the place of clipping. No token is cut off; each fades the further its ratio is from 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.policy_losses.base import (
+    POLICY_LOSSES,
+    PolicyInputs,
+    PolicyLossTraits,
+    TokenMetrics,
+    nothing_clipped,
+)
+from roll.algorithms.registry import knob
+
+
+@dataclass(frozen=True)
+class SAPOKnobs:
+    """Knobs of `sapo`."""
+
+    tau_positive: float = knob(1.0, help="How fast tokens with a positive advantage fade.", above=0)
+    tau_negative: float = knob(
+        1.05, help="How fast the others fade; more than `tau_positive` is steadier, by the paper.", above=0
+    )
+
+
+@POLICY_LOSSES.register(
+    "sapo",
+    SAPOKnobs,
+    formula="−f(ρ)·A, f(ρ) = (4/τ)·sigmoid(τ·(ρ−1)), τ = tau_positive where A > 0, else tau_negative",
+    source="Soft adaptive policy optimization, arXiv 2511.20347",
+    use="In the place of `ppo` when hard clipping is brittle: mixture-of-experts models, several updates per batch.",
+    traits=PolicyLossTraits(),
+)
+def sapo_loss(inputs: PolicyInputs, knobs: SAPOKnobs) -> tuple[Tensor, TokenMetrics]:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, ``[batch, seq]`` (arXiv 2511.20347). Clips nothing.
+
+    The slope of the gate is 1 at r = 1 for every tau.
+    """
+    positive = inputs.advantages > 0
+    temperature = torch.full_like(inputs.logprobs, knobs.tau_negative).masked_fill(positive, knobs.tau_positive)
+    gate = 4 / temperature * torch.sigmoid(temperature * (inputs.ratio() - 1))
+    return -gate * inputs.advantages, nothing_clipped(gate)

@@ -1,0 +1,26 @@
+"""The plain policy gradient, which knows nothing of who sampled the tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from roll.algorithms.policy_losses.base import (
+    POLICY_LOSSES,
+    PolicyInputs,
+    PolicyLossTraits,
+    TokenMetrics,
+    nothing_clipped,
+)
+from roll.algorithms.registry import NoKnobs
+
+
+@POLICY_LOSSES.register(
+    "vanilla",
+    formula="−A·log π",
+    source="REINFORCE, Williams 1992; Sutton et al. 2000",
+    use="On-policy tokens only, with one update per batch. It corrects nothing: the baseline to compare with.",
+    traits=PolicyLossTraits(uses_anchor=False, importance_weighted=False, corrects=False),
+)
+def vanilla_loss(inputs: PolicyInputs, knobs: NoKnobs) -> tuple[Tensor, TokenMetrics]:
+    """-A log pi (REINFORCE, Williams 1992), ``[batch, seq]``. Right for on-policy tokens only; clips nothing."""
+    return -inputs.advantages * inputs.logprobs, nothing_clipped(inputs.logprobs)

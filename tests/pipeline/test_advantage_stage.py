@@ -1,0 +1,143 @@
+"""What the stages add to a batch: shaped rewards, advantages, correction weights, and what leaves the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roll.algorithms.advantages import make_advantage_estimator
+from roll.algorithms.correction import parse_correction
+from roll.algorithms.kl import make_kl_controller
+from roll.algorithms.moments import RunningMoments
+from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
+from roll.data.records import Group, Prompt, Sample
+from roll.pipeline.advantages import AdvantageSettings, add_advantages
+from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.correction import add_correction
+
+PROMPT = Prompt("p", "sums", np.array([7, 8], dtype=np.int32), "p")
+
+
+def sample(score, tokens=3, version=3, finish_reason="stop"):
+    mask = np.array([False, False] + [True] * tokens)
+    return Sample(
+        token_ids=np.arange(2 + tokens, dtype=np.int32),
+        response_mask=mask,
+        behaviour_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        finish_reason=finish_reason,
+        score=score,
+        reward=score,
+    )
+
+
+def batch_of(*groups, step=4):
+    made = [
+        Group(number, PROMPT, list(samples), baseline_score=baseline)
+        for number, (samples, baseline) in enumerate(groups)
+    ]
+    return TrainingBatch.from_groups(step, made)
+
+
+def settings(estimator="grpo", shaping=None, **changes):
+    defaults = {
+        "reward_moments": RunningMoments(), "whitened": False, "advantage_clip": None, "kl_controller": None,
+        "kl_estimator": "k1",
+    }  # fmt: skip
+    return AdvantageSettings(
+        estimator=make_advantage_estimator(estimator), shaping=shaping or RewardShaping(), **{**defaults, **changes}
+    )
+
+
+def first_advantages(batch):
+    """Of the first response token of each sample."""
+    return batch.data.tokens["advantages"][batch.data.offsets[:-1] + 2]
+
+
+def test_lags_are_counted_from_the_step_and_only_on_sampled_tokens():
+    batch = batch_of(([sample(1, version=3), sample(0, version=4)], None))
+    assert batch.data.tokens["lags"].tolist() == [0, 0, 1, 1, 1] + [0] * 5
+    assert batch.lags.tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_rewards_are_shaped_before_they_are_compared_and_scores_stay():
+    shaping = RewardShaping(clip=1.0, length_penalty=LengthPenalty("overlong", 1.0, max_length=6, buffer=3))
+    batch = batch_of(([sample(5.0, tokens=3), sample(5.0, tokens=6)], None))
+    metrics = add_advantages(batch, settings("reinforce", shaping))
+    assert batch.data.per_sample["rewards"].tolist() == [1.0, 0.0]
+    assert [each.reward for each in batch.samples] == [1.0, 0.0]
+    assert batch.data.per_sample["scores"].tolist() == [5.0, 5.0]
+    assert first_advantages(batch).tolist() == [1.0, 0.0]
+    assert metrics["reward/clipped_share"] == 1.0
+
+
+def test_samples_left_out_count_in_their_group_but_not_in_the_loss():
+    batch = batch_of(([sample(1.0), sample(0.0, finish_reason="length")], None))
+    add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
+    assert batch.data.tokens["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 5
+    assert first_advantages(batch).tolist() == [1.0, -1.0]
+
+
+def test_without_anything_left_out_there_is_no_loss_mask():
+    batch = batch_of(([sample(1.0), sample(0.0)], None))
+    add_advantages(batch, settings())
+    assert "loss_mask" not in batch.data.tokens
+
+
+def test_a_greedy_baseline_reaches_its_estimator():
+    batch = batch_of(([sample(1.0), sample(0.0)], 0.25), ([sample(1.0)], 1.0))
+    add_advantages(batch, settings("remax"))
+    assert first_advantages(batch).tolist() == [0.75, -0.25, 0.0]
+    with pytest.raises(ValueError, match="baseline_rewards"):
+        add_advantages(batch_of(([sample(1.0)], None)), settings("remax"))
+
+
+def test_the_kl_penalty_uses_the_coefficient_of_before_and_then_steers_it():
+    controller = make_kl_controller("adaptive", 0.1, 0.01, 100)
+    batch = batch_of(([sample(0.0), sample(0.0)], None))
+    batch.data.tokens["reference_logprobs"] = np.where(batch.data.tokens["response_mask"], -1.0, 0).astype(np.float32)
+    metrics = add_advantages(batch, settings("reinforce", kl_controller=controller))
+    assert metrics["kl_penalty/coef"] == 0.1 and metrics["kl_penalty/nats_per_response"] == pytest.approx(1.5)
+    assert first_advantages(batch) == pytest.approx([-0.15, -0.15])
+    assert controller.coef > 0.1
+
+
+def test_running_moments_remember_earlier_batches():
+    shared = settings("reinforce", RewardShaping(mean="running"), reward_moments=RunningMoments())
+    add_advantages(batch_of(([sample(1.0), sample(1.0)], None)), shared)
+    later = batch_of(([sample(0.0), sample(0.0)], None))
+    add_advantages(later, shared)
+    assert first_advantages(later).tolist() == [-0.5, -0.5]
+
+
+def test_advantages_are_clipped_last():
+    batch = batch_of(([sample(3.0), sample(-3.0)], None))
+    add_advantages(batch, settings("reinforce", advantage_clip=2.0))
+    assert first_advantages(batch).tolist() == [2.0, -2.0]
+
+
+def with_proximal(batch, *per_sample):
+    values = np.repeat(np.array(per_sample, dtype=np.float32), batch.data.lengths)
+    batch.data.tokens["proximal_logprobs"] = np.where(batch.data.tokens["response_mask"], values, np.nan)
+    return batch
+
+
+def test_correction_weights_are_the_bounded_ratio_of_proximal_to_behaviour():
+    batch = with_proximal(batch_of(([sample(1.0), sample(0.0)], None)), -0.5 + np.log(1.5), 4.0)
+    correction = parse_correction({"weight": {"level": "token", "upper": 2.0}})
+    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    assert batch.data.tokens["correction_weights"] == pytest.approx([0, 0, 1.5, 1.5, 1.5, 0, 0, 2, 2, 2])
+    assert "loss_mask" not in batch.data.tokens
+    assert metrics["clipped_share"] == 0.5 and metrics["lag_1/share"] == 1.0
+
+
+def test_rejection_adds_to_what_is_left_out_already():
+    batch = with_proximal(
+        batch_of(([sample(1.0), sample(0.0), sample(0.0, finish_reason="length")], None)), -0.5, 4, -0.5
+    )
+    add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
+    correction = parse_correction({"reject": [{"level": "sequence", "upper": 10.0}]})
+    metrics = add_correction(batch, correction, max_lag=None, lags_capped=False)
+    assert batch.data.tokens["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 10
+    assert "correction_weights" not in batch.data.tokens
+    assert metrics["rejected_share"] == pytest.approx(1 / 3)

@@ -1,0 +1,143 @@
+"""Combinations of losses, anchors, corrections and estimators: what works is built, what cannot be meant is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny_config
+
+from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.pipeline.algorithms import build_algorithms
+
+WEIGHT = {"weight": {"level": "token", "mode": "truncate", "upper": 2.0}}
+SEVERAL_STEPS = {
+    "actor_train__training_args__gradient_accumulation_steps": 8,
+    "actor_train__training_args__per_device_train_batch_size": 1,
+}
+
+
+def build(tmp_path, **changes):
+    return build_algorithms(config_from_tree(tiny_config(tmp_path, **changes)))
+
+
+def problems(tmp_path, **changes):
+    with pytest.raises(ConfigError) as caught:
+        build(tmp_path, **changes)
+    return {problem.path: f"{problem.message}; {problem.remedy}" for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"vanilla", "decoupled_ppo"}))
+def test_every_loss_that_corrects_runs_off_policy_on_the_recorded_logprobs(tmp_path, name):
+    built = build(tmp_path, async_generation_ratio=1, actor_train__pg_variant=name)
+    assert built.objective.anchor == "behaviour"
+    assert "proximal_logprobs" not in built.objective.token_fields
+    assert built.objective.max_lag == 1 and "lags" in built.objective.token_fields
+
+
+def test_a_loss_without_a_ratio_is_refused_off_policy(tmp_path):
+    found = problems(tmp_path, async_generation_ratio=1, actor_train__pg_variant="vanilla")
+    assert "as if they were fresh" in found["actor_train.pg_variant"]
+    assert "allow_uncorrected_off_policy" in found["actor_train.pg_variant"]
+    build(tmp_path, actor_train__pg_variant="vanilla")
+    build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="vanilla", allow_uncorrected_off_policy=True)
+    build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="vanilla", train_infer_correction=WEIGHT)
+
+
+def test_rarely_published_weights_are_off_policy_too(tmp_path):
+    changes = {"weight_update__interval_steps": 2, "actor_train__pg_variant": "vanilla"}
+    assert "actor_train.pg_variant" in problems(tmp_path, **changes)
+
+
+def test_recomputed_logprobs_hide_staleness_and_need_a_correction(tmp_path):
+    off_policy = {"async_generation_ratio": 1, "old_logprobs": "recompute"}
+    assert "recomputed log-probabilities" in problems(tmp_path, **off_policy)["actor_train.pg_variant"]
+    built = build(tmp_path, **off_policy, train_infer_correction=WEIGHT)
+    assert built.objective.anchor == "proximal" and built.objective.corrected
+    assert {"proximal_logprobs", "correction_weights"} <= set(built.objective.token_fields)
+    rejection = {"reject": [{"level": "sequence", "upper": 4.0}]}
+    assert "actor_train.pg_variant" in problems(tmp_path, **off_policy, train_infer_correction=rejection)
+
+
+def test_decoupled_ppo_needs_recomputed_logprobs_and_carries_its_own_weight(tmp_path):
+    decoupled = {"async_generation_ratio": 1, "actor_train__pg_variant": "decoupled_ppo"}
+    assert "recompute" in problems(tmp_path, **decoupled)["old_logprobs"]
+    built = build(tmp_path, **decoupled, old_logprobs="recompute")
+    assert "proximal_logprobs" in built.objective.token_fields and not built.objective.corrected
+    found = problems(tmp_path, **decoupled, old_logprobs="recompute", train_infer_correction=WEIGHT)
+    assert "twice" in found["train_infer_correction.weight"]
+
+
+def test_a_weight_on_top_of_a_behaviour_ratio_counts_twice_but_rejection_does_not(tmp_path):
+    off_policy = {"async_generation_ratio": 1, "actor_train__pg_variant": "ppo"}
+    assert "twice" in problems(tmp_path, **off_policy, train_infer_correction=WEIGHT)["train_infer_correction.weight"]
+    built = build(tmp_path, **off_policy, train_infer_correction={"reject": [{"level": "token", "upper": 5.0}]})
+    assert built.correction is not None and not built.objective.corrected
+    build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="kimi15", train_infer_correction=WEIGHT)
+
+
+@pytest.mark.parametrize("name", ["tis", "topr", "cispo"])
+def test_a_correction_that_would_see_a_ratio_of_one_is_an_error(tmp_path, name):
+    changes = {"actor_train__pg_variant": name, "old_logprobs": "recompute"}
+    assert "exactly 1" in problems(tmp_path, **changes)["old_logprobs"]
+    assert "exactly 1" in problems(tmp_path, **changes, async_generation_ratio=1)["old_logprobs"]
+    build(tmp_path, **changes, **SEVERAL_STEPS)
+
+
+def test_an_anchor_that_nothing_reads_is_an_error(tmp_path):
+    changes = {"actor_train__pg_variant": "vanilla", "old_logprobs": "recompute"}
+    assert "no ratio to anchor" in problems(tmp_path, **changes)["old_logprobs"]
+
+
+def test_a_permission_that_permits_nothing_is_an_error(tmp_path):
+    for changes in ({}, {"async_generation_ratio": 1}):
+        found = problems(tmp_path, allow_uncorrected_off_policy=True, **changes)
+        assert "no effect" in found["allow_uncorrected_off_policy"]
+
+
+def test_names_known_from_roll_take_effect(tmp_path):
+    tis = {"actor_train__pg_variant": "tis", "actor_train__tis_lower_bound": 0.5, "actor_train__tis_upper_bound": 3}
+    knobs = build(tmp_path, **tis).objective.policy_loss.knobs
+    assert (knobs.lower, knobs.upper) == (0.5, 3.0)
+    topr = {"actor_train__pg_variant": "topr", "actor_train__topr_positive_weight": 0.7,
+            "actor_train__topr_negative_weight": 0.3}  # fmt: skip
+    knobs = build(tmp_path, **topr).objective.policy_loss.knobs
+    assert (knobs.positive_weight, knobs.negative_weight) == (0.7, 0.3)
+    cispo = {"actor_train__pg_variant": "cispo", "actor_train__cispo_epsilon_low": 0.1,
+             "actor_train__cispo_epsilon_high": 0.4, "actor_train__cispo_use_unified_mask": True}  # fmt: skip
+    knobs = build(tmp_path, **cispo).objective.policy_loss.knobs
+    assert (knobs.epsilon_low, knobs.epsilon_high, knobs.use_unified_mask) == (0.1, 0.4, True)
+    kimi = {"actor_train__pg_variant": "kimi15", "actor_train__kimi15_tau": 0.25}
+    assert build(tmp_path, **kimi).objective.policy_loss.knobs.tau == 0.25
+
+
+def test_a_wrong_value_is_reported_where_it_was_written(tmp_path):
+    found = problems(tmp_path, actor_train__pg_variant="tis", actor_train__tis_upper_bound=-1)
+    assert "actor_train.tis_upper_bound" in found
+    found = problems(tmp_path, actor_train__pg_variant="tis", actor_train__pg_variant_args={"upper": -1, "tau": 0.1})
+    assert "belongs to 'kimi15'" in found["actor_train.pg_variant_args.tau"]
+    assert "actor_train.pg_variant_args.upper" in found
+    correction = {"weight": {"level": "word"}, "reject": [{"level": "token"}], "trunkate": 1}
+    found = problems(tmp_path, async_generation_ratio=1, train_infer_correction=correction)
+    assert {"train_infer_correction.trunkate", "train_infer_correction.weight.level"} <= set(found)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
+def test_every_estimator_is_built_or_refused_with_its_reason(tmp_path, name):
+    traits = ADVANTAGE_ESTIMATORS.variant(name).traits
+    if traits.needs_values:
+        assert "value model" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
+    elif traits.needs_turns or traits.needs_states:
+        assert "several turns" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
+    else:
+        assert build(tmp_path, adv_estimator=name).advantages.estimator.name == name
+
+
+def test_estimators_refuse_what_would_leave_them_nothing_to_do(tmp_path):
+    found = problems(tmp_path, num_return_sequences_in_group=1)
+    assert "advantages would be 0" in found["num_return_sequences_in_group"]
+    found = problems(tmp_path, adv_estimator="reinforce_plus_plus", whiten_advantages=True)
+    assert "itself" in found["whiten_advantages"]
+    found = problems(tmp_path, adv_estimator="remax", norm_mean_type="batch")
+    assert "one side" in found["norm_mean_type"]

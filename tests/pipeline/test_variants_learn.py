@@ -1,0 +1,112 @@
+"""Every policy loss and estimator trains through YAML alone, one step off policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runs import run_pipeline
+from tiny import make_task, tiny_config
+
+from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from roll.algorithms.policy_losses import POLICY_LOSSES
+
+EXTRA = {
+    "vanilla": {"allow_uncorrected_off_policy": True},
+    "decoupled_ppo": {"old_logprobs": "recompute"},
+    # Its bounds are made for responses of hundreds of tokens.
+    "gspo": {"actor_train__pg_variant_args": {"clip_low": 0.2, "clip_high": 0.3}},
+}
+ESTIMATORS = [
+    name
+    for name in ADVANTAGE_ESTIMATORS.names()
+    if not any(vars(ADVANTAGE_ESTIMATORS.variant(name).traits)[need] for need in ("needs_values", "needs_turns"))
+    and not ADVANTAGE_ESTIMATORS.variant(name).traits.needs_states
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+def config_of(task, **changes):
+    return tiny_config(
+        task,
+        **{
+            "max_steps": 40,
+            "rollout_batch_size": 16,
+            "async_generation_ratio": 1,
+            "actor_train__training_args__learning_rate": 5e-3,
+        }
+        | changes,
+    )
+
+
+def gain(run):
+    rewards = [step["reward/mean"] for step in run.metrics]
+    assert np.isfinite(rewards).all()
+    return np.mean(rewards[-5:]) - np.mean(rewards[:5])
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_every_policy_loss_learns(task, ray_cluster, name):
+    run = run_pipeline(task, ray_cluster, config_of(task, actor_train__pg_variant=name, **EXTRA.get(name, {})))
+    assert gain(run) > 0.1
+    assert run.summary["lag/max"] == 1
+    assert {"actor/ess", "actor/k1", "actor/kl", "actor/chi2", "actor/clip_fraction"} <= run.metrics[-1].keys()
+    assert any(name.startswith("actor/lag_1/") for name in run.metrics[-1])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_of_single_responses_learns(task, ray_cluster, name):
+    run = run_pipeline(task, ray_cluster, config_of(task, adv_estimator=name))
+    assert gain(run) > 0.1
+
+
+def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cluster):
+    changes = {
+        "old_logprobs": "recompute",
+        "train_infer_correction": {
+            "weight": {"level": "sequence", "mode": "truncate", "upper": 2.0},
+            "normalize": True,
+            "reject": [{"level": "token", "lower": 0.2, "upper": 5.0}],
+        },
+        "reward_clip": 0.9,
+        "norm_mean_type": "batch",
+        "norm_std_type": "running",
+        "length_penalty": {"kind": "overlong", "weight": 0.1, "buffer": 2},
+        "max_len_mask": True,
+        "advantage_clip": 3.0,
+        "add_token_level_kl": True,
+        "kl_controller": "adaptive",
+        "kl_estimator": "k1",
+        "reference": {"device_mapping": [0]},
+    }
+    run = run_pipeline(task, ray_cluster, config_of(task, max_steps=4, **changes))
+    last = run.metrics[-1]
+    assert {
+        "correction/ess",
+        "correction/clipped_share",
+        "correction/rejected_share",
+        "correction/lag_1/k3",
+    } <= last.keys()
+    assert {"reward/length_penalty", "reward/kept_share", "reward/running_mean", "kl_penalty/coef"} <= last.keys()
+    assert last["actor/trained_share"] < 1
+    coefficients = [step["kl_penalty/coef"] for step in run.metrics]
+    assert coefficients[0] == 0.01 and coefficients[-1] != 0.01
+
+
+def test_on_policy_the_trainer_agrees_with_the_engine(task, ray_cluster):
+    changes = {
+        "async_generation_ratio": 0,
+        "max_steps": 2,
+        "old_logprobs": "recompute",
+        "train_infer_correction": {"weight": {"level": "token"}},
+    }
+    for step in run_pipeline(task, ray_cluster, config_of(task, **changes)).metrics:
+        assert step["correction/ess"] == pytest.approx(1, abs=1e-6)
+        assert step["correction/k3"] == pytest.approx(0, abs=1e-6)
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+        assert step["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
