@@ -112,7 +112,7 @@ def trainer_config(options: argparse.Namespace, folder: str) -> GRPOConfig:
         use_cpu=True,
         ddp_backend="gloo" if processes > 1 else None,
         ddp_find_unused_parameters=False if processes > 1 else None,
-        bf16=False,
+        bf16=options.bf16,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         logging_strategy="no",
@@ -124,7 +124,9 @@ def trainer_config(options: argparse.Namespace, folder: str) -> GRPOConfig:
 
 def train(options: argparse.Namespace, folder: str) -> Stopwatch:
     """One training; what it took is in the stopwatch."""
-    model = AutoModelForCausalLM.from_pretrained(options.task / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.task / "model", dtype=torch.float32, attn_implementation="eager" if options.bf16 else "sdpa"
+    )
     tokenizer = AutoTokenizer.from_pretrained(options.task / "model")
     training, held_out = (_read(options.task / "data" / name) for name in ("train.jsonl", "val.jsonl"))
     stopwatch = Stopwatch(tokenizer, held_out, options)
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--response-length", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="samples per pass of a process")
     parser.add_argument("--forced", action="store_true", help="no response ends before its full length")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--eval-steps", type=int, default=0, help="0: never")
     parser.add_argument("--stop-at", type=float, default=2.0, help="accuracy that ends the training")
     parser.add_argument("--seed", type=int, default=0)

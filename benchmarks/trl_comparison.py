@@ -52,6 +52,8 @@ class Load:
     forced: bool
     """Whether every response has its full length."""
     eval_steps: int = 0
+    bf16: bool = False
+    """Training computes in bfloat16 on float32 weights; else all is float32."""
 
     @property
     def samples(self) -> int:
@@ -86,6 +88,7 @@ def run_trl(side: TrlSide, task: Path, out: Path, load: Load, seed: int, stop_at
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(side.processes)]
     command = [*launcher, str(ROOT / "benchmarks" / "_trl_grpo.py")]
     command += [str(part) for pair in options.items() for part in pair] + (["--forced"] if load.forced else [])
+    command += ["--bf16"] if load.bf16 else []
     run_command(command, {"OMP_NUM_THREADS": str(side.threads)})
     written = json.loads(out.read_text())
     return TrlRun(written["step_seconds"], [Evaluation(*each) for each in written["evaluations"]])
@@ -103,6 +106,12 @@ def run_ours(task: Path, out: Path, load: Load, ratio: float, seed: int) -> Pipe
         # One micro-batch for the whole batch, as on TRL's side.
         "actor_train.max_tokens_per_microbatch_in_train": load.samples * (PROMPT_LENGTH + load.response_length),
     }
+    if load.bf16:
+        # On both sides: the fused attention of CPUs is several times slower backwards in bfloat16 than the plain one.
+        overrides |= {
+            "actor_train.model_args.dtype": "bfloat16",
+            "actor_train.model_args.attn_implementation": "eager",
+        }
     if load.forced:
         overrides |= {
             "actor_infer.generating_args.ignore_eos": "true",
@@ -111,9 +120,9 @@ def run_ours(task: Path, out: Path, load: Load, ratio: float, seed: int) -> Pipe
     return run_pipeline(task, out, overrides, load.eval_steps)
 
 
-def measure_throughput(folder: Path, rounds: int, steps: int, warm_up: int) -> dict[str, Any]:
+def measure_throughput(folder: Path, rounds: int, steps: int, warm_up: int, bf16: bool) -> dict[str, Any]:
     """Samples a second of each side at 256 samples of 64 forced tokens, from the median step over all rounds."""
-    load = Load(steps=steps + warm_up, prompts=32, response_length=64, forced=True)
+    load = Load(steps=steps + warm_up, prompts=32, response_length=64, forced=True, bf16=bf16)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for side in TRL_SIDES:
@@ -133,9 +142,7 @@ def throughput_figures(samples: int, seconds: Mapping[str, Sequence[float]]) -> 
         "samples_per_step": samples,
         "timed_steps": {name: len(values) for name, values in seconds.items()},
         "samples_per_second": {name: round(rate, 1) for name, rate in rates.items()},
-        "over_best_trl": {
-            name: round(rate / best_trl, 3) for name, rate in rates.items() if name.startswith("roll")
-        },
+        "over_best_trl": {name: round(rate / best_trl, 3) for name, rate in rates.items() if name.startswith("roll")},
     }
 
 
@@ -184,9 +191,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a throughput run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision in the throughput part, on both sides")
     parser.add_argument("--target", type=float, default=0.85, help="accuracy to learn")
     parser.add_argument("--longest", type=int, default=60, help="most steps of a learning run")
-    parser.add_argument("--eval-steps", type=int, default=5, help="steps between greedy evaluations")
+    parser.add_argument("--eval-steps", type=int, default=1, help="steps between greedy evaluations")
     parser.add_argument("--trl-processes", type=int, default=1, help="of TRL in the learning part")
     parser.add_argument("--trl-threads", type=int, default=2, help="of each TRL process in the learning part")
     arguments = parser.parse_args()
@@ -194,8 +202,8 @@ def main() -> None:
         folder = Path(name)
         make_task(folder)
         if arguments.part != "learning":
-            figures = measure_throughput(folder, arguments.rounds, arguments.steps, arguments.warm_up)
-            print(json.dumps({"benchmark": "trl_comparison/throughput", **figures}), flush=True)
+            figures = measure_throughput(folder, arguments.rounds, arguments.steps, arguments.warm_up, arguments.bf16)
+            print(json.dumps({"benchmark": "trl_comparison/throughput", "bf16": arguments.bf16, **figures}), flush=True)
         if arguments.part != "throughput":
             side = TrlSide(arguments.trl_processes, arguments.trl_threads)
             figures = measure_learning(
