@@ -14,7 +14,7 @@ REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirement
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy clean
+.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses clean
 
 venv: $(INSTALLED)
 
@@ -62,6 +62,9 @@ bench-offpolicy: venv
 	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
 	$(RUN) benchmarks/offpolicy_lab.py --figures docs/algorithms
 
+bench-losses: venv
+	$(RUN) benchmarks/every_loss.py
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
@@ -70,6 +73,7 @@ bench: venv
 	$(MAKE) bench-scheduler
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-offpolicy
+	$(MAKE) bench-losses
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data

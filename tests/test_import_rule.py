@@ -93,6 +93,18 @@ def test_the_package_keeps_the_rule():
     assert violations(PACKAGE) == []
 
 
+def test_the_mathematics_reads_no_configuration():
+    """Knobs and arguments reach it as plain values."""
+    known = {"roll.configs.ranges.Range"}
+    imported = {
+        name
+        for path in (PACKAGE / "algorithms").rglob("*.py")
+        for _, name in imported_modules(path, PACKAGE)
+        if name.startswith("roll.configs")
+    }
+    assert imported <= known
+
+
 @pytest.mark.parametrize("room", sorted(FORBIDDEN_LIBRARIES))
 def test_loading_a_light_room_loads_no_heavy_library(room):
     """What the sources do not import, they might still pull in through a room below."""
