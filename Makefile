@@ -53,7 +53,7 @@ bench-infer: venv
 bench-scheduler: venv
 	$(RUN) benchmarks/scheduler_cost.py
 
-# The plain side needs about 10 GiB.
+# The plain side needs about 8 GiB.
 bench-logprobs: venv
 	$(RUN) benchmarks/logprob_memory.py
 

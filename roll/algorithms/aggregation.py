@@ -36,14 +36,16 @@ class LossNormalizers:
         return cls(sum(lengths), sum(length > 0 for length in lengths), max_response_length)
 
 
-def token_weights(response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
-    """Weight of each token in the aggregate, float32 ``[batch, seq]``, 0 outside the mask.
+def token_weights(
+    response_mask: Tensor, mode: str, normalizers: LossNormalizers, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Weight of each token in the aggregate, ``[batch, seq]`` in ``dtype``, 0 outside the mask.
 
     ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476). ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO,
     arXiv 2402.03300). ``seq-mean-token-sum``: 1 / sequences. ``seq-mean-token-sum-norm``: 1 / (sequences x longest
     possible response) (Dr. GRPO, arXiv 2503.20783). A row must hold its whole sequence. Unknown modes: ``ValueError``.
     """
-    lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).float()
+    lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype)
     sequences = max(1, normalizers.sequences)
     if mode == "token-mean":
         weights = torch.full_like(lengths, 1.0 / max(1, normalizers.tokens))
@@ -63,4 +65,5 @@ def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: Los
 
     ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. Contributions of disjoint rows add up.
     """
-    return (keep(values, response_mask) * token_weights(response_mask, mode, normalizers)).sum()
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return (keep(values, response_mask) * token_weights(response_mask, mode, normalizers, wide)).sum()

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.masking import keep
-from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
+from roll.algorithms.off_policy_metrics import lag_buckets, off_policy_metrics, off_policy_sums
 from roll.algorithms.registry import KnobError, KnobProblem, build_knobs, knob, suggestion
 
 Level = Literal["token", "sequence", "geometric"]
@@ -134,6 +134,7 @@ def correct(
     response_mask: Tensor,
     settings: Correction,
     *,
+    trained: Tensor | None = None,
     lags: Tensor | None = None,
     max_lag: int | None = None,
     capped: bool = False,
@@ -142,13 +143,14 @@ def correct(
 
     ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
     (int): ``[batch, seq]``, a row being a whole sequence; what stands outside the mask is never read. Computed in
-    float64; the weights are float32, or float64 if an input is. ``lags``, ``max_lag`` and ``capped`` as in
-    `off_policy_sums`.
+    float64; the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask): tokens
+    that are trained on, rejection aside; weights are averaged over those of them that stay. ``lags``, ``max_lag`` and
+    ``capped`` as in `off_policy_sums`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight a bound changed; ``rejected_share``: response tokens that left the
     loss; ``rejected_sequences_share``: responses of which no token stayed; ``weight_mean``: over the tokens that stay,
-    before normalisation.
+    before normalisation. With ``max_lag`` the first two also per lag, as ``lag_<n>/...``.
     """
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     kept = response_mask
@@ -156,12 +158,19 @@ def correct(
         kept = kept & rejection.accepts(log_ratio, response_mask)
     weights, clipped = _bounded_weights(log_ratio, response_mask, settings.weight)
     weights = keep(weights, kept)
-    mean = weights.sum() / kept.sum().clamp(min=1)
+    staying = kept if trained is None else kept & trained
+    mean = keep(weights, staying).sum() / staying.sum().clamp(min=1)
     if settings.normalize:
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
+    buckets = {"": response_mask} | ({} if max_lag is None else lag_buckets(response_mask, lags, max_lag, capped))
+    shares = {
+        f"{prefix}{name}": _share(changed & bucket, bucket)
+        for prefix, bucket in buckets.items()
+        for name, changed in (("clipped_share", clipped), ("rejected_share", ~kept))
+        if not prefix or bucket.any()
+    }
     metrics = {
-        "clipped_share": _share(clipped & response_mask, response_mask),
-        "rejected_share": _share(response_mask & ~kept, response_mask),
+        **shares,
         "rejected_sequences_share": _share(response_mask.any(-1) & ~kept.any(-1), response_mask.any(-1)),
         "weight_mean": mean.item(),
         **off_policy_metrics(off_policy_sums(log_ratio, response_mask, lags, max_lag, capped)),

@@ -88,6 +88,27 @@ def policy_metrics(
     )
 
 
+def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several optimizer steps as those of one training step.
+
+    Means over the steps, but the largest ``ratio_max``. What belongs to one lag is weighted by the share of that lag,
+    which not every step need have.
+    """
+    names = list(dict.fromkeys(name for update in updates for name in update))
+    return {name: _over_updates(name, updates) for name in names}
+
+
+def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    if name == "ratio_max":
+        return max(update[name] for update in updates)
+    lag, _, measure = name.rpartition("/")
+    if not lag or measure == "share":
+        return sum(update.get(name, 0.0) for update in updates) / len(updates)
+    shares = [update.get(f"{lag}/share", 0.0) for update in updates]
+    values = [share * update[name] for share, update in zip(shares, updates, strict=True) if share > 0]
+    return sum(values) / sum(shares)
+
+
 def combine(parts: Sequence[LossMetrics]) -> tuple[Tensor, Tensor]:
     """The vectors of several parts of a batch as those of one."""
     vectors = [part.vectors() for part in parts]

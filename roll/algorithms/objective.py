@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
@@ -104,8 +105,9 @@ class PolicyObjective:
         if missing:
             raise ValueError(f"{self.pg_variant} lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
         trained = response_mask if loss_mask is None else loss_mask & response_mask
+        # A token that is not trained on counts in the ratio of its response, and is not moved by it.
         inputs = PolicyInputs(
-            logprobs=logprobs,
+            logprobs=torch.where(trained, logprobs, logprobs.detach()),
             behaviour_logprobs=fields["behaviour_logprobs"],
             advantages=fields["advantages"],
             response_mask=response_mask,

@@ -40,7 +40,7 @@ def off_policy_sums(
         "k1": -log_ratio,
         "k3": torch.expm1(log_ratio) - log_ratio,
     }
-    buckets = {"": mask} | ({} if max_lag is None else _lag_buckets(mask, lags, max_lag, capped))
+    buckets = {"": mask} | ({} if max_lag is None else lag_buckets(mask, lags, max_lag, capped))
     return {
         prefix + name: keep(value, bucket).sum() for prefix, bucket in buckets.items() for name, value in values.items()
     }
@@ -77,7 +77,8 @@ def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     return metrics
 
 
-def _lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -> dict[str, Tensor]:
+def lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -> dict[str, Tensor]:
+    """The parts of ``mask`` by lag, bool ``[batch, seq]``, under ``lag_<n>/``; see `off_policy_sums`."""
     if lags is None or max_lag < 0:
         raise ValueError(f"metrics per lag need lags and a max_lag of at least 0, not {max_lag}")
     buckets = {f"lag_{lag}/": mask & (lags == lag) for lag in range(max_lag)}

@@ -72,7 +72,8 @@ class Variant:
     use: str
     """When to choose it, in a sentence."""
     traits: Any
-    """What the surroundings must know about it; its type is the registry's own affair."""
+    """What the surroundings must know about it, or a function from its knobs to that; the type is the registry's own
+    affair."""
 
 
 class Registry:
@@ -112,6 +113,11 @@ class Registry:
         """
         variant = self.variant(name)
         return variant.function, build_knobs(variant.knobs, args, f"{self.kind} {name!r}", self._owners())
+
+    def traits(self, name: str, knobs: Any) -> Any:
+        """What the surroundings must know about ``name`` with these knobs."""
+        traits = self.variant(name).traits
+        return traits(knobs) if callable(traits) else traits
 
     def _owners(self) -> dict[str, list[str]]:
         """Name of each knob -> the variants that have it."""

@@ -32,7 +32,7 @@ def pg_variant_args(config: RLVRConfig) -> dict[str, Any]:
 
 def may_be_stale(config: RLVRConfig) -> bool:
     """Whether a token can be older than the weights that train on it."""
-    return resolved_max_staleness(config) > 0
+    return least_staleness(config) > 0
 
 
 def model_path(config: RLVRConfig, role: WorkerConfig) -> str:

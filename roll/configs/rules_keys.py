@@ -118,11 +118,18 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 remedy = "set `add_token_level_kl: true`"
                 yield _inert(key, vars(config)[key], "`add_token_level_kl` is false", remedy)
     yield from _inert_without_a_switch(config)
+    yield from _inert_straight_through(config)
     if not uses_kl(config) and differs_from_default(config, "kl_estimator"):
         yield _inert("kl_estimator", config.kl_estimator, "there is no KL term", "set `use_kl_loss: true`")
     if config.async_generation_ratio == 0:
         yield from _inert_when_synchronous(config)
     yield from _inert_batching(config)
+
+
+def _inert_straight_through(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    if config.kl_estimator == "k3_straight_through" and uses_kl(config) and not config.use_kl_loss:
+        reason = "a penalty in the rewards has no gradient, and its value is that of k3"
+        yield _inert("kl_estimator", config.kl_estimator, reason, "set `kl_estimator: k3`")
 
 
 def _inert_without_a_switch(config: RLVRConfig) -> Iterator[ConfigProblem]:

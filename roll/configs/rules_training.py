@@ -114,11 +114,19 @@ def rewards_keep_a_meaning(config: RLVRConfig) -> Iterator[ConfigProblem]:
         low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
         message = f"{low:g} is above difficulty_high_threshold {high:g}: every group would be left out"
         yield ConfigProblem("difficulty_low_threshold", message, f"set at most {high:g}")
+    if config.difficulty_mask and (config.difficulty_low_threshold, config.difficulty_high_threshold) == (0, 1):
+        message = "true, but the thresholds 0 and 1 keep every group whose scores lie between them"
+        remedy = "set `difficulty_low_threshold` or `difficulty_high_threshold`, for example 0.1 and 0.95"
+        yield ConfigProblem("difficulty_mask", message, remedy)
     penalty = config.length_penalty
     if penalty is not None and penalty.buffer is not None and penalty.buffer > max_new_tokens(config):
         message = f"{penalty.buffer} is more than the longest response of {count(max_new_tokens(config), 'token')}"
         yield ConfigProblem("length_penalty.buffer", message, f"set at most {max_new_tokens(config)}")
     if config.num_return_sequences_in_group == 1:
+        if penalty is not None and penalty.kind == "relative":
+            message = "relative compares the lengths of a group, and a group has 1 sample"
+            remedy = "set `num_return_sequences_in_group` to at least 2, or `kind: overlong`"
+            yield ConfigProblem("length_penalty.kind", message, remedy)
         for key in ("norm_mean_type", "norm_std_type"):
             if vars(config)[key] == "group":
                 message = "group, but a group has 1 sample: nothing to compare"

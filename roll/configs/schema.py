@@ -532,6 +532,9 @@ class PipelineConfig:
     difficulty_mask: bool = option(
         False, help="Leave groups out of the loss whose mean score lies outside the two thresholds."
     )
+    zero_variance_mask: bool = option(
+        False, help="Leave groups of equal scores out of the loss, and so out of what it is divided by."
+    )
     difficulty_low_threshold: float = option(0.0, help="Smallest mean score of a group kept.", range=ANY_FINITE)
     difficulty_high_threshold: float = option(1.0, help="Largest mean score of a group kept.", range=ANY_FINITE)
     adv_estimator: str = option("grpo", help="Advantage estimator: a name from `docs/algorithms/advantages.md`.")

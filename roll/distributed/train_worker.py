@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roll.algorithms.metrics import mean_over_updates
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import WorkerConfig
 from roll.data.records import SampleBatch
@@ -99,7 +100,7 @@ class TrainWorker(Worker):
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
-        """All optimizer steps of one training step; metrics are means over them."""
+        """All optimizer steps of one training step; metrics as by `mean_over_updates`."""
         return await self.in_thread(self._train, batch, objective, plan)
 
     def _train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
@@ -107,7 +108,7 @@ class TrainWorker(Worker):
             self._strategy.train_step(batch.select(rows), objective, plan.temperature)
             for rows in optimizer_batches(len(batch), plan, self._seed)
         ]
-        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+        return mean_over_updates(results)
 
     async def gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into buckets in the engine's dtype (rank 0 keeps them, the others join the collective)."""

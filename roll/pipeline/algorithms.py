@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from roll.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
+from roll.algorithms.advantages import AdvantageEstimator, AdvantageTraits, make_advantage_estimator
 from roll.algorithms.correction import Correction, parse_correction
 from roll.algorithms.kl import make_kl_controller
 from roll.algorithms.moments import RunningMoments
 from roll.algorithms.objective import PolicyObjective
+from roll.algorithms.policy_losses import PolicyLossTraits
 from roll.algorithms.registry import KnobError
 from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
 from roll.configs import derived
@@ -52,7 +53,7 @@ def build_algorithms(config: RLVRConfig) -> Algorithms:
     if objective is not None and not problems:
         problems += _policy_problems(config, objective, correction)
     if estimator is not None:
-        problems += _estimator_problems(config, estimator)
+        problems += _estimator_problems(config, estimator, objective)
     if problems:
         raise ConfigError(problems)
     return Algorithms(objective, correction, _advantages(config, estimator))
@@ -108,9 +109,7 @@ def _correction(config: RLVRConfig) -> Correction | None:
 def _advantages(config: RLVRConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
     controller = None
     if config.add_token_level_kl:
-        controller = make_kl_controller(
-            config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon
-        )
+        controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
     return AdvantageSettings(
         estimator=estimator,
         shaping=_shaping(config),
@@ -139,6 +138,7 @@ def _shaping(config: RLVRConfig) -> RewardShaping:
             correct_above=penalty.correct_above,
         ),
         drop_truncated=config.max_len_mask,
+        drop_zero_variance=config.zero_variance_mask,
         difficulty=(config.difficulty_low_threshold, config.difficulty_high_threshold)
         if config.difficulty_mask
         else None,
@@ -150,56 +150,87 @@ def _policy_problems(
 ) -> Iterator[ConfigProblem]:
     """Corrections that are missing, act twice, or act on nothing."""
     traits, name = objective.traits, config.actor_train.pg_variant
-    recompute = config.old_logprobs == "recompute"
-    weighted = correction is not None and correction.weight is not None
-    if traits.needs_proximal and not recompute:
+    if traits.needs_proximal and config.old_logprobs != "recompute":
         message = f"behaviour, but {name} is defined on recomputed log-probabilities"
         yield ConfigProblem("old_logprobs", message, "set `old_logprobs: recompute`")
         return
-    if recompute and not traits.uses_anchor:
-        message = f"recompute has no effect: {name} has no ratio to anchor"
-        yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
-    if weighted and traits.importance_weighted and (not recompute or traits.needs_proximal):
+    yield from _weight_problems(config, traits, correction)
+    weighted = correction is not None and correction.weight is not None
+    why = _why_uncorrected(config, traits, weighted)
+    if why and not config.allow_uncorrected_off_policy:
+        remedy = (
+            "choose `ppo`, `tis` or another loss with `old_logprobs: behaviour`, add `train_infer_correction.weight`, "
+            "make every batch fresh and one optimizer step, or set `allow_uncorrected_off_policy: true` to experiment"
+        )
+        yield ConfigProblem("actor_train.pg_variant", f"{name} would train on samples as if fresh: {why}", remedy)
+    elif not why and config.allow_uncorrected_off_policy:
+        message = "true has no effect: nothing stale goes uncorrected here"
+        yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")
+    elif not why:
+        yield from _anchor_problems(config, traits, weighted)
+
+
+def _weight_problems(
+    config: RLVRConfig, traits: PolicyLossTraits, correction: Correction | None
+) -> Iterator[ConfigProblem]:
+    """A weight for a distance that the loss weighs already, or of tokens where the loss knows responses only."""
+    if correction is None or correction.weight is None:
+        return
+    name, path = config.actor_train.pg_variant, "train_infer_correction.weight"
+    if traits.importance_weighted and (config.old_logprobs != "recompute" or traits.needs_proximal):
         reason = "has its own behaviour weight" if traits.needs_proximal else "is anchored on the behaviour policy"
         message = f"the distance to the policy that sampled would count twice: {name} {reason}"
         remedy = "remove the weight" + ("" if traits.needs_proximal else ", or set `old_logprobs: recompute`")
-        yield ConfigProblem("train_infer_correction.weight", message, remedy)
-    inert = recompute and traits.weight_is_constant and derived.optimizer_steps_per_step(config) == 1
-    if inert:
-        message = (
-            f"recompute: with one optimizer step a batch the ratio is exactly 1, so {name}, whose bounds are its "
-            "correction, would correct nothing"
-        )
-        yield ConfigProblem("old_logprobs", message, "set `old_logprobs: behaviour`, or take several optimizer steps")
-    anchored = traits.corrects and (not recompute or traits.needs_proximal)
-    if derived.may_be_stale(config) and not (anchored or weighted or inert or config.allow_uncorrected_off_policy):
-        reason = "its ratio is taken against recomputed log-probabilities" if recompute else "it has no ratio"
-        staleness = derived.resolved_max_staleness(config)
-        message = f"{name} would train on tokens up to {staleness} versions old as if they were fresh: {reason}"
-        remedy = (
-            "choose `tis`, `ppo` or another loss with `old_logprobs: behaviour`, add `train_infer_correction.weight`, "
-            "set `async_generation_ratio: 0`, or `allow_uncorrected_off_policy: true` for an experiment"
-        )
-        yield ConfigProblem("actor_train.pg_variant", message, remedy)
-    elif config.allow_uncorrected_off_policy and (anchored or weighted or not derived.may_be_stale(config)):
-        message = "true has no effect: nothing stale goes uncorrected here"
-        yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")
+        yield ConfigProblem(path, message, remedy)
+    elif traits.sequence_valued and correction.weight.level == "token":
+        message = f"{name} gives a response one loss, so weights of its tokens would act as their mean"
+        yield ConfigProblem(f"{path}.level", message, "set `level: sequence` or `level: geometric`")
 
 
-def _estimator_problems(config: RLVRConfig, estimator: AdvantageEstimator) -> Iterator[ConfigProblem]:
+def _why_uncorrected(config: RLVRConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
+    """Why the loss would take samples of an older policy for fresh ones; None if it does not, or there are none."""
+    steps = derived.optimizer_steps_per_step(config)
+    if not traits.uses_anchor and steps > 1:
+        return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
+    anchored = traits.corrects and (config.old_logprobs != "recompute" or traits.needs_proximal)
+    if anchored or weighted or not derived.may_be_stale(config):
+        return None
+    staleness = derived.resolved_max_staleness(config)
+    reason = "its ratio is taken against recomputed log-probabilities" if traits.uses_anchor else "it has no ratio"
+    return f"{reason}, and tokens are up to {staleness} versions old"
+
+
+def _anchor_problems(config: RLVRConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
+    """Recomputed log-probabilities that would make no difference, or take a loss's own correction away."""
+    if config.old_logprobs != "recompute":
+        return
+    name = config.actor_train.pg_variant
+    if not traits.uses_anchor:
+        message = f"recompute has no effect: {name} has no ratio to anchor"
+        yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
+        return
+    plain_ppo = name == "ppo" and not config.actor_train.pg_variant_args
+    one_step = derived.optimizer_steps_per_step(config) == 1
+    if one_step and not traits.needs_proximal and not (weighted and plain_ppo):
+        message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
+        remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
+        yield ConfigProblem("old_logprobs", message, remedy)
+
+
+def _estimator_problems(
+    config: RLVRConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
+) -> Iterator[ConfigProblem]:
     """Estimators that need what this pipeline does not have, or would see nothing."""
     traits, name = estimator.traits, config.adv_estimator
     if traits.needs_values:
         message = f"{name} needs a value model, and `critic` is not part of this version"
         yield ConfigProblem("adv_estimator", message, "use an estimator without values, for example grpo or rloo")
-    if traits.needs_turns or traits.needs_states:
+    if traits.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
     if traits.group_relative and config.num_return_sequences_in_group == 1:
         message = f"1: {name} compares the samples of a prompt, so all advantages would be 0"
-        yield ConfigProblem(
-            "num_return_sequences_in_group", message, "set at least 2, or `adv_estimator: reinforce`"
-        )
+        yield ConfigProblem("num_return_sequences_in_group", message, "set at least 2, or `adv_estimator: reinforce`")
     if traits.whitens and config.whiten_advantages:
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")
@@ -208,3 +239,20 @@ def _estimator_problems(config: RLVRConfig, estimator: AdvantageEstimator) -> It
             if vars(config)[key] not in (None, "none"):
                 message = f"{name} compares with the plain score of a greedy response; this would change one side only"
                 yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
+    yield from _normalisation_problems(config, traits)
+    varies = traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl)
+    if varies and objective is not None and objective.traits.sequence_valued:
+        message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
+        yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
+
+
+def _normalisation_problems(config: RLVRConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """Rewards normalised by what the estimator takes out anyway. Penalties in token rewards give a scale a meaning."""
+    kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "group")}
+    cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
+    if not config.add_token_level_kl:
+        cancelled["norm_std_type"] = kinds[traits.scales_cancel]
+    for key, without_effect in cancelled.items():
+        if vars(config)[key] in without_effect:
+            message = f"{vars(config)[key]} has no effect: {config.adv_estimator} takes it out again"
+            yield ConfigProblem(key, message, "remove the key, or use `adv_estimator: reinforce`")

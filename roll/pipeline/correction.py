@@ -25,6 +25,7 @@ def add_correction(
         torch.from_numpy(data.padded("behaviour_logprobs")),
         mask,
         correction,
+        trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
         lags=torch.from_numpy(data.padded("lags")),
         max_lag=max_lag,
         capped=lags_capped,

@@ -91,8 +91,13 @@ def weighted(weight: Callable[[float, float], float]) -> Callable[[Row], Result]
     return each_token(token)
 
 
-def tis(lower: float = 0.0, upper: float = 1.0) -> Callable[[Row], Result]:
-    return weighted(lambda ratio, advantage: clip(ratio, lower, upper))
+def tis(lower: float = 0.0, upper: float = 1.0, level: str = "token") -> Callable[[Row], Result]:
+    def token(row: Row, t: int) -> tuple[float, float, bool]:
+        ratio = math.exp(sum(row.log_ratios()) if level == "sequence" else row.log_ratios()[t])
+        weight = clip(ratio, lower, upper)
+        return -weight * row.advantages[t] * row.logprobs[t], -weight * row.advantages[t], weight != ratio
+
+    return each_token(token)
 
 
 def cispo(low: float = 1.0, high: float = 0.28, unified: bool = False) -> Callable[[Row], Result]:
@@ -197,6 +202,7 @@ CASES = {
     ),
     "tis": ("tis", {}, tis()),
     "tis bounds": ("tis", {"lower": 0.5, "upper": 2.0}, tis(0.5, 2.0)),
+    "tis sequence": ("tis", {"upper": 2.0, "level": "sequence"}, tis(upper=2.0, level="sequence")),
     "tis unbounded": ("tis", {"upper": math.inf}, tis(upper=math.inf)),
     "topr": ("topr", {}, topr()),
     "topr knobs": (

@@ -323,7 +323,7 @@ def test_padding_on_either_side_and_groups_without_tokens_change_nothing(name, s
     assert values[-1].eq(0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not ADVANTAGE_ESTIMATORS.variant(name).traits.whitens])
+@pytest.mark.parametrize("name", [name for name in NAMES if not make_advantage_estimator(name).traits.whitens])
 def test_groups_are_estimated_apart_unless_the_batch_is_whitened(name):
     case = random_case(11)
     values = case.estimate(name)
@@ -385,7 +385,7 @@ def test_a_missing_field_is_named_and_nothing_else_is_asked_for(name):
 
 
 def test_traits_say_what_estimators_need():
-    traits = {name: ADVANTAGE_ESTIMATORS.variant(name).traits for name in NAMES}
+    traits = {name: make_advantage_estimator(name).traits for name in NAMES}
     assert all(isinstance(item, AdvantageTraits) for item in traits.values())
 
     def having(trait):
@@ -396,6 +396,8 @@ def test_traits_say_what_estimators_need():
     assert having("needs_values") == {"gae"}
     assert having("needs_turns") == {"gigpo", "step_reinforce"}
     assert having("needs_states") == {"gigpo"}
+    assert having("for_episodes") == {"gigpo", "step_reinforce", "agentic_reinforce"}
+    assert having("returns_to_go") == {"reinforce", "reinforce_plus_plus", "gae"}
     assert having("whitens") == {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
@@ -728,3 +730,33 @@ def test_a_kl_penalty_lowers_the_returns_before_it():
     assert plain.tolist() == [[0, 1, 1]] and plain.dtype == torch.float32
     with pytest.raises(ValueError, match="both"):
         estimate_advantages(estimator, torch.tensor([1.0]), mask, [0], logprobs=logprobs)
+
+
+KINDS = {"none": (), "batch": ("batch",), "group": ("batch", "group")}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("grpo", {}), ("grpo", {"normalize_by_std": False}), ("rloo", {}), ("opo", {}), ("reinforce", {}),
+        ("reinforce_plus_plus", {}), ("reinforce_plus_plus", {"gamma": 0.5}), ("reinforce_plus_plus_baseline", {}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("amounts", ["batch", "group"])
+def test_shifts_and_scales_cancel_exactly_where_the_traits_say_so(name, knobs, amounts):
+    estimator = make_advantage_estimator(name, knobs)
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    rewards = torch.rand(6, generator=generator, dtype=torch.float64)
+    mask = torch.arange(6)[None, :] < torch.tensor([2, 5, 3, 4, 6, 1])[:, None]
+    amount = torch.tensor([2.0, 5.0] if amounts == "group" else [3.0, 3.0], dtype=torch.float64)[groups]
+
+    def advantages(values):
+        return estimate_advantages(estimator, values, mask, groups)
+
+    for changed, trait in (
+        (rewards + amount, estimator.traits.shifts_cancel),
+        (rewards * amount, estimator.traits.scales_cancel),
+    ):
+        same = torch.allclose(advantages(changed), advantages(rewards), rtol=1e-4, atol=1e-6)
+        assert same == (amounts in KINDS[trait])

@@ -176,28 +176,38 @@ def test_binary_divergences_are_finite_and_exact_up_to_the_last_bit_of_probabili
 
 
 def test_traits_say_what_each_loss_needs_and_does():
-    constant_weight = PolicyLossTraits(weight_is_constant=True)
-    assert {name: asdict(POLICY_LOSSES.variant(name).traits) for name in POLICY_LOSSES.names()} == {
+    assert {name: asdict(make_policy_loss(name).traits) for name in POLICY_LOSSES.names()} == {
         name: asdict(traits)
         for name, traits in {
             "vanilla": PolicyLossTraits(uses_anchor=False, importance_weighted=False, corrects=False),
             "ppo": PolicyLossTraits(),
             "decoupled_ppo": PolicyLossTraits(needs_proximal=True),
-            "tis": constant_weight,
-            "topr": PolicyLossTraits(needs_scores=True, weight_is_constant=True),
-            "cispo": constant_weight,
+            "tis": PolicyLossTraits(),
+            "topr": PolicyLossTraits(needs_scores=True),
+            "cispo": PolicyLossTraits(),
             "kimi15": PolicyLossTraits(importance_weighted=False),
-            "gspo": PolicyLossTraits(uniform_advantages=True),
-            "gmpo": PolicyLossTraits(uniform_advantages=True),
+            "gspo": PolicyLossTraits(),
+            "gmpo": PolicyLossTraits(sequence_valued=True),
             "sapo": PolicyLossTraits(),
             "dppo": PolicyLossTraits(),
         }.items()
     }
+    assert make_policy_loss("kimi15", {"level": "sequence"}).traits.sequence_valued
+
+
+def test_the_gate_of_sapo_is_flat_where_the_ratio_overflows():
+    logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    inputs = PolicyInputs(
+        logprobs, torch.tensor([[-90.0, 0.0]]), torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    )
+    losses, _ = make_policy_loss("sapo")(inputs)
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == [[0.0, -1.0]]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_what_a_loss_needs_and_does_not_get_is_an_error(name):
-    traits = POLICY_LOSSES.variant(name).traits
+    traits = make_policy_loss(name).traits
     bare = replace(random_inputs(6), proximal_logprobs=None, scores=None)
     for inputs, lacking in (
         (replace(bare, scores=torch.zeros(5)), "proximal_logprobs" if traits.needs_proximal else None),

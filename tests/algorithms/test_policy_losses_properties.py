@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
-from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, make_policy_loss
+from roll.algorithms.policy_losses import PolicyInputs, make_policy_loss
 from tests.algorithms.policy_loss_reference import CASES, random_inputs
 
 LOSSES = {label: (name, args) for label, (name, args, _) in CASES.items()}
@@ -152,7 +152,7 @@ def test_with_a_proximal_anchor_the_behaviour_policy_does_not_matter_and_the_oth
     behaviour = replace(proximal, anchor="behaviour")
     elsewhere = proximal.behaviour_logprobs - 1.0
     for label, (name, _) in LOSSES.items():
-        traits = POLICY_LOSSES.variant(name).traits
+        traits = make_policy_loss(name).traits
         if traits.needs_proximal:
             continue
         anchored = evaluate(label, proximal)

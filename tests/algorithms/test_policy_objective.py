@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.metrics import combine
+from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
 
@@ -71,10 +71,10 @@ def test_any_split_gives_the_same_loss_gradients_and_metrics(mode, seed, labels)
     parts = [[row for row in range(ROWS) if labels[row] == label] for label in sorted(set(labels))]
     loss, gradients, metrics = evaluate(objective, tensors, WHOLE)
     split_loss, split_gradients, split_metrics = evaluate(objective, tensors, parts)
-    assert split_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
+    assert split_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
     for left, right in zip(gradients, split_gradients, strict=True):
         torch.testing.assert_close(left, right)
-    assert split_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert split_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)
 
 
 def test_loss_is_policy_loss_plus_kl_minus_entropy():
@@ -89,15 +89,16 @@ def test_loss_is_policy_loss_plus_kl_minus_entropy():
     policy = -(tensors["advantages"] * tensors["logprobs"])[mask].sum() / tokens
     kl = difference.square().sum() / 2 / tokens
     entropy = tensors["entropy"][mask].sum() / tokens
-    assert loss == pytest.approx((policy + 0.3 * kl - 0.2 * entropy).item(), rel=1e-6)
+    assert loss == pytest.approx((policy + 0.3 * kl - 0.2 * entropy).item(), rel=1e-10)
     assert metrics["loss"] == pytest.approx(loss)
-    assert metrics["pg_loss"] == pytest.approx(policy.item(), rel=1e-6)
-    assert metrics["kl_loss"] == pytest.approx(kl.item(), rel=1e-6)
-    assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-6)
-    expected = torch.where(mask, (-tensors["advantages"] + 0.3 * (tensors["logprobs"] - tensors["reference_logprobs"]))
-                           / tokens, 0.0)
-    torch.testing.assert_close(logprob_gradient, expected, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(entropy_gradient, torch.where(mask, -0.2 / tokens.double(), 0.0), rtol=1e-6, atol=1e-9)
+    assert metrics["pg_loss"] == pytest.approx(policy.item(), rel=1e-10)
+    assert metrics["kl_loss"] == pytest.approx(kl.item(), rel=1e-10)
+    assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-10)
+    expected = torch.where(
+        mask, (-tensors["advantages"] + 0.3 * (tensors["logprobs"] - tensors["reference_logprobs"])) / tokens, 0.0
+    )
+    torch.testing.assert_close(logprob_gradient, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(entropy_gradient, torch.where(mask, -0.2 / tokens.double(), 0.0), rtol=1e-10, atol=1e-12)
 
 
 def test_ratio_metrics_follow_their_definitions():
@@ -125,8 +126,9 @@ def test_what_stands_outside_the_mask_is_never_read(fill):
     objective = PolicyObjective(9, use_kl_loss=True, entropy_loss_coef=0.1)
     tensors = random_tensors(4)
     mask = tensors["response_mask"]
-    dirty = {name: value if name == "response_mask" else value.masked_fill(~mask, fill)
-             for name, value in tensors.items()}
+    dirty = {
+        name: value if name == "response_mask" else value.masked_fill(~mask, fill) for name, value in tensors.items()
+    }
     loss, gradients, metrics = evaluate(objective, tensors, WHOLE)
     dirty_loss, dirty_gradients, dirty_metrics = evaluate(objective, dirty, WHOLE)
     assert dirty_loss == loss and dirty_metrics == metrics
@@ -146,8 +148,11 @@ def test_it_survives_pickling_and_refuses_what_cannot_work():
     objective = PolicyObjective(9, "tis", {"upper": 3.0})
     assert pickle.loads(pickle.dumps(objective)) == objective
     for wrong in (
-        {"pg_variant": "nope"}, {"pg_variant_args": {"lower": 0.1}}, {"loss_agg_mode": "mean"},
-        {"kl_estimator": "k9"}, {"max_response_length": 0},
+        {"pg_variant": "nope"},
+        {"pg_variant_args": {"lower": 0.1}},
+        {"loss_agg_mode": "mean"},
+        {"kl_estimator": "k9"},
+        {"max_response_length": 0},
     ):
         with pytest.raises(ValueError):
             PolicyObjective(**{"max_response_length": 9} | wrong)
@@ -163,7 +168,12 @@ def test_missing_fields_are_named():
             tensors["logprobs"], tensors["entropy"], tensors["response_mask"], objective.normalizers([1] * ROWS), fields
         )
     for name in (
-        "advantages", "proximal_logprobs", "reference_logprobs", "correction_weights", "lags", "scores",
+        "advantages",
+        "proximal_logprobs",
+        "reference_logprobs",
+        "correction_weights",
+        "lags",
+        "scores",
     ):
         assert name in str(caught.value)
 
@@ -190,10 +200,10 @@ def test_no_variant_depends_on_the_split_whatever_is_left_of_the_batch(name, see
     parts = [[row for row in range(ROWS) if labels[row] == label] for label in sorted(set(labels))]
     loss, gradients, metrics = evaluate(objective, tensors, WHOLE)
     split_loss, split_gradients, split_metrics = evaluate(objective, tensors, parts)
-    assert split_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
+    assert split_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
     for left, right in zip(gradients, split_gradients, strict=True):
         torch.testing.assert_close(left, right)
-    assert split_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert split_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)
 
 
 def test_rejected_tokens_leave_numerator_and_normaliser_but_not_the_ratio_of_their_sequence():
@@ -205,12 +215,46 @@ def test_rejected_tokens_leave_numerator_and_normaliser_but_not_the_ratio_of_the
     loss, (gradient, _), metrics = evaluate(objective, tensors, WHOLE)
     whole = objective.policy_loss(objective_inputs(tensors))[0]
     expected = whole[tensors["loss_mask"]].sum() / tensors["loss_mask"].sum()
-    assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert gradient[0, 3] != 0, "the token is part of its sequence's ratio, though it is not trained on itself"
+    assert loss == pytest.approx(expected.item(), rel=1e-10)
+    assert gradient[0, 2:].eq(0).all(), "the tokens are part of their sequence's ratio, but not moved by it"
+    assert gradient[0, :2].ne(0).any()
     assert metrics["trained_share"] == pytest.approx((ROWS * WIDTH - WIDTH + 2) / (ROWS * WIDTH))
-    plain = PolicyObjective(9, "vanilla")
-    _, (gradient, _), _ = evaluate(plain, tensors, WHOLE)
-    assert gradient[0, 2:].eq(0).all() and gradient[0, :2].ne(0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        *((name, {}) for name in POLICY_LOSSES.names()),
+        ("kimi15", {"level": "sequence"}),
+        ("tis", {"level": "sequence"}),
+    ],
+)
+def test_no_loss_moves_a_token_that_is_not_trained_on(name, knobs):
+    tensors = full_tensors(10)
+    tensors["response_mask"][:] = True
+    objective = PolicyObjective(9, name, knobs, anchor="proximal", use_kl_loss=True)
+    _, (gradient, _), _ = evaluate(objective, tensors, WHOLE)
+    assert gradient[~tensors["loss_mask"]].eq(0).all()
+    assert gradient[tensors["loss_mask"]].ne(0).any()
+
+
+def test_metrics_of_several_updates_are_weighted_by_what_each_has_seen():
+    updates = [
+        {"loss": 1.0, "ratio_max": 3.0, "lag_0/share": 0.25, "lag_0/ess": 1.0, "lag_1/share": 0.75, "lag_1/ess": 0.5},
+        {"loss": 3.0, "ratio_max": 2.0, "lag_1/share": 0.25, "lag_1/ess": 0.9, "lag_2+/share": 0.75, "lag_2+/ess": 0.2},
+    ]
+    assert mean_over_updates(updates) == pytest.approx(
+        {
+            "loss": 2.0,
+            "ratio_max": 3.0,
+            "lag_0/share": 0.125,
+            "lag_0/ess": 1.0,
+            "lag_1/share": 0.5,
+            "lag_1/ess": 0.6,
+            "lag_2+/share": 0.375,
+            "lag_2+/ess": 0.2,
+        }
+    )
 
 
 def objective_inputs(tensors):

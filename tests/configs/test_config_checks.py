@@ -224,6 +224,20 @@ WRONG = [
         {"difficulty_mask": True, "difficulty_low_threshold": 0.8, "difficulty_high_threshold": 0.2},
         "difficulty_low_threshold", "every group would be left out", "at most 0.2",
     ),
+    ({"difficulty_mask": True}, "difficulty_mask", "keep every group", "0.95"),
+    (
+        {"num_return_sequences_in_group": 1, "length_penalty": {"kind": "relative"}},
+        "length_penalty.kind", "1 sample", "overlong",
+    ),
+    (
+        {"kl_estimator": "k3_straight_through", "add_token_level_kl": True, "reference": {"device_mapping": [0]}},
+        "kl_estimator", "no gradient", "kl_estimator: k3",
+    ),
+    (
+        {"init_kl_coef": 0, "kl_controller": "adaptive", "add_token_level_kl": True,
+         "reference": {"device_mapping": [0]}},
+        "init_kl_coef", "would stay 0", "above 0",
+    ),
     ({"difficulty_low_threshold": 0.2}, "difficulty_low_threshold", "no effect", "difficulty_mask: true"),
     ({"length_penalty": {"buffer": 600}}, "length_penalty.buffer", "longest response of 512 tokens", "at most 512"),
     ({"length_penalty": {"correct_above": 0.5}}, "length_penalty.correct_above", "no effect", "kind: relative"),

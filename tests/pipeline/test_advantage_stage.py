@@ -141,3 +141,15 @@ def test_rejection_adds_to_what_is_left_out_already():
     assert batch.data.tokens["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 10
     assert "correction_weights" not in batch.data.tokens
     assert metrics["rejected_share"] == pytest.approx(1 / 3)
+
+
+def test_weights_are_averaged_over_what_is_trained_on():
+    samples = [sample(1.0), sample(0.0), sample(0.0, finish_reason="length")]
+    batch = with_proximal(batch_of((samples, None)), -0.5, -0.5, -0.5 + np.log(10))
+    add_advantages(batch, settings("rloo", RewardShaping(drop_truncated=True)))
+    correction = parse_correction({"weight": {"level": "token", "upper": 20.0}, "normalize": True})
+    metrics = add_correction(batch, correction, max_lag=2, lags_capped=False)
+    trained = batch.data.tokens["loss_mask"]
+    assert batch.data.tokens["correction_weights"][trained] == pytest.approx(1.0)
+    assert metrics["weight_mean"] == pytest.approx(1.0)
+    assert metrics["lag_1/clipped_share"] == 0.0 and metrics["lag_1/rejected_share"] == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_config
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS, make_advantage_estimator
 from roll.algorithms.policy_losses import POLICY_LOSSES
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
@@ -38,7 +38,7 @@ def test_every_loss_that_corrects_runs_off_policy_on_the_recorded_logprobs(tmp_p
 
 def test_a_loss_without_a_ratio_is_refused_off_policy(tmp_path):
     found = problems(tmp_path, async_generation_ratio=1, actor_train__pg_variant="vanilla")
-    assert "as if they were fresh" in found["actor_train.pg_variant"]
+    assert "as if fresh" in found["actor_train.pg_variant"]
     assert "allow_uncorrected_off_policy" in found["actor_train.pg_variant"]
     build(tmp_path, actor_train__pg_variant="vanilla")
     build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="vanilla", allow_uncorrected_off_policy=True)
@@ -58,6 +58,26 @@ def test_recomputed_logprobs_hide_staleness_and_need_a_correction(tmp_path):
     assert {"proximal_logprobs", "correction_weights"} <= set(built.objective.token_fields)
     rejection = {"reject": [{"level": "sequence", "upper": 4.0}]}
     assert "actor_train.pg_variant" in problems(tmp_path, **off_policy, train_infer_correction=rejection)
+    build(tmp_path, **off_policy, allow_uncorrected_off_policy=True)
+
+
+def test_a_bound_that_is_never_reached_is_no_staleness(tmp_path):
+    build(tmp_path, max_staleness=3, actor_train__pg_variant="vanilla")
+
+
+def test_a_loss_without_a_ratio_takes_one_step_a_batch(tmp_path):
+    found = problems(tmp_path, actor_train__pg_variant="vanilla", ppo_epochs=4)
+    assert "4 optimizer steps" in found["actor_train.pg_variant"]
+    found = problems(
+        tmp_path,
+        actor_train__pg_variant="vanilla",
+        ppo_epochs=4,
+        async_generation_ratio=1,
+        train_infer_correction=WEIGHT,
+    )
+    assert "4 optimizer steps" in found["actor_train.pg_variant"]
+    build(tmp_path, actor_train__pg_variant="vanilla", ppo_epochs=4, allow_uncorrected_off_policy=True)
+    build(tmp_path, actor_train__pg_variant="ppo", ppo_epochs=4)
 
 
 def test_decoupled_ppo_needs_recomputed_logprobs_and_carries_its_own_weight(tmp_path):
@@ -77,12 +97,60 @@ def test_a_weight_on_top_of_a_behaviour_ratio_counts_twice_but_rejection_does_no
     build(tmp_path, async_generation_ratio=1, actor_train__pg_variant="kimi15", train_infer_correction=WEIGHT)
 
 
-@pytest.mark.parametrize("name", ["tis", "topr", "cispo"])
-def test_a_correction_that_would_see_a_ratio_of_one_is_an_error(tmp_path, name):
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"vanilla", "decoupled_ppo"}))
+def test_a_ratio_that_is_always_one_is_an_error(tmp_path, name):
     changes = {"actor_train__pg_variant": name, "old_logprobs": "recompute"}
     assert "exactly 1" in problems(tmp_path, **changes)["old_logprobs"]
-    assert "exactly 1" in problems(tmp_path, **changes, async_generation_ratio=1)["old_logprobs"]
+    assert "as if fresh" in problems(tmp_path, **changes, async_generation_ratio=1)["actor_train.pg_variant"]
     build(tmp_path, **changes, **SEVERAL_STEPS)
+
+
+def test_a_trust_region_set_by_hand_must_have_something_to_bound(tmp_path):
+    recompute = {"async_generation_ratio": 1, "old_logprobs": "recompute", "train_infer_correction": WEIGHT}
+    build(tmp_path, **recompute)
+    for changes in (
+        {"actor_train__pg_variant_args": {"clip_high": 0.3}},
+        {"actor_train__pg_variant": "kimi15", "actor_train__kimi15_tau": 5.0},
+    ):
+        assert "exactly 1" in problems(tmp_path, **recompute, **changes)["old_logprobs"]
+
+
+def test_weights_of_tokens_need_a_loss_of_tokens(tmp_path):
+    gmpo = {
+        "async_generation_ratio": 1, "old_logprobs": "recompute", "actor_train__pg_variant": "gmpo", **SEVERAL_STEPS
+    }  # fmt: skip
+    assert (
+        "as their mean"
+        in problems(tmp_path, **gmpo, train_infer_correction=WEIGHT)["train_infer_correction.weight.level"]
+    )
+    build(tmp_path, **gmpo, train_infer_correction={"weight": {"level": "geometric"}})
+
+
+def test_a_loss_of_responses_needs_one_advantage_each(tmp_path):
+    gmpo = {"actor_train__pg_variant": "gmpo", "adv_estimator": "reinforce"}
+    build(tmp_path, **gmpo)
+    found = problems(tmp_path, **gmpo, adv_estimator_args={"gamma": 0.9})
+    assert "different advantages" in found["adv_estimator"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "key", "values"),
+    [
+        ("grpo", "norm_mean_type", ("group", "batch", "running")),
+        ("rloo", "norm_mean_type", ("group", "batch", "running")),
+        ("reinforce_plus_plus", "norm_mean_type", ("batch", "running")),
+        ("grpo", "norm_std_type", ("group", "batch", "running")),
+        ("reinforce_plus_plus_baseline", "norm_std_type", ("batch", "running")),
+    ],
+)
+def test_normalising_what_the_estimator_takes_out_is_an_error(tmp_path, estimator, key, values):
+    for value in ("group", "batch", "running"):
+        changes = {"adv_estimator": estimator, key: value}
+        if value in values:
+            assert "takes it out again" in problems(tmp_path, **changes)[key]
+        else:
+            build(tmp_path, **changes)
+    build(tmp_path, adv_estimator="grpo", adv_estimator_args={"normalize_by_std": False}, norm_std_type="batch")
 
 
 def test_an_anchor_that_nothing_reads_is_an_error(tmp_path):
@@ -125,10 +193,10 @@ def test_a_wrong_value_is_reported_where_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
 def test_every_estimator_is_built_or_refused_with_its_reason(tmp_path, name):
-    traits = ADVANTAGE_ESTIMATORS.variant(name).traits
+    traits = make_advantage_estimator(name).traits
     if traits.needs_values:
         assert "value model" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
-    elif traits.needs_turns or traits.needs_states:
+    elif traits.for_episodes:
         assert "several turns" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
     else:
         assert build(tmp_path, adv_estimator=name).advantages.estimator.name == name

@@ -75,6 +75,20 @@ def test_a_group_has_its_samples_in_order_each_with_its_own_seed_and_name():
     run_virtual(scenario())
 
 
+def test_a_greedy_baseline_is_generated_judged_and_not_trained_on():
+    async def scenario():
+        engine = Engine()
+        sampling = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5)
+        group = await rollout(engine, greedy_baseline=True, sampling=sampling)(9, prompt(), min_version=5)
+        assert group.scores.tolist() == [0, 1, 2, 3] and group.baseline_score == 4
+        *sampled, greedy = [request.sampling for request, _ in engine.requests]
+        assert [(each.temperature, each.top_p, each.top_k) for each in sampled] == [(0.7, 0.9, 5)] * 4
+        assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
+        assert len({request.request_id for request, _ in engine.requests}) == 5
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("text", ["2+2", "bad"])
 def test_samples_that_stay_together_leave_nothing_in_the_router(text):
     async def scenario():

@@ -7,7 +7,7 @@ import pytest
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS, make_advantage_estimator
 from roll.algorithms.policy_losses import POLICY_LOSSES
 
 EXTRA = {
@@ -19,8 +19,7 @@ EXTRA = {
 ESTIMATORS = [
     name
     for name in ADVANTAGE_ESTIMATORS.names()
-    if not any(vars(ADVANTAGE_ESTIMATORS.variant(name).traits)[need] for need in ("needs_values", "needs_turns"))
-    and not ADVANTAGE_ESTIMATORS.variant(name).traits.needs_states
+    if not (make_advantage_estimator(name).traits.for_episodes or make_advantage_estimator(name).traits.needs_values)
 ]
 
 
@@ -74,6 +73,7 @@ def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cl
             "reject": [{"level": "token", "lower": 0.2, "upper": 5.0}],
         },
         "reward_clip": 0.9,
+        "adv_estimator": "reinforce",
         "norm_mean_type": "batch",
         "norm_std_type": "running",
         "length_penalty": {"kind": "overlong", "weight": 0.1, "buffer": 2},
@@ -110,3 +110,17 @@ def test_on_policy_the_trainer_agrees_with_the_engine(task, ray_cluster):
         assert step["correction/k3"] == pytest.approx(0, abs=1e-6)
         assert step["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
         assert step["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
+
+
+def test_several_optimizer_steps_off_policy_report_every_lag(task, ray_cluster):
+    changes = {
+        "async_generation_ratio": 0.5,
+        "max_steps": 6,
+        "actor_train__training_args__gradient_accumulation_steps": 4,
+        "actor_train__training_args__per_device_train_batch_size": 1,
+    }
+    run = run_pipeline(task, ray_cluster, config_of(task, **changes))
+    assert run.summary["steps"] == 6
+    for step in run.metrics:
+        shares = [value for name, value in step.items() if name.startswith("actor/lag_") and name.endswith("/share")]
+        assert sum(shares) == pytest.approx(1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ class AdvantageTraits:
     """It needs ``turns``."""
     needs_states: bool = False
     """It needs ``states``."""
+    for_episodes: bool = False
+    """It differs from others only where an episode has several turns."""
+    returns_to_go: bool = False
+    """Tokens of one response differ, if there is a discount or rewards of tokens."""
+    shifts_cancel: Literal["none", "batch", "group"] = "none"
+    """Whether rewards may be shifted without effect: all by one amount, or each group by its own."""
+    scales_cancel: Literal["none", "batch", "group"] = "none"
+    """Whether rewards may be scaled without effect: all by one factor, or each group by its own."""
     whitens: bool = False
     """It gives the batch mean 0 and deviation 1 itself, so whitening once more does nothing."""
 
@@ -123,7 +131,7 @@ def make_advantage_estimator(name: str, args: Mapping[str, Any] | None = None) -
     Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
     """
     function, knobs = ADVANTAGE_ESTIMATORS.build(name, args or {})
-    return AdvantageEstimator(name, function, knobs, ADVANTAGE_ESTIMATORS.variant(name).traits)
+    return AdvantageEstimator(name, function, knobs, ADVANTAGE_ESTIMATORS.traits(name, knobs))
 
 
 def result_dtype(rewards: Tensor) -> torch.dtype:

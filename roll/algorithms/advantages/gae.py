@@ -65,7 +65,7 @@ class GAEKnobs:
     formula="A[t] = d[t] + gamma · lambda_ · A[t+1], d[t] = r[t] + gamma · V[t+1] − V[t], over response tokens alone",
     source="GAE, arXiv 1506.02438",
     use="With a critic: credit for single tokens, and one sample a prompt is enough.",
-    traits=AdvantageTraits(needs_values=True),
+    traits=AdvantageTraits(needs_values=True, returns_to_go=True),
 )
 def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
     """The advantages of `generalised_advantages`, ``[batch, seq]``."""

@@ -30,7 +30,7 @@ class GiGPOKnobs:
     "G of turn k = Σ over turns j ≥ k of gamma^(j − k) · r[turn j]",
     source="GiGPO, arXiv 2505.10978",
     use="Episodes of one environment seed that pass through the same states: credit for single turns without a critic.",
-    traits=AdvantageTraits(group_relative=True, needs_turns=True, needs_states=True),
+    traits=AdvantageTraits(group_relative=True, needs_turns=True, needs_states=True, for_episodes=True),
 )
 def gigpo_advantages(inputs: AdvantageInputs, knobs: GiGPOKnobs) -> Tensor:
     """Advantage of the episode plus ``step_weight`` x advantage of the turn, ``[batch, seq]`` (arXiv 2505.10978).

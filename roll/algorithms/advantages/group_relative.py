@@ -47,7 +47,9 @@ class GRPOKnobs:
     source="GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
     use="The usual choice for verifiable rewards with several samples a prompt. With normalize_by_std: false, groups "
     "that nearly always succeed or fail are not blown up.",
-    traits=AdvantageTraits(group_relative=True),
+    traits=lambda knobs: AdvantageTraits(
+        group_relative=True, shifts_cancel="group", scales_cancel="group" if knobs.normalize_by_std else "none"
+    ),
 )
 def grpo_advantages(inputs: AdvantageInputs, knobs: GRPOKnobs) -> Tensor:
     """Reward minus the group's mean, over the group's unbiased deviation, ``[batch, seq]`` (arXiv 2402.03300)."""
@@ -65,7 +67,7 @@ def group_normalised(rewards: Tensor, groups: Tensor, knobs: GRPOKnobs) -> Tenso
     formula="A = R − mean(R of the other samples of the group)",
     source="RLOO, arXiv 2402.14740; Kool et al. 2019",
     use="Unbiased for any group size, with the variance of a good baseline. For rewards whose scale is to be kept.",
-    traits=AdvantageTraits(group_relative=True),
+    traits=AdvantageTraits(group_relative=True, shifts_cancel="group"),
 )
 def rloo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
     """Reward minus the mean of the others, which is n / (n - 1) x (reward - mean of all), ``[batch, seq]``."""
@@ -83,7 +85,7 @@ def rloo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
     source="OPO, arXiv 2505.23585",
     use="The baseline of least variance where the squared gradient grows with the length; for on-policy training on "
     "responses of very different lengths. A sample is part of its own baseline, so the gradient is biased by O(1/n).",
-    traits=AdvantageTraits(group_relative=True),
+    traits=AdvantageTraits(group_relative=True, shifts_cancel="group"),
 )
 def opo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
     """Reward minus the group's mean weighted by response length in tokens, ``[batch, seq]`` (arXiv 2505.23585)."""

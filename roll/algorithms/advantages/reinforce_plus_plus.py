@@ -33,7 +33,12 @@ class ReinforcePlusPlusKnobs:
     source="REINFORCE++, arXiv 2501.03262",
     use="One sample a prompt is enough. The paper has the KL penalty (k1) in the token rewards: "
     "`add_token_level_kl: true`.",
-    traits=AdvantageTraits(whitens=True),
+    traits=lambda knobs: AdvantageTraits(
+        whitens=True,
+        returns_to_go=True,
+        shifts_cancel="batch" if knobs.gamma == 1 else "none",
+        scales_cancel="batch",
+    ),
 )
 def reinforce_plus_plus_advantages(inputs: AdvantageInputs, knobs: ReinforcePlusPlusKnobs) -> Tensor:
     """Discounted returns of the token rewards, whitened over the batch, ``[batch, seq]`` (arXiv 2501.03262)."""
@@ -56,7 +61,7 @@ class ReinforcePlusPlusBaselineKnobs:
     source="REINFORCE++ with baseline, arXiv 2501.03262",
     use="Several samples a prompt whose rewards have different scales per prompt: the group gives the mean, the batch "
     "the deviation. The paper adds the KL (k2) to the loss: `use_kl_loss: true`.",
-    traits=AdvantageTraits(group_relative=True, whitens=True),
+    traits=AdvantageTraits(group_relative=True, whitens=True, shifts_cancel="group", scales_cancel="batch"),
 )
 def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, knobs: ReinforcePlusPlusBaselineKnobs) -> Tensor:
     """Reward minus the group's mean, whitened over the tokens of the batch, ``[batch, seq]`` (arXiv 2501.03262).

@@ -48,7 +48,7 @@ class ReinforceKnobs:
     source="Williams 1992, Machine Learning 8",
     use="The plain return: unbiased, with the highest variance. For rewards that are centred already, or with "
     "whitening.",
-    traits=AdvantageTraits(),
+    traits=AdvantageTraits(returns_to_go=True),
 )
 def reinforce_advantages(inputs: AdvantageInputs, knobs: ReinforceKnobs) -> Tensor:
     """Discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""

@@ -62,7 +62,7 @@ class StepReinforceKnobs:
     formula="A[turn k] = Σ over turns j ≥ k of gamma^(j − k) · r[turn j], for every token of turn k",
     source="Williams 1992, counted in turns as in ROLL",
     use="Episodes with rewards along the way: each turn answers for what comes after it, whatever its length.",
-    traits=AdvantageTraits(needs_turns=True),
+    traits=AdvantageTraits(needs_turns=True, for_episodes=True),
 )
 def step_reinforce_advantages(inputs: AdvantageInputs, knobs: StepReinforceKnobs) -> Tensor:
     """Discounted return of each token's turn, ``[batch, seq]``. A turn number without tokens still counts as time."""
@@ -85,7 +85,7 @@ class AgenticReinforceKnobs:
     source="ROLL; Williams 1992",
     use="Whole trajectories with the environment's tokens in between, where no turns are recorded: the mask alone "
     "tells the segments.",
-    traits=AdvantageTraits(),
+    traits=AdvantageTraits(for_episodes=True),
 )
 def agentic_reinforce_advantages(inputs: AdvantageInputs, knobs: AgenticReinforceKnobs) -> Tensor:
     """Discounted return of each token's segment, ``[batch, seq]``.

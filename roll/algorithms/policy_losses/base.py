@@ -101,16 +101,15 @@ class PolicyLossTraits:
     """Whether the anchor enters at all."""
     importance_weighted: bool = True
     """Whether current / anchor is a weight of the loss; a second weight for the same distance would count twice."""
-    weight_is_constant: bool = False
-    """Whether the ratio enters as a weight without gradient only: if it is exactly 1, this is `vanilla`."""
     corrects: bool = True
     """Whether, anchored on the behaviour policy, it handles stale tokens."""
     needs_proximal: bool = False
     """Whether ``proximal_logprobs`` must be there whatever the anchor."""
     needs_scores: bool = False
     """Whether ``scores`` must be there."""
-    uniform_advantages: bool = False
-    """Whether the paper defines it for one advantage per sequence."""
+    sequence_valued: bool = False
+    """Whether the loss of a token is that of its whole response, so that a weight of one token weighs all of them, and
+    one advantage per response is assumed."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> Policy
     Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
     """
     function, knobs = POLICY_LOSSES.build(name, args or {})
-    return PolicyLoss(name, function, knobs, POLICY_LOSSES.variant(name).traits)
+    return PolicyLoss(name, function, knobs, POLICY_LOSSES.traits(name, knobs))
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:

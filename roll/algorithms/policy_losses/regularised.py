@@ -6,6 +6,7 @@ the two close. It is the surrogate of policy mirror descent, whose optimum holds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from roll.algorithms.registry import knob
 class Kimi15Knobs:
     """Knobs of `kimi15`."""
 
-    tau: float = knob(0.1, help="Strength of the pull towards the anchor.", at_least=0)
+    tau: float = knob(0.1, help="Strength of the pull towards the anchor.", above=0, below=math.inf)
     level: Literal["token", "sequence"] = knob(
         "token",
         help="Squares of the log ratios of the tokens, an approximation, or the square of that of the whole response, "
@@ -40,7 +41,7 @@ class Kimi15Knobs:
     source="Kimi k1.5, arXiv 2501.12599",
     use="Stale tokens without importance weights, and so without their variance. The paper's method is level "
     "`sequence` with the aggregation `seq-mean-token-sum`.",
-    traits=PolicyLossTraits(importance_weighted=False),
+    traits=lambda knobs: PolicyLossTraits(importance_weighted=False, sequence_valued=knobs.level == "sequence"),
 )
 def kimi15_loss(inputs: PolicyInputs, knobs: Kimi15Knobs) -> tuple[Tensor, TokenMetrics]:
     """-A log pi + (tau / 2) d^2, ``[batch, seq]``, with d the log ratio (arXiv 2501.12599). Clips nothing.

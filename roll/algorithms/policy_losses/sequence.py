@@ -40,7 +40,7 @@ class GSPOKnobs:
     source="Group sequence policy optimization, Zheng et al., arXiv 2507.18071",
     use="Mixture-of-experts models and long responses, where single-token ratios are noise. The paper aggregates with "
     "`seq-mean-token-mean`. Its bounds are tight: with tokens of another engine or version, widen them.",
-    traits=PolicyLossTraits(uniform_advantages=True),
+    traits=PolicyLossTraits(),
 )
 def gspo_loss(inputs: PolicyInputs, knobs: GSPOKnobs) -> tuple[Tensor, TokenMetrics]:
     """`clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
@@ -69,7 +69,7 @@ class GMPOKnobs:
     source="Geometric-mean policy optimization, Zhao et al., arXiv 2507.20673",
     use="When outliers among the token ratios make `ppo` unstable: the geometric mean hardly sees them, and the range "
     "can be wide. Defined for one advantage per response and the aggregation `seq-mean-token-mean`.",
-    traits=PolicyLossTraits(uniform_advantages=True),
+    traits=PolicyLossTraits(sequence_valued=True),
 )
 def gmpo_loss(inputs: PolicyInputs, knobs: GMPOKnobs) -> tuple[Tensor, TokenMetrics]:
     """-A times the geometric mean of the clipped ratios of the row, ``[batch, seq]`` (arXiv 2507.20673).

@@ -16,6 +16,9 @@ from roll.algorithms.policy_losses.base import (
 )
 from roll.algorithms.registry import knob
 
+FLAT_LOG_RATIO = 60.0
+"""Beyond this log ratio the slope of the gate is 0 in any precision."""
+
 
 @dataclass(frozen=True)
 class SAPOKnobs:
@@ -42,5 +45,7 @@ def sapo_loss(inputs: PolicyInputs, knobs: SAPOKnobs) -> tuple[Tensor, TokenMetr
     """
     positive = inputs.advantages > 0
     temperature = torch.full_like(inputs.logprobs, knobs.tau_negative).masked_fill(positive, knobs.tau_positive)
-    gate = 4 / temperature * torch.sigmoid(temperature * (inputs.ratio() - 1))
+    # Far above 1 the gate is flat; cut there, a ratio that overflows has gradient 0 and not 0 x inf.
+    ratio = inputs.log_ratio().clamp(max=FLAT_LOG_RATIO).exp()
+    gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
     return -gate * inputs.advantages, nothing_clipped(gate)

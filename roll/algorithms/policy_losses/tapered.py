@@ -45,7 +45,7 @@ class TOPRKnobs:
     source="Tapered off-policy REINFORCE, Le Roux et al., arXiv 2503.14286",
     use="Very stale or recorded data with rewards of either sign, and no KL penalty. The ratio of a long response is "
     "soon 0, so it learns little from old failures; level `token` is milder and no longer the paper's method.",
-    traits=PolicyLossTraits(needs_scores=True, weight_is_constant=True),
+    traits=PolicyLossTraits(needs_scores=True),
 )
 def topr_loss(inputs: PolicyInputs, knobs: TOPRKnobs) -> tuple[Tensor, TokenMetrics]:
     """-w A log pi, ``[batch, seq]``, with a constant weight w (arXiv 2503.14286).

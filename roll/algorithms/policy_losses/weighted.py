@@ -6,6 +6,7 @@ The weight carries no gradient, so a bound limits how much a token counts and ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +20,6 @@ from roll.algorithms.policy_losses.base import (
 )
 from roll.algorithms.registry import knob
 
-CONSTANT_WEIGHT = PolicyLossTraits(weight_is_constant=True)
-
 
 @dataclass(frozen=True)
 class TISKnobs:
@@ -28,6 +27,9 @@ class TISKnobs:
 
     lower: float = knob(0.0, help="Smallest importance weight.", at_least=0)
     upper: float = knob(1.0, help="Largest importance weight; `.inf` for none.", above=0)
+    level: Literal["token", "sequence"] = knob(
+        "token", help="The ratio of each token, or of the whole response: less bias, more variance."
+    )
 
     def __post_init__(self) -> None:
         if self.lower >= self.upper:
@@ -37,20 +39,22 @@ class TISKnobs:
 @POLICY_LOSSES.register(
     "tis",
     TISKnobs,
-    formula="−sg(clip(ρ, lower, upper))·A·log π",
+    formula="−sg(clip(ρ, lower, upper))·A·log π; level sequence: with ∏ₜ ρₜ in the place of ρ",
     source="truncated importance sampling, Ionides 2008; IMPALA, Espeholt et al., arXiv 1802.01561",
     use="Moderately stale tokens and one update per batch: every token keeps a gradient and the variance is bounded; a "
     "larger upper bound trades variance for bias. Nothing holds the policy near the one that sampled.",
-    traits=CONSTANT_WEIGHT,
+    traits=PolicyLossTraits(),
 )
 def tis_loss(inputs: PolicyInputs, knobs: TISKnobs) -> tuple[Tensor, TokenMetrics]:
     """-sg(clip(r, lower, upper)) A log pi, ``[batch, seq]`` (Ionides 2008; IMPALA, arXiv 1802.01561).
 
     Every token keeps a gradient; ``clip_fraction`` is the share of tokens whose weight was changed by the bounds.
     """
-    ratio = inputs.ratio().detach()
+    log_ratio = inputs.log_ratio() if knobs.level == "token" else inputs.sequence_log_ratio(mean=False)
+    ratio = log_ratio.detach().exp()
     weights = ratio.clamp(knobs.lower, knobs.upper)
-    return -weights * inputs.advantages * inputs.logprobs, clip_fraction(weights != ratio, weights)
+    losses = -weights * inputs.advantages * inputs.logprobs
+    return losses, clip_fraction(weights != ratio, losses)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class CISPOKnobs:
     source="CISPO, MiniMax-M1, arXiv 2506.13585",
     use="Long reasoning, where PPO would drop the rare tokens that change direction: their weight is bounded, their "
     "gradient kept. As `tis` with bounds around 1; the unified mask brings back PPO's trust region.",
-    traits=CONSTANT_WEIGHT,
+    traits=PolicyLossTraits(),
 )
 def cispo_loss(inputs: PolicyInputs, knobs: CISPOKnobs) -> tuple[Tensor, TokenMetrics]:
     """-sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, ``[batch, seq]`` (MiniMax-M1, arXiv 2506.13585).

@@ -133,7 +133,8 @@ class Fsdp2TrainStrategy:
 
         Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
         the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
-        not finite). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a forward-only role.
+        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
+        forward-only role.
         """
         if self.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
@@ -151,7 +152,7 @@ class Fsdp2TrainStrategy:
             )
             for rows in self._plan(batch, self.train_limits)[self.rank]
         ]
-        return {**self._combined(parts), **self._update()}
+        return {**self._combined(parts), **self._update(nothing_to_learn=normalizers.tokens == 0)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective."""
@@ -307,13 +308,13 @@ class Fsdp2TrainStrategy:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return parts[0].from_vectors(sums.tolist(), maxima.tolist())
 
-    def _update(self) -> dict[str, float]:
-        """Clip, step unless the gradient is not finite, advance the schedule in either case."""
+    def _update(self, nothing_to_learn: bool) -> dict[str, float]:
+        """Clip, step unless the gradient is not finite or no token was trained on, advance the schedule in any case."""
         learning_rate = self.training_args.learning_rate * self.learning_rate_factor(self.optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         grad_norm = float(clip_gradients(self.model.parameters(), self.training_args.max_grad_norm))
-        skipped = not np.isfinite(grad_norm)
+        skipped = nothing_to_learn or not np.isfinite(grad_norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

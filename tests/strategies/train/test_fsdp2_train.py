@@ -303,13 +303,29 @@ def test_learning_rate_follows_the_schedule(start, model_path):
 
 def test_a_fully_masked_batch_changes_nothing(start, model_path):
     trainer = start(model_path, max_tokens=20)
+    trainer.train_step(make_batch(), OBJECTIVE, 1.0)  # The optimizer's momentum would go on without a gradient.
     before = weights_of(trainer)
     batch = make_batch()
     batch.tokens["response_mask"][:] = False
     metrics = trainer.train_step(batch, OBJECTIVE, 1.0)
-    assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0 and metrics["skipped_updates"] == 0.0
+    assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0 and metrics["skipped_updates"] == 1.0
     assert all(np.isfinite(value) for value in metrics.values())
     assert all(np.array_equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_only_tokens_of_the_loss_mask_are_trained_on_and_counted(start, model_path):
+    """Leaving samples out is the same as not having them, whatever the micro-batches."""
+    batch = make_batch()
+    batch.tokens["loss_mask"] = np.repeat(np.arange(len(batch)) % 2 == 0, batch.lengths)
+    trainer = start(model_path, max_tokens=20)
+    left_out = trainer.train_step(batch, OBJECTIVE, 1.0)
+    weights = weights_of(trainer)
+    trainer = start(model_path)
+    without = trainer.train_step(batch.select(range(0, len(batch), 2)), OBJECTIVE, 1.0)
+    assert left_out["loss"] == pytest.approx(without["loss"], rel=1e-5)
+    assert left_out["trained_share"] < without["trained_share"] == 1.0
+    for name, value in weights_of(trainer).items():
+        np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_said(start, model_path):
