@@ -103,19 +103,14 @@ def model_path(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def start():
-    """Build trainers of one rank; the one before is shut down first, as a process has one process group."""
-    running = []
+def start(leave_process_group):
+    """Build trainers of one rank, one after the other."""
 
     def build_one(model_path, **changes):
-        while running:
-            running.pop().shutdown()
-        running.append(build(model_path, **changes))
-        return running[-1]
+        leave_process_group()
+        return build(model_path, **changes)
 
-    yield build_one
-    while running:
-        running.pop().shutdown()
+    return build_one
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

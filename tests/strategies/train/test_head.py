@@ -131,9 +131,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def build(path: str, *, rank=0, world_size=1, port=None, dtype="float32", max_tokens=10_000, chunk_elements=None):
+    # Gemma 2 caps its attention scores, which `sdpa` cannot.
+    model_args = ModelArguments(dtype=dtype, attn_implementation="eager" if "gemma" in path else "sdpa")
     trainer = Fsdp2TrainStrategy(
         path, rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port or free_ports(1)[0],
-        device="cpu", model_args=ModelArguments(dtype=dtype), training_args=ALMOST_SGD, total_optimizer_steps=10,
+        device="cpu", model_args=model_args, training_args=ALMOST_SGD, total_optimizer_steps=10,
         max_tokens_per_micro_batch_train=max_tokens, micro_batch_size_train=1,
         max_tokens_per_micro_batch_infer=max_tokens, micro_batch_size_infer=1, forward_only=False, seed=0,
         strategy_config={"process_group_timeout_seconds": 60},
@@ -145,19 +147,14 @@ def build(path: str, *, rank=0, world_size=1, port=None, dtype="float32", max_to
 
 
 @pytest.fixture
-def start():
-    """Build trainers of one rank; the one before is shut down first, as a process has one process group."""
-    running = []
+def start(leave_process_group):
+    """Build trainers of one rank, one after the other."""
 
     def build_one(path, **changes):
-        while running:
-            running.pop().shutdown()
-        running.append(build(path, **changes))
-        return running[-1]
+        leave_process_group()
+        return build(path, **changes)
 
-    yield build_one
-    while running:
-        running.pop().shutdown()
+    return build_one
 
 
 @pytest.fixture(scope="module")
