@@ -31,7 +31,7 @@ def assert_every_group_is_accounted_for(run, steps, groups_per_step):
 def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cluster, ratio):
     config = tiny_config(
         task,
-        max_steps=30,
+        max_steps=70,
         rollout_batch_size=16,
         async_generation_ratio=ratio,
         actor_train__training_args__learning_rate=5e-3,
@@ -40,11 +40,11 @@ def test_the_model_learns_at_every_ratio_within_the_staleness_bound(task, ray_cl
     )
     run = run_pipeline(task, ray_cluster, config)
     rewards = [step["reward/mean"] for step in run.metrics]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15, rewards
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:5]) + 0.25, rewards
     assert run.summary["lag/max"] == max(step["lag/max"] for step in run.metrics) <= math.ceil(ratio)
     if ratio >= 1:
         assert run.summary["lag/max"] >= 1
-    assert_every_group_is_accounted_for(run, 30, 16)
+    assert_every_group_is_accounted_for(run, 70, 16)
 
 
 def test_fifo_at_ratio_one_brings_the_same_groups_together_whatever_the_latencies(task, ray_cluster):

@@ -34,7 +34,7 @@ def config_of(task, **changes):
     return tiny_config(
         task,
         **{
-            "max_steps": 40,
+            "max_steps": 60,
             "rollout_batch_size": 16,
             "async_generation_ratio": 1,
             "actor_train__training_args__learning_rate": 5e-3,
@@ -46,13 +46,13 @@ def config_of(task, **changes):
 def gain(run):
     rewards = [step["reward/mean"] for step in run.metrics]
     assert np.isfinite(rewards).all()
-    return np.mean(rewards[-5:]) - np.mean(rewards[:5])
+    return np.mean(rewards[-10:]) - np.mean(rewards[:5])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_every_policy_loss_learns(task, ray_cluster, name):
     run = run_pipeline(task, ray_cluster, config_of(task, actor_train__pg_variant=name, **EXTRA.get(name, {})))
-    assert gain(run) > 0.1
+    assert gain(run) > 0.25
     assert run.summary["lag/max"] == 1
     assert {"actor/ess", "actor/k1", "actor/kl", "actor/chi2", "actor/clip_fraction"} <= run.metrics[-1].keys()
     assert any(name.startswith("actor/lag_1/") for name in run.metrics[-1])
@@ -61,7 +61,7 @@ def test_every_policy_loss_learns(task, ray_cluster, name):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_of_single_responses_learns(task, ray_cluster, name):
     run = run_pipeline(task, ray_cluster, config_of(task, adv_estimator=name))
-    assert gain(run) > 0.1
+    assert gain(run) > 0.25
 
 
 def test_correction_rejection_shaping_and_adaptive_kl_work_together(task, ray_cluster):
