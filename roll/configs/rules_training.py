@@ -82,7 +82,7 @@ def _response_fits(path: str, sampling: GeneratingArguments, config: RLVRConfig)
 
 
 def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """The samples of a group can differ, and a filter has something to compare."""
+    """The samples of a group can differ, and what drops equal ones has something to compare, and does it once."""
     sampling, size = config.actor_infer.generating_args, config.num_return_sequences_in_group
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
@@ -94,6 +94,12 @@ def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if size == 1 and config.group_filter == "zero_variance":
         message = "zero_variance would drop every group: each has 1 sample"
         yield ConfigProblem("group_filter", message, "set `num_return_sequences_in_group` to at least 2, or `none`")
+    if config.zero_variance_mask and size == 1:
+        message = "true would leave every group out of the loss: each has 1 sample"
+        yield ConfigProblem("zero_variance_mask", message, "set at least 2 `num_return_sequences_in_group`, or false")
+    elif config.zero_variance_mask and config.group_filter == "zero_variance":
+        message = "true has no effect: `group_filter: zero_variance` drops such groups before training"
+        yield ConfigProblem("zero_variance_mask", message, "keep one of the two")
 
 
 def kl_has_a_reference(config: RLVRConfig) -> Iterator[ConfigProblem]:

@@ -20,6 +20,7 @@ from roll.algorithms.registry import KnobError
 from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.rules_keys import differs_from_default
 from roll.configs.schema import ROLL_KNOBS, RLVRConfig
 from roll.pipeline.advantages import AdvantageSettings
 
@@ -209,9 +210,9 @@ def _anchor_problems(config: RLVRConfig, traits: PolicyLossTraits, weighted: boo
         message = f"recompute has no effect: {name} has no ratio to anchor"
         yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
         return
-    plain_ppo = name == "ppo" and not config.actor_train.pg_variant_args
+    not_chosen = not any(differs_from_default(config.actor_train, key) for key in ("pg_variant", "pg_variant_args"))
     one_step = derived.optimizer_steps_per_step(config) == 1
-    if one_step and not traits.needs_proximal and not (weighted and plain_ppo):
+    if one_step and not traits.needs_proximal and not (weighted and not_chosen):
         message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
         remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
         yield ConfigProblem("old_logprobs", message, remedy)

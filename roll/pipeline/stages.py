@@ -8,6 +8,7 @@ scheduler's groups, the last one publishes the new weights, which is what lets t
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from roll.distributed.train_worker import TrainPlan
@@ -77,7 +78,8 @@ class AdvantageStage(Stage):
         self.context = context
 
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        batch.metrics.update(add_advantages(batch, self.context.advantages))
+        # In a thread: long responses take a good part of a second, and rollouts go on meanwhile.
+        batch.metrics.update(await asyncio.to_thread(add_advantages, batch, self.context.advantages))
         return batch
 
 
@@ -117,8 +119,12 @@ class TrainStage(Stage):
         batch.data.tokens["proximal_logprobs"] = await context.trainer.log_probs(batch.data, context.train_temperature)
         if context.correction is not None:
             objective = context.objective
-            metrics = add_correction(
-                batch, context.correction, max_lag=objective.max_lag, lags_capped=objective.lags_capped
+            metrics = await asyncio.to_thread(
+                add_correction,
+                batch,
+                context.correction,
+                max_lag=objective.max_lag,
+                lags_capped=objective.lags_capped,
             )
             batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 

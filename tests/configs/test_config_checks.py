@@ -224,6 +224,14 @@ WRONG = [
         {"difficulty_mask": True, "difficulty_low_threshold": 0.8, "difficulty_high_threshold": 0.2},
         "difficulty_low_threshold", "every group would be left out", "at most 0.2",
     ),
+    (
+        {"num_return_sequences_in_group": 1, "zero_variance_mask": True},
+        "zero_variance_mask", "every group", "at least 2",
+    ),
+    (
+        {"group_filter": "zero_variance", "zero_variance_mask": True},
+        "zero_variance_mask", "before training", "keep one",
+    ),
     ({"difficulty_mask": True}, "difficulty_mask", "keep every group", "0.95"),
     (
         {"num_return_sequences_in_group": 1, "length_penalty": {"kind": "relative"}},

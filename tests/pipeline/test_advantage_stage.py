@@ -78,6 +78,12 @@ def test_samples_left_out_count_in_their_group_but_not_in_the_loss():
     assert first_advantages(batch).tolist() == [1.0, -1.0]
 
 
+def test_groups_of_equal_scores_can_leave_the_loss():
+    batch = batch_of(([sample(1.0), sample(1.0)], None), ([sample(1.0), sample(0.0)], None))
+    add_advantages(batch, settings(shaping=RewardShaping(drop_zero_variance=True)))
+    assert batch.data.tokens["loss_mask"].tolist() == [False] * 10 + [False, False, True, True, True] * 2
+
+
 def test_without_anything_left_out_there_is_no_loss_mask():
     batch = batch_of(([sample(1.0), sample(0.0)], None))
     add_advantages(batch, settings())

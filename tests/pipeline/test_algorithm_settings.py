@@ -62,7 +62,7 @@ def test_recomputed_logprobs_hide_staleness_and_need_a_correction(tmp_path):
 
 
 def test_a_bound_that_is_never_reached_is_no_staleness(tmp_path):
-    build(tmp_path, max_staleness=3, actor_train__pg_variant="vanilla")
+    assert build(tmp_path, max_staleness=3, actor_train__pg_variant="vanilla").objective.pg_variant == "vanilla"
 
 
 def test_a_loss_without_a_ratio_takes_one_step_a_batch(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +14,9 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
+from tests.strategies.train.trainers import ALMOST_SGD, free_ports
 
 VOCABULARY = 23
-ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
-"""With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports, as all are held until the last one is found."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for server in servers:
-            server.bind(("127.0.0.1", 0))
-        return [server.getsockname()[1] for server in servers]
-
-
 def write_model(path: Path, tied: bool = True, seed: int = 0) -> str:
     torch.manual_seed(seed)
     config = Qwen2Config(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +26,13 @@ from transformers import (
 )
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.configs.schema import ModelArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 from roll.strategies.train.head import gives_back_head_results, install_output_head
+from tests.strategies.train.trainers import ALMOST_SGD, free_ports
 
 VOCABULARY = 61
-ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
-"""With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -119,15 +116,6 @@ def make_model(kind: str):
     if head.bias is not None:
         nn.init.normal_(head.bias)
     return model
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports, as all are held until the last one is found."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for server in servers:
-            server.bind(("127.0.0.1", 0))
-        return [server.getsockname()[1] for server in servers]
 
 
 def build(path: str, *, rank=0, world_size=1, port=None, dtype="float32", max_tokens=10_000, chunk_elements=None):
