@@ -1,0 +1,60 @@
+"""Memory that processes of one host share: written by one, mapped by others, gone when the last one is.
+
+The memory has no name in any file system: others open it through the owner's ``/proc`` entry, so nothing is left behind
+whichever process is killed, and the size of a container's ``/dev/shm`` does not matter. Linux only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import threading
+
+import numpy as np
+
+
+class MemoryFile:
+    """Anonymous shared memory of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._descriptor = os.memfd_create("roll")
+        os.ftruncate(self._descriptor, size)
+        self._memory = mmap.mmap(self._descriptor, size)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of the same user open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 ``[size]``, writable."""
+        return np.frombuffer(self._memory, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Give the memory up; mappings of other processes stay valid."""
+        os.close(self._descriptor)
+
+
+def map_file(path: str, offset: int, size: int) -> np.ndarray:
+    """``size`` bytes of a file from ``offset`` on, read-only uint8, mapped. Raises ``OSError`` if they do not exist."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < offset + size:
+            raise OSError(f"{path} ends before byte {offset + size}")
+        memory = mmap.mmap(file.fileno(), offset - start + size, offset=start, access=mmap.ACCESS_READ)
+    return np.frombuffer(memory, dtype=np.uint8)[offset - start :]
+
+
+def end_with(owner_pid: int) -> None:
+    """Have this process killed as soon as another one of this host has ended, however that happened."""
+    owner = os.pidfd_open(owner_pid)
+
+    def wait() -> None:
+        select.select([owner], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end with owner", daemon=True).start()

@@ -1,0 +1,632 @@
+"""`vllm`: vLLM's asynchronous engine behind the `InferStrategy` protocol, on CPUs and GPUs alike.
+
+Only public interfaces are used: token ids in and out, pause and resume of generation, sleep and wake, weight updates in
+checkpoint names. vLLM computes in processes of its own; this object belongs to one event loop. Requests wait outside
+vLLM until there is a place for them, so no update waits for a request that has not begun.
+
+What it does not promise: equal bits whatever runs beside a request (vLLM's kernels depend on the batch), and a response
+that was continued elsewhere goes on with a random stream of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from roll.data.seeds import derive_seed
+from roll.strategies.infer.admission_gate import AdmissionGate
+from roll.strategies.infer.base import (
+    BucketLocation,
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    PauseMode,
+    SamplingParams,
+    TokenChunk,
+    WeightBucket,
+    WeightMismatch,
+    WeightReceipt,
+)
+from roll.strategies.infer.hf_engine import check_request
+from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
+from roll.strategies.infer.mapped_memory import MemoryFile
+from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
+from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND, engine_arguments, stream_interval
+from roll.strategies.infer.vllm_response import Response
+from roll.strategies.weights import manifest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Result = TypeVar("Result")
+
+_SMALLEST_TEMPERATURE = 0.01
+"""vLLM raises smaller ones to this."""
+_INSPECTED_BYTES = 64 * 1024**2
+"""Most bytes of weights read back from the engine after an update."""
+
+
+@dataclass
+class _Prepared:
+    """A publication that fits, waiting to be loaded."""
+
+    version: int
+    buckets: list[WeightBucket]
+    receipt: WeightReceipt
+    shapes: dict[str, tuple[str, tuple[int, ...]]]
+    """Name -> (dtype name, shape)."""
+    staging: MemoryFile | None = None
+    """Where the bytes were put that no other process could have read."""
+
+
+@dataclass
+class _Clock:
+    """Seconds during which something was computed."""
+
+    total: float = 0.0
+    since: float | None = None
+
+    def set(self, busy: bool) -> None:
+        now = time.perf_counter()
+        if self.since is not None:
+            self.total += now - self.since
+        self.since = now if busy else None
+
+    def read(self) -> float:
+        self.set(self.since is not None)
+        return self.total
+
+
+@dataclass
+class _Drain:
+    """A `pause("drain")` in progress."""
+
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+class VLLMInferStrategy:
+    """One engine replica; implements `InferStrategy`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        attn_implementation: str,
+        max_length: int,
+        trust_remote_code: bool = False,
+        eos_token_ids: Sequence[int] | None = None,
+        tensor_parallel_size: int = 1,
+        sleeps: bool = False,
+        strategy_config: dict[str, Any],
+    ) -> None:
+        """``eos_token_ids`` defaults to the model's own; ``sleeps`` says that the engine shares its devices."""
+        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
+        self._eos_token_ids = eos_token_ids
+        self._tensor_parallel_size = tensor_parallel_size
+        self._sleeps = sleeps
+        self._strategy_config = strategy_config
+        self._engine: AsyncLLM | None = None
+        self._running: dict[str, Response] = {}
+        self._known: set[str] = set()
+        self._numbers = itertools.count()
+        self._drains: list[_Drain] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused = False
+        self._asleep = False
+        self._version = 0
+        self._prepared: _Prepared | None = None
+        self._tokenizer: Decoder | None = None
+        self._generated_tokens = 0
+        self._clock = _Clock()
+
+    async def start(self) -> None:
+        """Load the model (as version 0) and accept requests. Blocks the event loop meanwhile, as vLLM's start does."""
+        if self._engine is not None:
+            raise RuntimeError("this engine was started before")
+        spec = self._spec
+        config = load_config(spec.model_path, spec.trust_remote_code)
+        self._shapes = parameter_shapes(config, spec.trust_remote_code)
+        self._vocabulary = config.get_text_config(decoder=True).vocab_size
+        if self._eos_token_ids is None:
+            self._eos_token_ids = eos_token_ids(spec.model_path, config)
+        arguments = engine_arguments(
+            self._strategy_config,
+            model_path=spec.model_path,
+            device=spec.device,
+            dtype=spec.dtype,
+            max_length=spec.max_length,
+            trust_remote_code=spec.trust_remote_code,
+            tensor_parallel_size=self._tensor_parallel_size,
+            weight_backend=BUCKET_BACKEND,
+            sleeps=self._sleeps,
+            cache_bytes_per_token=cache_bytes_per_token(config, spec.dtype),
+        )
+        _set_environment(arguments)
+        self._engine = _start_engine(arguments)
+        self._gate = AdmissionGate(self._engine.vllm_config.scheduler_config.max_num_seqs)
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        owner = WeightTransferInitRequest(init_info={"owner_pid": os.getpid()})
+        await self._answer(self._engine.init_weight_transfer_engine(owner))
+        await self._answer(self._engine.update_weight_version("0"))
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        response: Response | None = None
+        async for response in self._responses(request):
+            pass
+        return _nothing(request) if response is None else response.completion()
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
+        known = 0
+        async for response in self._responses(request):
+            ended = response.finish_reason
+            if ended is not None or len(response.token_ids) > known:
+                yield response.chunk(known, ended)
+            known = len(response.token_ids)
+            if ended is not None:
+                return
+        empty = _nothing(request)
+        yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
+        """New tokens of each running request beyond the first ``known[id]``. Asks vLLM's own process for a sign of
+        life first."""
+        await self._answer(self._live_engine().get_weight_version())
+        chunks = {}
+        for request_id, response in self._running.items():
+            first = known.get(request_id, 0)
+            if len(response.token_ids) > first:
+                chunks[request_id] = response.chunk(first, response.finish_reason)
+        return chunks
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now; unknown ids are ignored."""
+        engine = self._live_engine()
+        self._gate.turn_away(set(request_ids))
+        inside = [self._running[name].engine_id for name in request_ids if name in self._running]
+        if inside:
+            await self._answer(engine.abort(inside))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
+        raises ``RuntimeError``.
+
+        With `keep`, requests keep their caches; later ones do not share what was cached before, because their cache
+        key names the version with which they began.
+        """
+        engine = self._live_engine()
+        if mode not in ("keep", "resume", "drain"):
+            raise ValueError(f"pause mode {mode!r} is unknown; one of keep, resume, drain")
+        self._gate.shut()
+        if mode == "drain":
+            await self._drain(engine)
+        else:
+            self._end_drains(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
+            await self._answer(engine.pause_generation(mode="keep", clear_cache=mode == "resume"))
+        self._paused = True
+        self._tick()
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        engine = self._live_engine()
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; wake it before resume")
+        self._end_drains(RuntimeError("the drain was interrupted by resume()"))
+        await self._answer(engine.resume_generation())
+        self._paused = False
+        self._tick()
+        self._gate.open()
+
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Check a publication beside whatever runs. The engine copies it in `load_weights`."""
+        self._prepared = None
+        self._prepared = await asyncio.to_thread(_prepare, list(buckets), version, self._shapes)
+        return self._prepared.receipt
+
+    async def load_weights(self, version: int) -> WeightReceipt:
+        """Replace all weights by the prepared ones; only while paused or idle.
+
+        The receipt's checksums are those of the bytes that were loaded, and for a sample of tensors that changes with
+        the version (as far as kernels have left them readable) those of what the engine holds. Raises
+        ``WeightMismatch`` naming a parameter that the publication did not reach, ``EngineFailed`` for a load that
+        stopped half-way.
+        """
+        engine = self._live_engine()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.version != version:
+            held = "nothing" if prepared is None else f"version {prepared.version}"
+            raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
+        if not self._paused and self._running:
+            raise RuntimeError(f"load_weights needs a paused or idle engine; {len(self._running)} requests are running")
+        async with self._still(engine):
+            try:
+                await self._load(engine, prepared)
+            except EngineFailed:
+                raise
+            except Exception as error:
+                raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
+        return await self._inspected(engine, prepared)
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities of given tokens; see the protocol."""
+        return list(await asyncio.gather(*(self._score(tokens) for tokens in token_ids)))
+
+    async def sleep(self) -> None:
+        """Free the caches and move the weights to the host (on a CPU: free the caches). Pause first."""
+        engine = self._live_engine()
+        if not self._paused and self._running:
+            raise RuntimeError(f"sleep needs a paused or idle engine; {len(self._running)} requests are running")
+        if self._asleep:
+            return
+        self._gate.shut()
+        if self._sleeps and self._spec.device == "cuda":
+            await self._answer(engine.sleep(level=1, mode="keep"))
+        else:
+            await self._answer(engine.pause_generation(mode="keep", clear_cache=True))
+        self._asleep = True
+        self._tick()
+
+    async def wake(self) -> None:
+        """Undo `sleep`. The engine stays paused if it was."""
+        engine = self._live_engine()
+        if not self._asleep:
+            return
+        if self._sleeps and self._spec.device == "cuda":
+            await self._answer(engine.wake_up())
+        if self._paused:
+            await self._answer(engine.pause_generation(mode="keep", clear_cache=False))
+        else:
+            await self._answer(engine.resume_generation())
+            self._gate.open()
+        self._asleep = False
+        self._tick()
+
+    def stats(self) -> dict[str, Any]:
+        """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
+        inside and not paused: vLLM does not tell how long it computed)."""
+        self._live_engine()
+        return {
+            "running": len(self._running),
+            "waiting": self._gate.waiting,
+            "version": self._version,
+            "generated_tokens": self._generated_tokens,
+            "busy_seconds": self._clock.read(),
+        }
+
+    async def shutdown(self) -> None:
+        """End all requests as aborted and vLLM's processes. Harmless to repeat."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
+        self._gate.turn_all_away()
+        if not engine.errored:
+            await engine.abort([response.engine_id for response in self._running.values()])
+            while self._running:
+                await asyncio.sleep(0)
+        await asyncio.to_thread(engine.shutdown)
+
+    async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
+        """The request's state after each message of vLLM; nothing if it was aborted before it began."""
+        engine = self._live_engine()
+        name = request.request_id
+        if name in self._known:
+            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        check_request(request, self._spec.max_length, self._vocabulary)
+        params = self._sampling_params(request)
+        response = Response(request, f"{name}:{next(self._numbers)}", self._stop_string_matcher(request))
+        self._known.add(name)
+        try:
+            if not await self._gate.enter(name):
+                return
+            try:
+                self._running[name] = response
+                self._tick()
+                async for update in self._inside(engine, response, params):
+                    yield update
+            finally:
+                del self._running[name]
+                self._tick()
+                self._gate.leave()
+        finally:
+            self._known.discard(name)
+
+    async def _inside(
+        self, engine: AsyncLLM, response: Response, params: VLLMSamplingParams
+    ) -> AsyncIterator[Response]:
+        """Run a request in vLLM."""
+        from vllm.inputs.engine import tokens_input
+
+        prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"version {self._version}")
+        outputs = engine.generate(prompt, params, response.engine_id)
+        try:
+            async for output in outputs:
+                (completion,) = output.outputs
+                self._generated_tokens += len(completion.token_ids)
+                stopped = response.add(completion, self._version)
+                yield response
+                if stopped:
+                    return
+        except _vllm_failures() as error:
+            raise _engine_failed(engine, error) from error
+        finally:
+            # Leaving the iteration is what aborts the request inside vLLM.
+            await outputs.aclose()
+
+    def _sampling_params(self, request: GenerateRequest) -> VLLMSamplingParams:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        if 0 < sampling.temperature < _SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"request {request.request_id!r} cannot run: vLLM samples at a temperature of {_SMALLEST_TEMPERATURE} "
+                f"or more, or greedily at 0; it is {sampling.temperature}"
+            )
+        return VLLMSamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=_seed(request),
+            stop_token_ids=[] if sampling.ignore_eos else [*self._eos_token_ids, *sampling.stop_token_ids],
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=stream_interval(_watches_strings(sampling)),
+        )
+
+    def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
+        if not _watches_strings(request.sampling):
+            return None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = load_tokenizer(self._spec)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
+                    f"{error}"
+                ) from error
+        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
+        if request.first_token_index:
+            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
+        return matcher
+
+    async def _drain(self, engine: AsyncLLM) -> None:
+        """Wait until what runs has ended, unless somebody interrupts."""
+        drain = _Drain()
+        self._drains.append(drain)
+
+        async def wait() -> None:
+            try:
+                await self._answer(engine.pause_generation(mode="wait", clear_cache=True))
+            except EngineFailed as error:
+                drain.done.set_exception(error)
+            else:
+                drain.end()
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await drain.done
+        finally:
+            self._drains.remove(drain)
+
+    def _end_drains(self, error: RuntimeError) -> None:
+        for drain in list(self._drains):
+            drain.end(error)
+
+    @asynccontextmanager
+    async def _still(self, engine: AsyncLLM) -> AsyncIterator[None]:
+        """The engine paused for a moment, if it was idle and open."""
+        if self._paused:
+            yield
+            return
+        self._gate.shut()
+        await self._answer(engine.pause_generation(mode="keep", clear_cache=True))
+        try:
+            yield
+        finally:
+            await self._answer(engine.resume_generation())
+            self._gate.open()
+
+    async def _load(self, engine: AsyncLLM, prepared: _Prepared) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._answer(engine.start_weight_update())
+        for bucket in prepared.buckets:
+            await self._answer(engine.update_weights(WeightTransferUpdateRequest(_bucket_info(bucket))))
+        await self._answer(engine.finish_weight_update(str(prepared.version)))
+        self._version = prepared.version
+
+    async def _inspected(self, engine: AsyncLLM, prepared: _Prepared) -> WeightReceipt:
+        """The receipt, with what can be read back from the engine in place of what was sent to it."""
+        version = prepared.version
+        for unloaded in await self._answer(engine.collective_rpc("roll_unloaded_parameters")):
+            if unloaded:
+                raise WeightMismatch(
+                    f"parameter {unloaded[0]!r} of vLLM's model got no weights from version {version} "
+                    f"({len(unloaded)} such parameters)"
+                )
+        wanted = _sample_of(prepared.shapes, version)
+        checksums = dict(prepared.receipt.checksums)
+        for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(wanted,))):
+            checksums |= held
+        held_version = int(await self._answer(engine.get_weight_version()))
+        return WeightReceipt(held_version, prepared.receipt.parameter_count, checksums)
+
+    async def _score(self, tokens: np.ndarray) -> np.ndarray:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        engine = self._live_engine()
+        params = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        name = f"score:{next(self._numbers)}"
+        if not await self._gate.enter(name):
+            raise EngineFailed("the engine was shut down")
+        try:
+            values = np.zeros(len(tokens), dtype=np.float32)
+            async for output in engine.generate(tokens_input(tokens.tolist()), params, name):
+                if output.prompt_logprobs is not None:
+                    pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
+                    values[1:] = [position[token].logprob for token, position in pairs]
+            return values
+        except _vllm_failures() as error:
+            raise _engine_failed(engine, error) from error
+        finally:
+            self._gate.leave()
+
+    async def _answer(self, call: Awaitable[Result]) -> Result:
+        """What vLLM answers; a dead engine in the project's own terms."""
+        try:
+            return await call
+        except _vllm_failures() as error:
+            raise _engine_failed(self._live_engine(), error) from error
+
+    def _live_engine(self) -> AsyncLLM:
+        if self._engine is None:
+            raise EngineFailed("the engine is not running: it was not started, or it was shut down")
+        return self._engine
+
+    def _tick(self) -> None:
+        """Note whether something is being computed now."""
+        self._clock.set(bool(self._running) and not self._paused and not self._asleep)
+
+
+def _set_environment(arguments: dict[str, Any]) -> None:
+    """What vLLM takes from the environment of the process, which is the engine's own."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if arguments.get("distributed_executor_backend") == "uni":
+        # Without this vLLM starts one more process on a CPU, which takes ten seconds more and binds to all cores.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import torch
+
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+
+
+def _start_engine(arguments: dict[str, Any]) -> AsyncLLM:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+def _vllm_failures() -> tuple[type[Exception], ...]:
+    """After these vLLM serves nobody any more."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    return EngineDeadError, EngineGenerateError
+
+
+def _engine_failed(engine: AsyncLLM, error: Exception) -> EngineFailed:
+    cause = error.__cause__ or error
+    return EngineFailed(f"vLLM cannot go on: {type(cause).__name__}: {cause}")
+
+
+def _seed(request: GenerateRequest) -> int:
+    """vLLM's random stream of a request starts at its seed; a continued response gets a stream of its own."""
+    if not request.first_token_index:
+        return request.sampling.seed
+    return derive_seed(request.sampling.seed, "continued", request.first_token_index)
+
+
+def _watches_strings(sampling: SamplingParams) -> bool:
+    return bool(sampling.stop_strings) and not sampling.ignore_eos
+
+
+def _nothing(request: GenerateRequest) -> Completion:
+    """The end of a request that was aborted before it began."""
+    empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+    return Completion(request.request_id, *empty, finish_reason="abort")
+
+
+def _prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[int, ...]]) -> _Prepared:
+    """Check that a publication is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
+    arrived: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for bucket in buckets:
+        for name, dtype, shape, _ in bucket.tensors:
+            if name not in shapes:
+                raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+            if name in arrived:
+                raise WeightMismatch(f"tensor {name!r} came twice")
+            if tuple(shape) != shapes[name]:
+                raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
+            arrived[name] = (dtype, tuple(shape))
+    missing = [name for name in shapes if name not in arrived]
+    if missing:
+        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+    parameter_count, checksums = manifest(buckets)
+    located, staging = _located(buckets)
+    return _Prepared(version, located, WeightReceipt(version, parameter_count, checksums), arrived, staging)
+
+
+def _located(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
+    """The buckets where vLLM's processes can read them: as they are, or copied into shared memory."""
+    homeless = [bucket for bucket in buckets if bucket.location is None]
+    if not homeless:
+        return buckets, None
+    memory = MemoryFile(sum(_aligned(len(bucket.data)) for bucket in homeless))
+    offset = 0
+    located = []
+    for bucket in buckets:
+        if bucket.location is None:
+            memory.data[offset : offset + len(bucket.data)] = bucket.data
+            location = BucketLocation(memory.path, offset)
+            bucket = WeightBucket(bucket.tensors, bucket.data, location)
+            offset += _aligned(len(bucket.data))
+        located.append(bucket)
+    return located, memory
+
+
+def _aligned(size: int) -> int:
+    return size + -size % 64
+
+
+def _bucket_info(bucket: WeightBucket) -> dict[str, Any]:
+    return {
+        "path": bucket.location.path,
+        "offset": bucket.location.offset,
+        "size": len(bucket.data),
+        "tensors": bucket.tensors,
+    }
+
+
+def _sample_of(
+    shapes: dict[str, tuple[str, tuple[int, ...]]], version: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
+    names = sorted(shapes, key=lambda name: derive_seed(version, name))
+    sample: dict[str, tuple[str, tuple[int, ...]]] = {}
+    size = 0
+    for name in names:
+        size += int(np.prod(shapes[name][1])) * 4
+        if sample and size > _INSPECTED_BYTES:
+            break
+        sample[name] = shapes[name]
+    return sample

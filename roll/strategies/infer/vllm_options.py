@@ -1,0 +1,138 @@
+"""What `strategy_config` may contain for `vllm`, and the engine arguments that a run makes of it.
+
+Every key goes to vLLM's engine arguments as it is, so a release's own documentation is the reference. Keys are checked
+against the installed release without importing it (that takes ten seconds); keys whose value the run itself decides are
+refused with the key to use instead, because two places for one setting end in the wrong one being read.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from roll.configs.errors import ConfigProblem
+
+EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WeightInspection"
+BUCKET_BACKEND = "roll_buckets"
+"""Name under which `vllm_worker` registers how buckets of weights are loaded."""
+
+_STREAM_INTERVAL = 8
+"""Tokens per message from the engine process: one message per token and request costs more than a small model's step."""
+_CPU_KV_CACHE_BYTES = 4 * 1024**3
+"""Most memory set aside for keys and values on a CPU by default; vLLM's own default is nearly all memory of the host."""
+_RESERVED = {
+    "model": "`pretrain` or `model_args.model_name_or_path`",
+    "tokenizer": "`pretrain`; the engine gets token ids",
+    "skip_tokenizer_init": "nothing: the engine gets token ids and gives back token ids",
+    "dtype": "`model_args.dtype`",
+    "trust_remote_code": "`model_args.trust_remote_code`",
+    "max_model_len": "`sequence_length`",
+    "logprobs_mode": "nothing: log-probabilities are those of the distribution that was sampled from",
+    "tensor_parallel_size": "`num_gpus_per_engine`",
+    "worker_extension_cls": "nothing: the run needs it to attest weights",
+    "weight_transfer_config": "`weight_update.transport`",
+    "enable_sleep_mode": "nothing: set where the engine shares its devices",
+}
+"""Engine argument -> what to write instead."""
+
+
+def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
+    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    known = engine_argument_names()
+    if known is None:
+        return [
+            ConfigProblem(
+                path, "vLLM is not installed", "`pip install vllm` on a machine with GPUs; on a CPU see the README"
+            )
+        ]
+    problems = []
+    for key in strategy_config:
+        if key in _RESERVED:
+            problems.append(ConfigProblem(f"{path}.{key}", "the run itself sets this", f"use {_RESERVED[key]}"))
+        elif key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean `{nearest[0]}`?" if nearest else "see the engine arguments in vLLM's documentation"
+            problems.append(ConfigProblem(f"{path}.{key}", "vLLM has no such engine argument", hint))
+    return problems
+
+
+@cache
+def engine_argument_names() -> frozenset[str] | None:
+    """Names of the installed release's engine arguments, read from its source; None if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+    return frozenset(
+        field.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        for field in classes[name].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+def engine_arguments(
+    strategy_config: dict[str, Any],
+    *,
+    model_path: str,
+    device: str,
+    dtype: str,
+    max_length: int,
+    trust_remote_code: bool,
+    tensor_parallel_size: int,
+    weight_backend: str,
+    sleeps: bool,
+    cache_bytes_per_token: int,
+) -> dict[str, Any]:
+    """Keyword arguments for ``AsyncEngineArgs``: what the run decides, defaults for a CPU, and the user's own.
+
+    ``cache_bytes_per_token`` is what one token's keys and values take; ``sleeps`` says whether the engine shares its
+    devices.
+    """
+    arguments: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True}
+    if device == "cpu":
+        arguments |= _cpu_defaults(strategy_config, max_length, tensor_parallel_size, cache_bytes_per_token)
+    arguments |= strategy_config
+    return arguments | {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "max_model_len": max_length,
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": tensor_parallel_size,
+        "worker_extension_cls": EXTENSION_CLASS,
+        "weight_transfer_config": {"backend": weight_backend},
+        "enable_sleep_mode": sleeps and device == "cuda",
+    }
+
+
+def _cpu_defaults(
+    strategy_config: dict[str, Any], max_length: int, tensor_parallel_size: int, cache_bytes_per_token: int
+) -> dict[str, Any]:
+    """No compilation (it takes longer to start than a small run takes), and memory for the requests that can run."""
+    requests = strategy_config.get("max_num_seqs", 256)
+    defaults: dict[str, Any] = {
+        "enforce_eager": True,
+        "max_num_seqs": requests,
+        # Seeded requests whose prompt is computed in parts end a CPU engine (its generators cannot be set back).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_length, 8192),
+    }
+    if tensor_parallel_size == 1:
+        defaults["distributed_executor_backend"] = "uni"
+    if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & strategy_config.keys():
+        # Blocks are 128 tokens long on a CPU, the last one of each request half empty on average.
+        wanted = requests * (max_length + 128) * cache_bytes_per_token
+        defaults["kv_cache_memory_bytes"] = min(max(wanted, 64 * 1024**2), _CPU_KV_CACHE_BYTES)
+    return defaults
+
+
+def stream_interval(has_stop_strings: bool) -> int:
+    """Tokens per message from the engine process: each one where every token may be the last."""
+    return 1 if has_stop_strings else _STREAM_INTERVAL

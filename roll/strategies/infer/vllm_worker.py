@@ -1,0 +1,146 @@
+"""What runs inside vLLM's own worker processes: loading buckets of weights, and saying what is held.
+
+Both go through interfaces vLLM offers for reinforcement learning: a weight transfer engine registered by name, and a
+worker extension whose methods can be called collectively. Weights are mapped from memory that the trainer (or the
+engine's owner) has filled, never unpickled; vLLM's layer-wise reload puts them into whatever layout its kernels want.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from roll.strategies.infer.base import WeightBucket
+from roll.strategies.infer.mapped_memory import end_with, map_file
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND
+from roll.strategies.weights import tensor_checksum, views
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class OwnerInfo(WeightTransferInitInfo):
+    """Mapped memory needs no rendezvous; the worker only learns whose engine it is."""
+
+    owner_pid: int
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Where a bucket lies and what is in it."""
+
+    path: str
+    offset: int
+    size: int
+    tensors: list[tuple[str, str, Shape, int]]
+    """As in `WeightBucket`."""
+
+
+class BucketTransferEngine(WeightTransferEngine[OwnerInfo, BucketInfo]):
+    """Loads buckets from mapped memory."""
+
+    init_info_cls = OwnerInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: OwnerInfo) -> None:
+        """A worker whose owner was killed would hold its memory and devices for ever; it ends with it."""
+        end_with(init_info.owner_pid)
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer to take checkpoint tensors again."""
+        self.loaded: set[str] = set()
+        self.wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Hand the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
+        memory = map_file(update_info.path, update_info.offset, update_info.size)
+        bucket = WeightBucket([(name, dtype, tuple(shape), at) for name, dtype, shape, at in update_info.tensors], memory)
+        weights = [(name, tensor.to(self.device)) for name, tensor in views(bucket)]
+        self.loaded |= set(self.model.load_weights(weights) or ())
+
+    def finish_weight_update(self) -> None:
+        """Bring what was loaded into the layout of the kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.model_config.quantization is None:
+            _repack_shared(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _repack_shared(model: torch.nn.Module) -> None:
+    """Let layers that share a parameter process it again. The reload does that for the layer whose name arrived only:
+    on a CPU a tied output head would go on computing with what it had packed from the first weights."""
+    owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    for modules in owners.values():
+        for module in modules if len(modules) > 1 else ():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+
+
+WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine)
+
+
+class WeightInspection:
+    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker."""
+
+    def roll_unloaded_parameters(self) -> list[str]:
+        """Parameters of the engine's model that the last update did not touch. Empty for quantised models, whose
+        scales are made from the weights."""
+        engine = self.weight_transfer_engine
+        if not isinstance(engine, BucketTransferEngine) or self.model_config.quantization is not None:
+            return []
+        return sorted(engine.wanted - engine.loaded)
+
+    def roll_held_checksums(self, tensors: dict[str, tuple[str, Shape]]) -> dict[str, int]:
+        """Checksums of those tensors that this worker holds in the layout of a checkpoint.
+
+        ``tensors``: Hugging Face name -> (dtype name, shape). What kernels have repacked cannot be read back and is
+        left out.
+        """
+        shapes = {name: tuple(shape) for name, (_, shape) in tensors.items()}
+        return {
+            name: tensor_checksum(tensor)
+            for name, tensor in readable_tensors(self.model_runner.get_model(), shapes)
+            if str(tensor.dtype) == f"torch.{tensors[name][0]}"
+        }
+
+
+def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the checkpoint that can be seen in the model's parameters: as they are, as the leading rows of a
+    padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, parameter in model.named_parameters():
+        if name in shapes:
+            yield from _leading_rows(name, parameter, shapes[name])
+            continue
+        for fused_name, parts in fused.items():
+            names = [name.replace(f".{fused_name}.", f".{part}.") for part in parts]
+            if f".{fused_name}." in name and all(part in shapes for part in names):
+                yield from _row_blocks(names, parameter, shapes)
+
+
+def _leading_rows(name: str, parameter: torch.Tensor, shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    same_columns = parameter.dim() == len(shape) and parameter.shape[1:] == shape[1:]
+    if same_columns and shape and parameter.shape[0] >= shape[0]:
+        yield name, parameter[: shape[0]]
+
+
+def _row_blocks(
+    names: list[str], parameter: torch.Tensor, shapes: dict[str, Shape]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    rows = [shapes[name][0] for name in names]
+    if parameter.dim() == len(shapes[names[0]]) and parameter.shape[0] == sum(rows):
+        yield from zip(names, parameter.split(rows), strict=True)

@@ -1,0 +1,90 @@
+"""A running vLLM engine for tests: one per session, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from roll.strategies.infer.base import GenerateRequest, SamplingParams
+from roll.strategies.infer.vllm_infer import VLLMInferStrategy
+from roll.strategies.weights import pack_buckets
+
+VOCABULARY = 96
+EOS = 95
+MAX_LENGTH = 192
+Result = TypeVar("Result")
+
+
+def make_model(seed: int = 0, **changes) -> Qwen2ForCausalLM:
+    """A random model whose next token is far from certain and far from uniform. vLLM's CPU attention needs heads of
+    32 or more."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        pad_token_id=1,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).eval()
+
+
+class RunningEngine:
+    """An engine and the event loop it lives on."""
+
+    def __init__(self, model_path: str, **strategy_config) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        torch.set_num_threads(1)
+        self.strategy = VLLMInferStrategy(
+            model_path,
+            device="cpu",
+            dtype="float32",
+            attn_implementation="sdpa",
+            max_length=MAX_LENGTH,
+            strategy_config={"max_num_seqs": 64, **strategy_config},
+        )
+        self.run(self.strategy.start)
+        self.version = 0
+
+    def run(self, function: Callable[..., Awaitable[Result]], *args, timeout: float = 120) -> Result:
+        """Call a coroutine function on the engine's loop and wait."""
+        return asyncio.run_coroutine_threadsafe(function(*args), self.loop).result(timeout)
+
+    def publish(self, model: torch.nn.Module, mode: str = "keep") -> None:
+        """Load a model's weights as the next version."""
+        self.version += 1
+        self.run(self.load, model, self.version, mode)
+
+    async def load(self, model: torch.nn.Module, version: int, mode: str = "keep"):
+        await self.strategy.prepare_weights(buckets_of(model), version)
+        await self.strategy.pause(mode)
+        receipt = await self.strategy.load_weights(version)
+        await self.strategy.resume()
+        return receipt
+
+    def close(self) -> None:
+        self.run(self.strategy.shutdown)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def buckets_of(model: torch.nn.Module, bucket_bytes: int = 64 * 1024):
+    return list(pack_buckets(model.named_parameters(), bucket_bytes))
+
+
+def request(name: str, tokens: int = 16, prompt=(5, 6, 7), **sampling) -> GenerateRequest:
+    index = sampling.pop("first_token_index", 0)
+    return GenerateRequest(name, np.array(prompt, dtype=np.int32), SamplingParams(tokens, **sampling), index)
