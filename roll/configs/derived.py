@@ -55,6 +55,13 @@ def engine_replicas(config: RLVRConfig) -> int:
     return len(parse_device_mapping(config.actor_infer.device_mapping)) // config.actor_infer.num_gpus_per_engine
 
 
+def shares_devices(config: RLVRConfig, role: str) -> bool:
+    """Whether another role uses a device of this one."""
+    mappings = {name: set(parse_device_mapping(each.device_mapping)) for name, each in present_roles(config).items()}
+    own = mappings.pop(role)
+    return any(own & others for others in mappings.values())
+
+
 def samples_per_step(config: RLVRConfig) -> int:
     """Samples of one training step: prompts times samples per prompt."""
     return config.rollout_batch_size * config.num_return_sequences_in_group

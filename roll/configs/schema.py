@@ -16,7 +16,7 @@ from roll.configs.ranges import Range
 
 TRAIN_STRATEGIES = ("fsdp2_train",)
 """Trainers; they also drive the forward-only reference."""
-INFER_STRATEGIES = ("hf_infer",)
+INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
 """Verifiers known by name; any other is an import path."""

@@ -37,6 +37,9 @@ class EngineSpec:
     attn_implementation: str
     trust_remote_code: bool
     max_length: int
+    devices_per_engine: int
+    shares_devices: bool
+    """Whether other roles use its devices in turn, so that it will have to sleep."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class InferWorker(Worker):
             attn_implementation=spec.attn_implementation,
             max_length=spec.max_length,
             trust_remote_code=spec.trust_remote_code,
+            devices_per_engine=spec.devices_per_engine,
+            shares_devices=spec.shares_devices,
             strategy_config=spec.strategy_config,
         )
         await self._strategy.start()

@@ -146,9 +146,8 @@ def _check_strategies(config: RLVRConfig) -> None:
     for role, role_config in derived.present_roles(config).items():
         find = infer_option_check if role == "actor_infer" else train_option_check
         arguments = role_config.strategy_args
-        if arguments.strategy_config:
-            path = f"{role}.strategy_args.strategy_config"
-            problems += find(arguments.strategy_name)(arguments.strategy_config, path)
+        path = f"{role}.strategy_args.strategy_config"
+        problems += find(arguments.strategy_name)(arguments.strategy_config, path)
     if problems:
         raise ConfigError(problems)
 

@@ -76,6 +76,8 @@ class Roles:
             attn_implementation=role.model_args.attn_implementation,
             trust_remote_code=role.model_args.trust_remote_code,
             max_length=derived.sequence_length(config),
+            devices_per_engine=role.num_gpus_per_engine,
+            shares_devices=derived.shares_devices(config, "actor_infer"),
         )
         settings = PoolSettings(
             transport=config.weight_update.transport,

@@ -170,7 +170,7 @@ class LocalPool:
             "publish_timeout_seconds": 100.0,
             **settings,
         }
-        spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64)
+        spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, 1, False)
         self.events: list[str] = []
         self.pool = InferencePool(
             "actor_infer",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from roll.configs.errors import ConfigError, ConfigProblem
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
@@ -58,9 +59,18 @@ class HFInferStrategy:
         max_length: int,
         trust_remote_code: bool = False,
         eos_token_ids: Sequence[int] | None = None,
+        devices_per_engine: int = 1,
+        shares_devices: bool = False,
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``."""
+        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``.
+
+        On GPUs the engine computes on one (``devices_per_engine``); sleeping needs no preparation (``shares_devices``).
+        """
+        if device == "cuda" and devices_per_engine > 1:
+            raise ConfigError(
+                [ConfigProblem("actor_infer.num_gpus_per_engine", "hf_infer computes on one GPU", "write 1")]
+            )
         self._config = HFInferConfig.parse(strategy_config)
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = None if eos_token_ids is None else tuple(eos_token_ids)

@@ -115,15 +115,16 @@ class VLLMInferStrategy:
         max_length: int,
         trust_remote_code: bool = False,
         eos_token_ids: Sequence[int] | None = None,
-        tensor_parallel_size: int = 1,
-        sleeps: bool = False,
+        devices_per_engine: int = 1,
+        shares_devices: bool = False,
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own; ``sleeps`` says that the engine shares its devices."""
+        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
+        that shares them is started so that it can sleep."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
-        self._tensor_parallel_size = tensor_parallel_size
-        self._sleeps = sleeps
+        self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
+        self._sleeps = shares_devices and device == "cuda"
         self._strategy_config = strategy_config
         self._engine: AsyncLLM | None = None
         self._running: dict[str, Response] = {}
@@ -281,7 +282,7 @@ class VLLMInferStrategy:
         if self._asleep:
             return
         self._gate.shut()
-        if self._sleeps and self._spec.device == "cuda":
+        if self._sleeps:
             await self._answer(engine.sleep(level=1, mode="keep"))
         else:
             await self._answer(engine.pause_generation(mode="keep", clear_cache=True))
@@ -293,7 +294,7 @@ class VLLMInferStrategy:
         engine = self._live_engine()
         if not self._asleep:
             return
-        if self._sleeps and self._spec.device == "cuda":
+        if self._sleeps:
             await self._answer(engine.wake_up())
         if self._paused:
             await self._answer(engine.pause_generation(mode="keep", clear_cache=False))

@@ -108,7 +108,7 @@ def engine_arguments(
         "tensor_parallel_size": tensor_parallel_size,
         "worker_extension_cls": EXTENSION_CLASS,
         "weight_transfer_config": {"backend": weight_backend},
-        "enable_sleep_mode": sleeps and device == "cuda",
+        "enable_sleep_mode": sleeps,
     }
 
 
