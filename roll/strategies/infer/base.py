@@ -69,6 +69,16 @@ class TokenChunk:
     finish_reason: str | None = None
 
 
+@dataclass(frozen=True)
+class BucketLocation:
+    """Where another process of this host finds a bucket's data."""
+
+    path: str
+    """A file to open and map, read-only."""
+    offset: int
+    """First byte of the data in that file."""
+
+
 @dataclass
 class WeightBucket:
     """Some tensors of one publication, as bytes.
@@ -79,17 +89,24 @@ class WeightBucket:
 
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     data: np.ndarray
+    location: BucketLocation | None = None
+    """None where the bytes are in no file."""
+    lasting: bool = False
+    """Whether ``data`` stays as it is until the engine has loaded the next version; if not, it may change as soon as
+    `InferStrategy.load_weights` has returned."""
 
 
 @dataclass
 class WeightReceipt:
-    """What an engine says it holds after a load; compared with the trainer's own (attestation)."""
+    """What an engine says it holds (or is about to hold); compared with the trainer's own (attestation)."""
 
     version: int
     parameter_count: int
     """Elements over all named parameters, tied ones counted once."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Name of each tensor -> zlib.crc32 of its bytes as the engine holds it."""
+    """Name of each tensor -> xxh3_64 of its bytes as the engine holds it."""
+    in_place: bool = False
+    """Whether the engine computes with the publication's own memory, which must then stay as it is."""
 
 
 class InferStrategy(Protocol):
@@ -115,9 +132,14 @@ class InferStrategy(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`."""
 
-    async def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Replace all weights; only while paused or idle. Raises `WeightMismatch` naming the tensor if a name is
-        unknown or missing, or a shape differs, and leaves no half-loaded version behind a success."""
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Take a publication in beside whatever runs, and say what would be held. Raises `WeightMismatch` naming the
+        tensor if a name is unknown or missing, or a shape differs. The weights in use do not change; a publication
+        that was prepared before is forgotten."""
+
+    async def load_weights(self, version: int) -> WeightReceipt:
+        """Replace all weights by the prepared ones; only while paused or idle. Raises ``RuntimeError`` if this version
+        is not the one prepared, and leaves no half-loaded version behind a success."""
 
     async def sleep(self) -> None:
         """Give the devices up (caches freed, weights off the device). Pause first."""
