@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     rules_devices.devices_exist,
     rules_devices.roles_share_devices_whole,
     rules_devices.engines_divide_devices,
+    rules_devices.weights_can_travel,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

@@ -7,10 +7,13 @@ configuration whose single values are in range; whether the values fit together 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.schema import ROLES, ROLL_KNOBS, RLVRConfig, WorkerConfig
+
+MEBIBYTE = 1024 * 1024
 
 
 def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
@@ -60,6 +63,31 @@ def shares_devices(config: RLVRConfig, role: str) -> bool:
     mappings = {name: set(parse_device_mapping(each.device_mapping)) for name, each in present_roles(config).items()}
     own = mappings.pop(role)
     return any(own & others for others in mappings.values())
+
+
+def weight_transport(config: RLVRConfig, platform: str = sys.platform) -> str:
+    """How weights travel, `auto` resolved: through shared memory where one Linux node has trainer and engines."""
+    chosen = config.weight_update.transport
+    if chosen != "auto":
+        return chosen
+    return "shared_memory" if platform == "linux" and len(publication_nodes(config)) == 1 else "object_store"
+
+
+def publication_nodes(config: RLVRConfig) -> set[int]:
+    """Nodes between which weights travel."""
+    mappings = (config.actor_train.device_mapping, config.actor_infer.device_mapping)
+    devices = [device for mapping in mappings for device in parse_device_mapping(mapping)]
+    return {device // config.cluster.num_devices_per_node for device in devices}
+
+
+def gather_bucket_bytes(config: RLVRConfig) -> int:
+    """Largest bucket that the trainer packs."""
+    return max(1, int(config.weight_update.param_update_gather_bucket_size_mb * MEBIBYTE))
+
+
+def load_bucket_bytes(config: RLVRConfig) -> int:
+    """Most bytes that an engine is handed at a time."""
+    return max(1, int(config.weight_update.param_update_load_bucket_size_mb * MEBIBYTE))
 
 
 def samples_per_step(config: RLVRConfig) -> int:

@@ -34,6 +34,7 @@ RENAMED = {
     "batch_size": "rollout_batch_size",
     "model": "pretrain",
     "model_path": "pretrain",
+    "bucket_size_mb": "param_update_gather_bucket_size_mb",
     "group_size": "num_return_sequences_in_group",
 }
 """Names used elsewhere for keys of ours."""

@@ -61,6 +61,7 @@ class Plan:
     max_staleness: int
     least_staleness: int
     interval_steps: int
+    transport: str
     in_flight: str
     eval_steps: int
     validation_count: int
@@ -95,6 +96,7 @@ def plan(config: RLVRConfig) -> Plan:
         max_staleness=derived.resolved_max_staleness(config),
         least_staleness=derived.least_staleness(config),
         interval_steps=config.weight_update.interval_steps,
+        transport=derived.weight_transport(config),
         in_flight=config.weight_update.in_flight,
         eval_steps=config.eval_steps,
         validation_count=derived.validation_count(config),
@@ -136,7 +138,7 @@ def render(plan: Plan) -> str:
         ("lengths", _length_text(plan)),
         ("schedule", _schedule_text(plan)),
         ("staleness", _staleness_text(plan)),
-        ("weights", f"published every {_steps(plan.interval_steps)}; running requests: {plan.in_flight}"),
+        ("weights", _weights_text(plan)),
         ("validation", _validation_text(plan)),
         *(("warning", warning) for warning in plan.warnings),
     ]
@@ -192,6 +194,11 @@ def _staleness_text(plan: Plan) -> str:
     else:
         reason = f"ceil({plan.ratio:g}) + {plan.interval_steps} - 1 = {math.ceil(plan.ratio) + plan.interval_steps - 1}"
     return f"no token older than {versions} is trained on ({reason})"
+
+
+def _weights_text(plan: Plan) -> str:
+    way = plan.transport.replace("_", " ")
+    return f"published every {_steps(plan.interval_steps)} ({way}); running requests: {plan.in_flight}"
 
 
 def _validation_text(plan: Plan) -> str:

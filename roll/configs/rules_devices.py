@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from roll.configs.derived import present_roles, total_devices
+from roll.configs.derived import present_roles, publication_nodes, total_devices
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import RLVRConfig
@@ -98,6 +99,23 @@ def roles_share_devices_whole(config: RLVRConfig) -> Iterator[ConfigProblem]:
             )
             remedy = "give the roles the same devices, separate ones, or one a part of the other's"
             yield ConfigProblem(f"{second}.device_mapping", message, remedy)
+
+
+def weights_can_travel(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Shared memory reaches from the trainer to every engine; what only files need is not set without files."""
+    update, path = config.weight_update, "weight_update.transport"
+    mappings = readable_mappings(config)
+    if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
+        nodes = publication_nodes(config)
+        if len(nodes) > 1:
+            message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(sorted(nodes))}"
+            yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
+    if update.transport == "shared_memory" and sys.platform != "linux":
+        yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")
+    if update.checkpoint_dir is not None and update.transport != "checkpoint":
+        message = f"{shown(update.checkpoint_dir)} has no effect: only the transport `checkpoint` writes files"
+        remedy = "set `weight_update.transport: checkpoint`, or remove this key"
+        yield ConfigProblem("weight_update.checkpoint_dir", message, remedy)
 
 
 def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:

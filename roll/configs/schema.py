@@ -366,8 +366,28 @@ class WeightUpdateConfig:
         help="Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues "
         "them from prefix plus partial tokens with new caches, `drain` lets them finish first.",
     )
-    transport: Literal["object_store"] = option("object_store", help="How the bytes travel.")
-    bucket_size_mb: float = option(256.0, help="Size of one bucket of weights in MiB.", range=POSITIVE)
+    transport: Literal["auto", "shared_memory", "object_store", "checkpoint"] = option(
+        "auto",
+        help="How the bytes travel: `shared_memory` (one host), Ray's `object_store`, or `checkpoint` (files on a disk "
+        "that all hosts see). `auto`: shared memory on Linux if trainer and engines are on one node, else the object "
+        "store.",
+    )
+    dual_buffer: bool = option(
+        True,
+        help="Two buffers: a training step's weights are copied into one while engines use or load those in the other. "
+        "One buffer takes half the memory; then each engine copies the weights out of it.",
+    )
+    param_update_gather_bucket_size_mb: float = option(
+        256.0, help="Largest bucket that the trainer packs, in MiB (a larger tensor gets its own).", range=POSITIVE
+    )
+    param_update_load_bucket_size_mb: float = option(
+        256.0, help="Most weights that an engine is handed at a time, in MiB.", range=POSITIVE
+    )
+    checkpoint_dir: str | None = option(
+        None,
+        help="Folder for the transport `checkpoint`, seen by all hosts; what is written there is deleted again. "
+        "Default: in the run's own folder.",
+    )
     timeout_seconds: float = option(
         600.0, help="Longest time for one publication before the run fails.", range=POSITIVE
     )

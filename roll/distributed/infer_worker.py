@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.distributed.weights import TRANSPORTS
+from roll.distributed.transports import TRANSPORTS, WeightReceiver
+from roll.distributed.weights import Publication, attest
 from roll.distributed.worker import Worker
 from roll.strategies.infer import infer_strategy_class
 from roll.strategies.infer.base import (
@@ -22,8 +23,10 @@ from roll.strategies.infer.base import (
     GenerateRequest,
     InferStrategy,
     PauseMode,
+    WeightBucket,
     WeightReceipt,
 )
+from roll.strategies.weights import split_bucket
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class EngineSpec:
     devices_per_engine: int
     shares_devices: bool
     """Whether other roles use its devices in turn, so that it will have to sleep."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How a publication is taken in."""
+
+    transport: str
+    bucket_bytes: int
+    """Most bytes that the engine is handed at a time."""
+    in_flight: PauseMode
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class InferWorker(Worker):
         self._any_finished = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: EngineFailed | None = None
+        self._receivers: dict[str, WeightReceiver] = {}
         self.set_threads()
         self._strategy = infer_strategy_class(spec.strategy_name)(
             spec.model_path,
@@ -114,20 +128,28 @@ class InferWorker(Worker):
         await self._strategy.abort(request_ids)
 
     async def load_weights(
-        self, transport: str, handles: Sequence[Any], version: int, mode: PauseMode
+        self, publication: Publication, plan: LoadPlan
     ) -> tuple[WeightReceipt, dict[str, float]]:
-        """Fetch a publication, stop decoding for the load only, and say what is held afterwards."""
+        """Take a publication in and attest it, stop decoding for the load only, and say what is held afterwards.
+        Raises `AttestationError` or `WeightMismatch` naming the tensor, with the old weights still in use."""
         started = time.perf_counter()
-        receiver = TRANSPORTS[transport]()
-        buckets = await self.in_thread(lambda: list(receiver.receive(handles)))
+        prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)
+        attest(self.identity.name, publication, prepared)
         fetched = time.perf_counter()
-        await self._strategy.pause(mode)
+        await self._strategy.pause(plan.in_flight)
         paused = time.perf_counter()
-        receipt = await self._strategy.load_weights(buckets, version)
+        receipt = await self._strategy.load_weights(publication.version)
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
         return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - fetched}
+
+    def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
+        """The publication's buckets in the sizes that the engine takes; drawn where the engine prepares them."""
+        if plan.transport not in self._receivers:
+            self._receivers[plan.transport] = TRANSPORTS[plan.transport].receiver()
+        for bucket in self._receivers[plan.transport].receive(publication.handles, publication.version):
+            yield from split_bucket(bucket, plan.bucket_bytes)
 
     async def sleep(self) -> None:
         await self._strategy.pause("resume")

@@ -16,7 +16,8 @@ from typing import Any
 from roll.distributed.deadlines import StoppableDeadlines
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
-from roll.distributed.infer_worker import EngineSpec, RequestFailed
+from roll.distributed.infer_worker import EngineSpec, LoadPlan, RequestFailed
+from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
 from roll.strategies.infer.base import Completion, GenerateRequest, PauseMode
@@ -136,6 +137,8 @@ class PoolSettings:
     start_timeout_seconds: float
     request_timeout_seconds: float
     publish_timeout_seconds: float
+    load_bucket_bytes: int
+    dual_buffer: bool
 
 
 class InferencePool:
@@ -158,6 +161,7 @@ class InferencePool:
         self._router = Router(self._names)
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
+        self.buffers = WeightBuffers(halves=2 if settings.dual_buffer else 1)
         self._asleep = False
         self._deadlines = StoppableDeadlines()
         self.restarts = 0
@@ -203,18 +207,25 @@ class InferencePool:
                     ) from None
 
     async def publish(self, publication: Publication) -> dict[str, float]:
-        """Bring every live replica to this version, one after the other. Returns seconds: ``load`` (sum) and ``stall``
-        (longest pause of a replica). A replica that dies meanwhile comes back with this version by itself."""
+        """Bring every live replica to this version, one after the other. Its half of the buffers was acquired before.
+
+        Returns seconds: ``fetch`` and ``load`` (sums) and ``stall`` (longest pause of a replica). A replica that dies
+        meanwhile comes back with this version by itself.
+        """
         self._publication = publication
-        seconds = {"load": 0.0, "stall": 0.0}
+        self.buffers.publishing(publication.version)
+        seconds = {"fetch": 0.0, "load": 0.0, "stall": 0.0}
         for replica in list(self._replicas.values()):
             try:
                 async with replica.changing:
                     timings = await self._load(replica, publication)
             except WorkerDied:
+                self.buffers.keep_only(replica, None)
                 continue
+            seconds["fetch"] += timings.get("fetch", 0.0)
             seconds["load"] += timings.get("load", 0.0)
             seconds["stall"] = max(seconds["stall"], timings.get("stall", 0.0))
+        self.buffers.published(publication.version)
         return seconds
 
     async def offload_states(self) -> None:
@@ -255,21 +266,24 @@ class InferencePool:
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
             async with replica.changing:
                 self._replicas[self._names[index]] = replica
-                while self._publication is not None and replica.version < self._publication.version:
-                    await self._load(replica, self._publication)
+                while (publication := self._publication_for(replica)) is not None:
+                    await self._load(replica, publication)
                 await self._settle(replica)
         except BaseException as error:
             # Requests may have come as soon as its weights were there.
             replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
             self._replicas.pop(self._names[index], None)
             handle.kill()
+            self.buffers.keep_only(replica, None)
             raise
 
     async def _supervise(self, index: int) -> None:
         name = self._names[index]
         while True:
-            death = await self._replicas[name].collect_forever()
+            replica = self._replicas[name]
+            death = await replica.collect_forever()
             self._replicas.pop(name).handle.kill()
+            self.buffers.keep_only(replica, None)
             while name not in self._replicas:
                 self.restarts += 1
                 if self.restarts > self._settings.max_restarts:
@@ -280,18 +294,29 @@ class InferencePool:
                 except WorkerDied as again:
                     death = again
 
+    def _publication_for(self, replica: Replica) -> Publication | None:
+        """What a replica that has just started is to load; None while that is not there: the next `publish` brings
+        it."""
+        publication = self._publication
+        if publication is None or replica.version >= publication.version:
+            return None
+        return publication if self.buffers.has(publication.version) else None
+
     async def _load(self, replica: Replica, publication: Publication) -> dict[str, float]:
         if replica.version >= publication.version:
             return {}
+        self.buffers.hold(publication.version, replica)
+        settings = self._settings
         receipt, seconds = await replica.handle.call(
             "load_weights",
-            self._settings.transport,
-            publication.handles,
-            publication.version,
-            self._settings.in_flight,
-            timeout=self._settings.publish_timeout_seconds,
+            publication,
+            LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight),
+            timeout=settings.publish_timeout_seconds,
         )
+        if self._replicas.get(replica.name) is not replica:
+            raise WorkerDied(replica.name, "it died right after it had loaded its weights")
         attest(replica.name, publication, receipt)
+        self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
         replica.version = publication.version
         if self._router.state(replica.name).live:
             self._router.set_version(replica.name, publication.version)

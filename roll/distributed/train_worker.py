@@ -1,7 +1,8 @@
 """The process of one trainer rank (or of one rank of a forward-only role).
 
 All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them
-into buckets and returns, so that training may go on; `send` hands the buckets to the transport from another thread.
+into the transport's memory and returns, so that training may go on; `send` takes their checksums and hands them over
+from another thread.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
 
 from roll.algorithms.metrics import mean_over_updates
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import WorkerConfig
 from roll.data.records import SampleBatch
 from roll.data.seeds import derive_seed
-from roll.distributed.weights import TRANSPORTS, Publication, cast_weights, manifest
+from roll.distributed.transports import TRANSPORTS
+from roll.distributed.transports.base import TransportSpec
+from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
 from roll.strategies.infer.base import WeightBucket
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
-from roll.strategies.weights import pack_buckets
+from roll.strategies.weights import manifest, pack_buckets
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class TrainerSpec:
     total_optimizer_steps: int
     forward_only: bool
     seed: int
+    transport: TransportSpec
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class TrainPlan:
 class Gathered:
     """Weights copied out of the trainer, waiting to be sent."""
 
+    half: int
     buckets: list[WeightBucket]
     seconds: float
 
@@ -64,6 +71,7 @@ class TrainWorker(Worker):
         """Join the other ranks and load the model."""
         self._seed = spec.seed
         self._gathered: dict[int, Gathered] = {}
+        self._sender = TRANSPORTS[spec.transport.name].sender(spec.transport)
         await self.in_thread(self._start, spec, master_address, master_port)
 
     def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
@@ -110,29 +118,32 @@ class TrainWorker(Worker):
         ]
         return mean_over_updates(results)
 
-    async def gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
-        """Copy the weights into buckets in the engine's dtype (rank 0 keeps them, the others join the collective)."""
-        await self.in_thread(self._gather, version, dtype, bucket_bytes)
+    async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
+        """Copy the weights into a half of the transport's memory, in the engine's dtype (on rank 0; the other ranks
+        join the collective)."""
+        await self.in_thread(self._gather, version, half, dtype, bucket_bytes)
 
-    def _gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
+    def _gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
         started = time.perf_counter()
-        weights = cast_weights(self._strategy.named_weights(), dtype)
+        weights = self._strategy.named_weights()
         if self.identity.rank != 0:
             for _ in weights:
                 pass
             return
-        self._gathered[version] = Gathered(list(pack_buckets(weights, bucket_bytes)), time.perf_counter() - started)
+        self._sender.begin(half)
+        allocate = partial(self._sender.allocate, half)
+        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=getattr(torch, dtype), allocate=allocate))
+        self._gathered[version] = Gathered(half, buckets, time.perf_counter() - started)
 
-    async def send(self, version: int, transport: str) -> Publication:
-        """Hand the gathered buckets of a version to the transport, beside training. Rank 0 only."""
-        return await asyncio.to_thread(self._send, version, transport)
+    async def send(self, version: int) -> Publication:
+        """Hand the gathered weights of a version to the transport, beside training. Rank 0 only."""
+        return await asyncio.to_thread(self._send, version)
 
-    def _send(self, version: int, transport: str) -> Publication:
+    def _send(self, version: int) -> Publication:
         started = time.perf_counter()
         gathered = self._gathered.pop(version)
-        sender = TRANSPORTS[transport]()
-        handles = [sender.send(bucket) for bucket in gathered.buckets]
         parameter_count, checksums = manifest(gathered.buckets)
+        handles = self._sender.send(gathered.half, version, gathered.buckets)
         return Publication(
             version=version,
             handles=handles,
@@ -141,6 +152,10 @@ class TrainWorker(Worker):
             total_bytes=sum(bucket.data.nbytes for bucket in gathered.buckets),
             seconds={"gather": gathered.seconds, "send": time.perf_counter() - started},
         )
+
+    async def release(self, version: int) -> None:
+        """No engine will load this version again. Rank 0 only."""
+        await asyncio.to_thread(self._sender.release, version)
 
     async def save(self, path: str) -> None:
         """Export the model in Hugging Face format."""

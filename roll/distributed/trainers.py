@@ -37,14 +37,17 @@ class TrainerGroup:
         """One training step; metrics of rank 0 (equal on all ranks)."""
         return (await self._call("train", ray.put(batch), objective, plan))[0]
 
-    async def gather(self, version: int, dtype: str, bucket_bytes: int) -> None:
-        """Set a copy of the weights aside for publication."""
-        await self._call("gather", version, dtype, bucket_bytes)
+    async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
+        """Copy the weights into this half of the publication's memory."""
+        await self._call("gather", version, half, dtype, bucket_bytes)
 
-    async def send(self, version: int, transport: str) -> Publication:
+    async def send(self, version: int) -> Publication:
         """Hand gathered weights to the transport, beside training."""
-        first = self.workers.workers[0]
-        return await first.call("send", version, transport, timeout=self._call_timeout_seconds)
+        return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
+
+    def release(self, version: int) -> None:
+        """Say that no engine will load this version again."""
+        self.workers.workers[0].tell("release", version)
 
     async def save(self, path: str) -> None:
         await self._call("save", path)

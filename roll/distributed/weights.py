@@ -1,22 +1,17 @@
 """Weight publication: from the trainer's tensors to what an engine holds, and the proof that they are the same.
 
-Gather copies the weights into buckets in the trainer (brief, collective); send hands the buckets to a transport in the
-background; load happens in the engine. What the engine then holds is compared with what the trainer gathered: version,
-number of parameters and the checksum of each tensor. A difference names the tensor and stops the run.
+Gather copies the weights into the transport's memory (brief, collective); send takes their checksums and hands them
+over in the background; load happens in the engine. What the engine takes in is compared with what the trainer gathered,
+every byte of it, before a request sees it: version, number of parameters and the checksum of each tensor. A difference
+names the tensor and stops the run.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import ray
-import torch
-
-from roll.strategies.infer.base import WeightBucket, WeightReceipt
+from roll.strategies.infer.base import WeightReceipt
 
 
 @dataclass
@@ -33,51 +28,8 @@ class Publication:
     """``gather`` and ``send``."""
 
 
-class WeightTransport(Protocol):
-    """How buckets travel. `send` runs in the trainer, `receive` in the engine's process."""
-
-    def send(self, bucket: WeightBucket) -> Any:
-        """Hand one bucket over; the returned handle travels to the receivers."""
-
-    def receive(self, handles: Sequence[Any]) -> Iterator[WeightBucket]:
-        """The buckets again, one at a time."""
-
-
-class ObjectStoreTransport:
-    """Ray's object store: shared memory on one host, copied once to each further host."""
-
-    def send(self, bucket: WeightBucket) -> Any:
-        return ray.put(bucket)
-
-    def receive(self, handles: Sequence[Any]) -> Iterator[WeightBucket]:
-        for handle in handles:
-            yield ray.get(handle)
-
-
-TRANSPORTS: dict[str, type[WeightTransport]] = {"object_store": ObjectStoreTransport}
-
-
 class AttestationError(RuntimeError):
     """An engine does not hold the weights that were published."""
-
-
-def cast_weights(weights: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Floating-point tensors in the dtype the engine holds, so that both sides have the same bytes to compare."""
-    target = getattr(torch, dtype)
-    for name, tensor in weights:
-        yield name, tensor.to(target) if tensor.is_floating_point() else tensor
-
-
-def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
-    """Number of parameters and the crc32 of each tensor's bytes."""
-    parameter_count = 0
-    checksums: dict[str, int] = {}
-    for bucket in buckets:
-        for name, dtype, shape, offset in bucket.tensors:
-            elements = math.prod(shape)
-            parameter_count += elements
-            checksums[name] = zlib.crc32(bucket.data[offset : offset + elements * getattr(torch, dtype).itemsize])
-    return parameter_count, checksums
 
 
 def attest(engine: str, publication: Publication, receipt: WeightReceipt) -> None:

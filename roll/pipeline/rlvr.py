@@ -35,7 +35,7 @@ async def run_rlvr(prepared: Prepared, recorder: RunRecorder) -> None:
     config = prepared.config
     placement = Placement(config.cluster)
     await placement.reserve()
-    roles = Roles(prepared, placement, str(recorder.run.logs.absolute()), recorder.event)
+    roles = Roles(prepared, placement, recorder.run, recorder.event)
     try:
         await roles.start()
         locks = build_device_locks(_devices_of_roles(config))

@@ -7,7 +7,9 @@ can begin. Whatever happens while they start or run, `shutdown` leaves no proces
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
@@ -18,21 +20,24 @@ from roll.distributed.inference import InferencePool, PoolSettings
 from roll.distributed.placement import Placement
 from roll.distributed.train_worker import TrainerSpec, TrainWorker
 from roll.distributed.trainers import TrainerGroup
+from roll.distributed.transports.base import TransportSpec
 from roll.distributed.worker import Worker, split_devices
 from roll.pipeline.preflight import Prepared
 from roll.rewards.pool import RewardPool
+from roll.tracking.run_directory import RunDirectory
 
 
 class Roles:
     """Every worker process of a run."""
 
     def __init__(
-        self, prepared: Prepared, placement: Placement, log_dir: str, on_event: Callable[[str], None]
+        self, prepared: Prepared, placement: Placement, run: RunDirectory, on_event: Callable[[str], None]
     ) -> None:
         self._prepared = prepared
         self._config: RLVRConfig = prepared.config
         self._placement = placement
-        self._log_dir = log_dir
+        self._log_dir = str(run.logs.absolute())
+        self._transport = transport_spec(self._config, run)
         self._groups: list[WorkerGroup] = []
         self.pool = self._build_pool(on_event)
         self.rewards = RewardPool(self._config.rewards)
@@ -50,6 +55,7 @@ class Roles:
                 reference = tasks.create_task(self._start_trainer("reference", config.reference, forward_only=True))
             tasks.create_task(self.rewards.start())
         self.trainer = trainer.result()
+        self.pool.buffers.on_free = self.trainer.release
         self.reference = reference.result() if reference is not None else None
 
     async def shutdown(self) -> None:
@@ -59,6 +65,9 @@ class Roles:
             group.kill()
         await self.rewards.shutdown()
         self._placement.release()
+        if self._transport.name == "checkpoint":
+            # The trainer was killed, and could not delete what it published last.
+            shutil.rmtree(self._transport.directory, ignore_errors=True)
 
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
         config, role = self._config, self._config.actor_infer
@@ -80,12 +89,14 @@ class Roles:
             shares_devices=derived.shares_devices(config, "actor_infer"),
         )
         settings = PoolSettings(
-            transport=config.weight_update.transport,
+            transport=self._transport.name,
             in_flight=config.weight_update.in_flight,
             max_restarts=role.max_replica_restarts,
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             request_timeout_seconds=role.request_timeout_seconds,
             publish_timeout_seconds=config.weight_update.timeout_seconds,
+            load_bucket_bytes=derived.load_bucket_bytes(config),
+            dual_buffer=config.weight_update.dual_buffer,
         )
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
@@ -109,6 +120,7 @@ class Roles:
                 total_optimizer_steps=derived.total_optimizer_steps(self._config),
                 forward_only=forward_only,
                 seed=self._config.seed,
+                transport=self._transport,
             )
         )
         return trainer
@@ -125,3 +137,11 @@ class Roles:
             devices=devices,
             log_dir=self._log_dir,
         )
+
+
+def transport_spec(config: RLVRConfig, run: RunDirectory) -> TransportSpec:
+    """How weights travel in this run. Files go into a folder that no other run uses."""
+    chosen = config.weight_update.checkpoint_dir
+    root = run.root.absolute()
+    directory = run.weights.absolute() if chosen is None else Path(chosen).absolute() / f"{config.exp_name}-{root.name}"
+    return TransportSpec(derived.weight_transport(config), 2 if config.weight_update.dual_buffer else 1, directory)

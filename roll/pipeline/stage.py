@@ -66,6 +66,9 @@ class Stage:
             raise TypeError(f"stage {self.name!r} has no inbox and does not override take_input")
         return await self.inbox.get()
 
+    async def before_devices(self, item: Any) -> None:
+        """Wait for what must not be waited for while holding the devices: for what comes only if others have them."""
+
     async def process(self, item: Any) -> StageItem:
         """Work on one item and return what the next stage gets."""
         raise NotImplementedError
@@ -108,6 +111,7 @@ class Stage:
         if self._hold is None:
             return await self._process_timed(item)
         self.enter(StageState.WAITING_RESOURCE)
+        await self.before_devices(item)
         async with self._hold():
             return await self._process_timed(item)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from roll.configs import derived
 from roll.distributed.train_worker import TrainPlan
 from roll.pipeline.advantages import add_advantages
 from roll.pipeline.batch import TrainingBatch
@@ -21,7 +22,6 @@ from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
 from roll.rollout.scheduler import FinishedGroup
 
-MEBIBYTE = 1024 * 1024
 STAGE_ORDER = ("rollout", "reference", "advantage", "train", "param_update")
 
 
@@ -93,6 +93,13 @@ class TrainStage(Stage):
         )
         self.context = context
 
+    async def before_devices(self, batch: TrainingBatch) -> None:
+        """Where the engine needs the same devices to let go of older weights, memory for the new ones is waited for
+        before the devices are taken. Elsewhere training need not wait: `gather` does."""
+        context, version = self.context, batch.step + 1
+        if context.locks["actor_train"] is context.locks["actor_infer"] and publication_due(context, version):
+            await context.pool.buffers.acquire(version)
+
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
         context, config = self.context, self.context.config
         version = batch.step + 1
@@ -162,14 +169,15 @@ def publication_due(context: RunContext, version: int) -> bool:
 
 
 async def gather(context: RunContext, version: int) -> None:
-    """Copy the trainer's weights aside."""
-    bucket_bytes = int(context.config.weight_update.bucket_size_mb * MEBIBYTE)
-    await context.trainer.gather(version, context.pool.dtype, bucket_bytes)
+    """Copy the trainer's weights aside, as soon as a half of the publication's memory is free."""
+    half = await context.pool.buffers.acquire(version)
+    bucket_bytes = derived.gather_bucket_bytes(context.config)
+    await context.trainer.gather(version, half, context.pool.dtype, bucket_bytes)
 
 
 async def publish(context: RunContext, version: int) -> dict[str, float]:
     """Bring gathered weights to every replica; seconds of each part."""
-    publication = await context.trainer.send(version, context.config.weight_update.transport)
+    publication = await context.trainer.send(version)
     async with context.locks["actor_infer"].hold("actor_infer"):
         loaded = await context.pool.publish(publication)
     seconds = {**publication.seconds, **loaded}

@@ -141,13 +141,6 @@ def views(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, _view(bucket.data[start:end], DTYPES[dtype_name], shape)
 
 
-def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, each a copy of its own in memory that torch allocated, so that the bucket's memory may
-    be reused afterwards. Raises ``WeightMismatch`` as `tensor_spans` does."""
-    for name, tensor in views(bucket):
-        yield name, tensor.clone()
-
-
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's elements in row-major order as uint8 ``[bytes]`` on the host (a view where that is possible)."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)

@@ -78,6 +78,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def weights(self) -> Path:
+        """Published weights on their way to the engines, where they travel as files."""
+        return self.root / "weights"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

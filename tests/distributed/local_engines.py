@@ -7,17 +7,19 @@ from collections import Counter
 
 import numpy as np
 
-from roll.distributed import infer_worker, weights
+from roll.distributed import infer_worker
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.infer_worker import EngineSpec, InferWorker
 from roll.distributed.inference import InferencePool, PoolSettings
 from roll.distributed.placement import WorkerPlace
+from roll.distributed.transports import TRANSPORTS, WeightTransport
 from roll.distributed.weights import Publication
 from roll.distributed.worker import WorkerIdentity
 from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, SamplingParams, WeightReceipt
 
 TOKEN_SECONDS = 1.0
 LOAD_SECONDS = 2.0
+"""Half of them taking the publication in, half of them swapping."""
 START_SECONDS = 5.0
 
 
@@ -32,6 +34,8 @@ class ScriptedEngine:
         self.asleep = False
         self.moves: list[str] = []
         self.fail_next: EngineFailed | None = None
+        self.in_place = True
+        """Whether it computes with the publication's own memory."""
 
     async def start(self):
         await asyncio.sleep(START_SECONDS)
@@ -68,10 +72,20 @@ class ScriptedEngine:
             raise RuntimeError("the engine sleeps; wake it before resume")
         self.going.set()
 
-    async def load_weights(self, buckets, version):
-        await asyncio.sleep(LOAD_SECONDS)
+    async def prepare_weights(self, buckets, version):
+        assert not list(buckets)
+        self.preparing = version
+        await asyncio.sleep(LOAD_SECONDS / 2)
+        return self.receipt(version)
+
+    async def load_weights(self, version):
+        assert version == self.preparing and not self.going.is_set()
+        await asyncio.sleep(LOAD_SECONDS / 2)
         self.version = version
-        return WeightReceipt(version, 0, {})
+        return self.receipt(version)
+
+    def receipt(self, version):
+        return WeightReceipt(version, 0, {}, self.in_place)
 
     async def sleep(self):
         self.asleep = True
@@ -137,13 +151,14 @@ class LocalHandle:
 
 
 class NothingToCarry:
-    """A transport for publications without buckets."""
+    """The receiver of publications without buckets."""
 
-    def send(self, bucket):
-        raise NotImplementedError
+    def receive(self, handles, version):
+        return iter(handles)
 
-    def receive(self, handles):
-        return iter(())
+
+def nothing_to_send(spec):
+    raise NotImplementedError("these pools have no trainer")
 
 
 def publication(version: int) -> Publication:
@@ -159,7 +174,7 @@ class LocalPool:
 
     def __init__(self, monkeypatch, replicas: int = 1, **settings):
         monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name: ScriptedEngine)
-        monkeypatch.setitem(weights.TRANSPORTS, "nothing", NothingToCarry)
+        monkeypatch.setitem(TRANSPORTS, "nothing", WeightTransport(nothing_to_send, NothingToCarry))
         self.handles: list[LocalHandle] = []
         self.prepare_next = lambda handle: None
         chosen = {
@@ -168,6 +183,8 @@ class LocalPool:
             "start_timeout_seconds": 100.0,
             "request_timeout_seconds": 50.0,
             "publish_timeout_seconds": 100.0,
+            "load_bucket_bytes": 1,
+            "dual_buffer": True,
             **settings,
         }
         spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, 1, False)
@@ -190,8 +207,13 @@ class LocalPool:
     async def __aenter__(self) -> LocalPool:
         await self.pool.start()
         self._running = asyncio.create_task(self.pool.run())
-        await self.pool.publish(publication(0))
+        await self.publish(0)
         return self
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """What the last stage of a step does, the gathering before it."""
+        await self.pool.buffers.acquire(version)
+        return await self.pool.publish(publication(version))
 
     async def __aexit__(self, *_):
         self._running.cancel()

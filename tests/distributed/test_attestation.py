@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll.distributed.weights import AttestationError, Publication, attest, cast_weights, manifest
+from roll.distributed.weights import AttestationError, Publication, attest
 from roll.strategies.infer.base import WeightReceipt
-from roll.strategies.weights import pack_buckets
+from roll.strategies.weights import manifest, pack_buckets
 
 
 def published():
     tensors = {"embed": torch.arange(6.0).reshape(2, 3), "head": torch.ones(4)}
-    buckets = list(pack_buckets(cast_weights(tensors.items(), "bfloat16"), 8))
+    buckets = list(pack_buckets(tensors.items(), 8, float_dtype=torch.bfloat16))
     count, checksums = manifest(buckets)
     return buckets, Publication(3, [], count, checksums, sum(bucket.data.nbytes for bucket in buckets))
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, publication, request
+from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 from roll.distributed.errors import WorkerFailed
 from roll.distributed.inference import RequestError
@@ -21,7 +21,7 @@ def test_a_retry_is_never_answered_with_the_tokens_of_its_aborted_first_try(monk
         async with LocalPool(monkeypatch) as local:
             first = asyncio.create_task(local.pool.generate(request("train-0-0"), min_version=0))
             await asyncio.sleep(2.5)
-            await local.pool.publish(publication(1))
+            await local.publish(1)
             await cancel(first)
             completion = await local.pool.generate(request("train-0-0"), min_version=1)
             assert completion.request_id == "train-0-0"
@@ -59,7 +59,7 @@ def test_requests_that_end_one_after_the_other_all_come_back(monkeypatch):
 def test_requests_of_a_dead_replica_are_issued_again_and_it_comes_back_with_the_present_weights(monkeypatch):
     async def scenario():
         async with LocalPool(monkeypatch) as local:
-            await local.pool.publish(publication(1))
+            await local.publish(1)
             running = [asyncio.create_task(local.pool.generate(request(f"r{index}"))) for index in range(3)]
             await asyncio.sleep(1.5)
             local.handles[0].kill()
@@ -76,7 +76,7 @@ def test_a_replica_that_restarts_during_a_publication_serves_the_new_version_onl
         async with LocalPool(monkeypatch, replicas=2) as local:
             local.handles[1].kill()
             await asyncio.sleep(START_SECONDS + LOAD_SECONDS / 2)  # it is loading version 0
-            await local.pool.publish(publication(1))
+            await local.publish(1)
             completions = await asyncio.gather(
                 *(local.pool.generate(request(f"r{index}"), min_version=1) for index in range(4))
             )
@@ -209,9 +209,9 @@ def test_a_failed_load_ends_the_publication_with_its_cause(monkeypatch):
             async def mismatch(buckets, version):
                 raise ValueError("tensor 'lm_head' has another shape")
 
-            local.handles[0].engine.load_weights = mismatch
+            local.handles[0].engine.prepare_weights = mismatch
             with pytest.raises(WorkerFailed, match=r"actor_infer/0\.load_weights.*lm_head"):
-                await local.pool.publish(publication(1))
+                await local.publish(1)
 
     run_virtual(scenario())
 

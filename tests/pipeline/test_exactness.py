@@ -115,8 +115,9 @@ async def _loop(config, stream, tokenizer, engine, trainer, objective, estimator
         batch.tokens["advantages"] = advantages[inside]
         metrics = trainer.train_step(batch, objective, 1.0)
         rewards.append([float(batch.per_sample["scores"].mean()), metrics["loss"], metrics["grad_norm"]])
+        await engine.prepare_weights(pack_buckets(trainer.named_weights(), 1 << 20), step + 1)
         await engine.pause("keep")
-        await engine.load_weights(pack_buckets(trainer.named_weights(), 1 << 20), step + 1)
+        await engine.load_weights(step + 1)
         await engine.resume()
     await engine.shutdown()
     return rewards

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from roll.strategies.infer.kv_cache import LENGTH_MULTIPLE, SlotCache, round_up
 from roll.strategies.infer.rows import ActiveRequest, RequestTable
 from roll.strategies.infer.sampling import RowSampling, counter_uniforms, sample
 from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
-from roll.strategies.weights import tensor_checksum, unpack
+from roll.strategies.weights import copy_with_checksum, tensor_checksum, views
 
 _ROW_MULTIPLE = 8
 """Matrix products of a CPU give a row the same bits if each thread gets at least 4 rows; twice that to be safe."""
@@ -69,6 +69,16 @@ class EngineCounters:
     busy_seconds: float = 0.0
 
 
+@dataclass
+class StagedWeights:
+    """A complete publication that fits the model, ready to be put in."""
+
+    tensors: dict[str, torch.Tensor]
+    """In the model's precision on the host. Where the model computes there too, these very tensors will be its
+    parameters."""
+    receipt: WeightReceipt
+
+
 class HFEngine:
     """Many independent requests over one model."""
 
@@ -101,6 +111,7 @@ class HFEngine:
         self._caches_dropped = False
         self._steps_since_admission = 0
         self._asleep = False
+        self._parameters = dict(model.named_parameters())
 
     @property
     def running(self) -> int:
@@ -168,25 +179,56 @@ class HFEngine:
         self._cache.release()
         self._caches_dropped = True
 
-    def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Replace all weights. Nothing is touched before everything has arrived and fits.
+    def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> StagedWeights:
+        """Take a publication in without touching the model; any thread may call it while another one steps.
 
-        Tensors are cast to the model's precision; later tokens carry ``version``. Raises ``WeightMismatch`` naming the
-        tensor, or whatever ``buckets`` raises, with the old weights intact; ``EngineFailed`` if putting them in fails.
+        Tensors are cast to the model's precision. On a CPU, those of lasting memory in that precision are used where
+        they lie, others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
         """
-        parameters = dict(self._model.named_parameters())
-        staged = _stage(buckets, parameters)
+        tensors: dict[str, torch.Tensor] = {}
+        checksums: dict[str, int] = {}
+        in_place = False
+        for bucket in buckets:
+            for name, tensor in views(bucket):
+                _check_fit(name, tensor, self._parameters, tensors)
+                tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, bucket.lasting)
+                in_place |= tensors[name] is tensor and self._device.type == "cpu"
+        missing = [name for name in self._parameters if name not in tensors]
+        if missing:
+            raise WeightMismatch(
+                f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)"
+            )
+        count = sum(parameter.numel() for parameter in self._parameters.values())
+        return StagedWeights(tensors, WeightReceipt(version, count, checksums, in_place))
+
+    def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
+        """The tensor as the model will have it (on a device: as it will be copied there), and its checksum."""
+        if tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        elif self._device.type == "cpu" and not lasting:
+            return copy_with_checksum(tensor)
+        return tensor, tensor_checksum(tensor)
+
+    def load_weights(self, staged: StagedWeights) -> WeightReceipt:
+        """Replace all weights by staged ones; later tokens carry their version.
+
+        On a CPU the parameters become the staged tensors; a device's memory is written in place and read back for the
+        receipt. Raises ``EngineFailed`` if that fails halfway.
+        """
+        receipt = staged.receipt
         try:
-            for name, parameter in parameters.items():
-                parameter.data = staged.pop(name).to(parameter.device)
+            for name, parameter in self._parameters.items():
+                if self._device.type == "cpu":
+                    parameter.data = staged.tensors[name]
+                else:
+                    parameter.data.copy_(staged.tensors[name])
         except Exception as error:
-            raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
-        self.version = version
-        return WeightReceipt(
-            version=version,
-            parameter_count=sum(parameter.numel() for parameter in parameters.values()),
-            checksums={name: tensor_checksum(parameter) for name, parameter in parameters.items()},
-        )
+            raise EngineFailed(f"weights of version {receipt.version} were only partly loaded: {error!r}") from error
+        self.version = receipt.version
+        if self._device.type == "cpu":
+            return receipt
+        held = {name: tensor_checksum(parameter) for name, parameter in self._parameters.items()}
+        return replace(receipt, checksums=held)
 
     def sleep(self) -> None:
         """Free the caches and move the weights to the host."""
@@ -383,24 +425,18 @@ def check_request(request: GenerateRequest, max_length: int, vocabulary: int) ->
         raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
 
 
-def _stage(buckets: Iterable[WeightBucket], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Collect a complete publication in the model's precision, on the host. Raises ``WeightMismatch``."""
-    staged: dict[str, torch.Tensor] = {}
-    for bucket in buckets:
-        for name, tensor in unpack(bucket):
-            if name not in parameters:
-                raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-            if name in staged:
-                raise WeightMismatch(f"tensor {name!r} came twice")
-            expected = parameters[name]
-            if tensor.shape != expected.shape:
-                raise WeightMismatch(
-                    f"tensor {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(expected.shape)}"
-                )
-            if tensor.is_floating_point() != expected.is_floating_point():
-                raise WeightMismatch(f"tensor {name!r} has dtype {tensor.dtype}, the engine's has {expected.dtype}")
-            staged[name] = tensor.to(expected.dtype)
-    missing = [name for name in parameters if name not in staged]
-    if missing:
-        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
-    return staged
+def _check_fit(
+    name: str, tensor: torch.Tensor, parameters: dict[str, torch.nn.Parameter], taken: dict[str, torch.Tensor]
+) -> None:
+    """Raise ``WeightMismatch`` unless the tensor has its place in the model and came once."""
+    if name not in parameters:
+        raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+    if name in taken:
+        raise WeightMismatch(f"tensor {name!r} came twice")
+    expected = parameters[name]
+    if tensor.shape != expected.shape:
+        raise WeightMismatch(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(expected.shape)}"
+        )
+    if tensor.is_floating_point() != expected.is_floating_point():
+        raise WeightMismatch(f"tensor {name!r} has dtype {tensor.dtype}, the engine's has {expected.dtype}")

@@ -26,7 +26,7 @@ from roll.strategies.infer.base import (
     WeightReceipt,
 )
 from roll.strategies.infer.engine_thread import EngineReport, EngineThread, engine_failed_from
-from roll.strategies.infer.hf_engine import EngineLimits, HFEngine
+from roll.strategies.infer.hf_engine import EngineLimits, HFEngine, StagedWeights
 from roll.strategies.infer.hf_model import ModelSpec, default_eos_token_ids, load_model, load_tokenizer
 from roll.strategies.infer.hf_options import HFInferConfig
 
@@ -78,6 +78,7 @@ class HFInferStrategy:
         self._keys: dict[str, int] = {}
         self._next_key = itertools.count()
         self._thread: EngineThread | None = None
+        self._staged: StagedWeights | None = None
 
     async def start(self) -> None:
         """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a model it cannot drive."""
@@ -124,11 +125,23 @@ class HFInferStrategy:
         """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
         await self._live_thread().resume()
 
-    async def load_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Replace all weights (see `HFEngine.load_weights`); the buckets are drawn in the engine's thread. Raises
-        ``RuntimeError`` unless paused or idle."""
-        thread = self._live_thread()
-        return await thread.call_while_still(lambda engine: engine.load_weights(buckets, version), "load_weights")
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Take a publication in (see `HFEngine.stage_weights`) in a thread of its own, beside decoding."""
+        engine = self._live_thread().engine
+        self._staged = None
+        self._staged = await asyncio.to_thread(engine.stage_weights, buckets, version)
+        return self._staged.receipt
+
+    async def load_weights(self, version: int) -> WeightReceipt:
+        """Replace all weights by the prepared ones. Raises ``RuntimeError`` unless paused or idle, or if this version
+        is not the one prepared."""
+        thread, staged = self._live_thread(), self._staged
+        if staged is None or staged.receipt.version != version:
+            prepared = "nothing" if staged is None else f"version {staged.receipt.version}"
+            raise RuntimeError(f"load_weights of version {version}: {prepared} was prepared")
+        receipt = await thread.call_while_still(lambda engine: engine.load_weights(staged), "load_weights")
+        self._staged = None
+        return receipt
 
     async def sleep(self) -> None:
         """Free the caches and move the weights to the host. Raises ``RuntimeError`` unless paused or idle."""

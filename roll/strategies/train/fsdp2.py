@@ -155,10 +155,14 @@ class Fsdp2TrainStrategy:
         return {**self._combined(parts), **self._update(nothing_to_learn=normalizers.tokens == 0)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective."""
+        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective.
+
+        One rank has them whole and hands out its own memory: it is to be read, not kept.
+        """
         self._reshard()
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().full_tensor().float()
+            weight = parameter.detach()
+            yield name, (weight.to_local() if self.world_size == 1 else weight.full_tensor()).float()
 
     def save(self, path: str) -> None:
         """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""

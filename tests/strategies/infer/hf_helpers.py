@@ -59,3 +59,9 @@ def run_requests(path: str, requests, **engine_sizes) -> dict:
     for key, request in enumerate(requests):
         engine.submit(key, request)
     return run_engine(engine)
+
+
+async def load(strategy: HFInferStrategy, buckets, version: int):
+    """Both steps of a publication."""
+    await strategy.prepare_weights(buckets, version)
+    return await strategy.load_weights(version)

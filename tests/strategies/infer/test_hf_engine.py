@@ -192,7 +192,7 @@ def test_not_a_number_in_the_weights_ends_the_step_with_an_error(qwen_path):
     weights = AutoModelForCausalLM.from_pretrained(qwen_path).state_dict()
     del weights["lm_head.weight"]  # tied to the embedding
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
-    engine.load_weights(pack_buckets(broken.items(), 10_000), version=1)
+    engine.load_weights(engine.stage_weights(pack_buckets(broken.items(), 10_000), version=1))
     engine.submit(0, make_request("a", [5, 6]))
     with pytest.raises(NonFiniteLogits):
         engine.step()

@@ -24,7 +24,7 @@ from roll.strategies.infer import infer_strategy_class
 from roll.strategies.infer.base import EngineFailed, WeightMismatch
 from roll.strategies.infer.hf_infer import HFInferStrategy
 from roll.strategies.weights import pack_buckets, tensor_checksum
-from tests.strategies.infer.hf_helpers import EOS, VOCABULARY, make_request, make_strategy, run_requests
+from tests.strategies.infer.hf_helpers import EOS, VOCABULARY, load, make_request, make_strategy, run_requests
 
 DEADLINE_SECONDS = 60
 
@@ -209,7 +209,7 @@ def test_drain_ends_what_runs_and_starts_nothing_that_waits(qwen_path):
         assert sum(len(chunk.token_ids) for chunk in chunks) == 60
         assert not queued.done()
         assert strategy.stats()["running"] == 0 and strategy.stats()["waiting"] == 1
-        await strategy.load_weights(buckets_of(changed_weights(qwen_path, 1)), version=1)
+        await load(strategy, buckets_of(changed_weights(qwen_path, 1)), version=1)
         await strategy.resume()
         assert (await queued).versions.tolist() == [1] * 5
 
@@ -243,7 +243,7 @@ def test_tokens_carry_the_version_and_logprobs_of_the_weights_that_produced_them
         _, stream = await after_tokens(strategy, observer, 10)
         for version in (1, 2):
             await strategy.pause(mode)
-            receipt = await strategy.load_weights(buckets_of(weights[version]), version)
+            receipt = await load(strategy, buckets_of(weights[version]), version)
             assert receipt.version == version
             await strategy.resume()
             count = 0
@@ -277,7 +277,7 @@ def test_keep_goes_on_with_the_old_keys_and_values(qwen_path):
     async def scenario(strategy):
         chunks, stream = await after_tokens(strategy, request, 8)
         await strategy.pause("keep")
-        await strategy.load_weights(buckets_of(weights), 1)
+        await load(strategy, buckets_of(weights), 1)
         await strategy.resume()
         return chunks + [chunk async for chunk in stream]
 
@@ -297,7 +297,7 @@ def test_the_receipt_attests_what_the_engine_holds(model_path):
     weights = changed_weights(model_path, 3)
 
     async def scenario(strategy):
-        return await strategy.load_weights(buckets_of(weights), 7)
+        return await load(strategy, buckets_of(weights), 7)
 
     receipt = run_with(make_strategy(model_path), scenario)
     assert receipt.checksums == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
@@ -311,7 +311,7 @@ def test_loaded_weights_give_the_same_bits_as_weights_read_from_a_file(qwen_path
     expected = run_requests(str(tmp_path), requests)
 
     async def scenario(strategy):
-        await strategy.load_weights(buckets_of(weights), 1)
+        await load(strategy, buckets_of(weights), 1)
         return await asyncio.gather(*(strategy.generate(request) for request in requests))
 
     for completion in run_with(make_strategy(qwen_path), scenario):
@@ -342,7 +342,7 @@ def test_a_publication_that_does_not_fit_changes_nothing(qwen_path, fault):
     async def scenario(strategy):
         error, words = (OSError, "lost") if fault == "stream" else (WeightMismatch, name)
         with pytest.raises(error, match=words):
-            await strategy.load_weights(buckets, 1)
+            await load(strategy, buckets, 1)
         return await strategy.generate(request)
 
     completion = run_with(make_strategy(qwen_path), scenario)
@@ -353,7 +353,8 @@ def test_a_publication_that_does_not_fit_changes_nothing(qwen_path, fault):
 def test_weights_are_not_replaced_under_running_requests(qwen_path):
     async def scenario(strategy):
         _, stream = await after_tokens(strategy, make_request("a", [5], 120, ignore_eos=True), 1)
-        for attempt in (strategy.load_weights(buckets_of({}), 1), strategy.sleep()):
+        await strategy.prepare_weights(buckets_of(changed_weights(qwen_path, 1)), 1)
+        for attempt in (strategy.load_weights(1), strategy.sleep()):
             with pytest.raises(RuntimeError, match="paused or idle"):
                 await attempt
         await stream.aclose()
@@ -385,7 +386,7 @@ def test_a_crash_in_a_step_ends_every_request_and_every_later_call_with_its_caus
     weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in changed_weights(qwen_path, 0).items()}
 
     async def scenario(strategy):
-        await strategy.load_weights(buckets_of(weights), 1)
+        await load(strategy, buckets_of(weights), 1)
         requests = [make_request(str(i), [5], 20) for i in range(5)]
         results = [asyncio.create_task(strategy.generate(request)) for request in requests]
         for result in results:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
+import gc
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.strategies.infer.base import WeightBucket, WeightMismatch
-from roll.strategies.weights import pack_buckets, tensor_checksum, unpack
+from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMismatch
+from roll.strategies.weights import copy_with_checksum, manifest, pack_buckets, split_bucket, tensor_checksum, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
@@ -31,7 +34,7 @@ def test_any_tensors_come_back_bit_for_bit_in_order(shapes, bucket_bytes, seed):
     buckets = list(pack_buckets(tensors, bucket_bytes))
     for bucket in buckets:
         assert len(bucket.data) <= bucket_bytes or len(bucket.tensors) == 1
-    received = [pair for bucket in buckets for pair in unpack(bucket)]
+    received = [pair for bucket in buckets for pair in views(bucket)]
     assert [name for name, _ in received] == [name for name, _ in tensors]
     for (_, sent), (_, got) in zip(tensors, received, strict=True):
         assert sent.dtype == got.dtype and torch.equal(sent, got)
@@ -50,21 +53,92 @@ def test_packing_copies_before_the_next_tensor_is_drawn():
         for value in (1.0, 2.0, 3.0):
             yield f"t{value:.0f}", shared.fill_(value)
 
-    received = dict(pair for bucket in pack_buckets(tensors(), 10_000) for pair in unpack(bucket))
+    received = dict(pair for bucket in pack_buckets(tensors(), 10_000) for pair in views(bucket))
     assert [received[f"t{i}"][0].item() for i in (1, 2, 3)] == [1.0, 2.0, 3.0]
 
 
-def test_unpacked_tensors_outlive_the_bucket():
-    (bucket,) = pack_buckets([("a", torch.arange(4.0))], 1000)
-    ((_, tensor),) = unpack(bucket)
-    bucket.data[:] = 255
-    assert tensor.tolist() == [0, 1, 2, 3]
+def test_packing_casts_on_the_way_and_leaves_whole_numbers_alone():
+    tensors = [("w", torch.randn(5, 3).T), ("steps", torch.arange(3))]
+    (bucket,) = pack_buckets(tensors, 1000, float_dtype=torch.bfloat16)
+    received = dict(views(bucket))
+    assert torch.equal(received["w"], tensors[0][1].bfloat16())
+    assert torch.equal(received["steps"], tensors[1][1])
+
+
+def test_the_memory_of_earlier_publications_leaves_no_trace():
+    used = np.full(1000, 7, dtype=np.uint8)
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(2))]
+    (bucket,) = pack_buckets(tensors, 1000, allocate=lambda index, size: used)
+    (fresh,) = pack_buckets(tensors, 1000)
+    assert bucket.data.tobytes() == fresh.data.tobytes()
+    assert np.shares_memory(bucket.data, used)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9), most_bytes=st.integers(1, 400))
+def test_buckets_are_split_without_a_copy_and_keep_their_place_in_the_file(sizes, most_bytes):
+    tensors = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]
+    (whole,) = pack_buckets(tensors, 100_000)
+    whole = replace(whole, location=BucketLocation("somewhere", 4096), lasting=True)
+    parts = list(split_bucket(whole, most_bytes))
+    received = [pair for part in parts for pair in views(part)]
+    assert [name for name, _ in received] == [name for name, _ in tensors]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, tensors, strict=True))
+    for part in parts:
+        assert len(part.data) <= most_bytes or len(part.tensors) == 1
+        assert part.lasting
+        start = part.location.offset - 4096
+        assert np.array_equal(part.data, whole.data[start : start + len(part.data)])
+        assert not len(part.data) or np.shares_memory(part.data, whole.data)
+
+
+def test_tensors_are_viewed_where_they_lie_even_in_memory_that_cannot_be_written(recwarn):
+    (bucket,) = pack_buckets([("a", torch.arange(4.0)), ("b", torch.ones(2, dtype=torch.bfloat16))], 1000)
+    memory = np.frombuffer(bytes(bucket.data), dtype=np.uint8)
+    received = dict(views(replace(bucket, data=memory)))
+    assert received["a"].tolist() == [0, 1, 2, 3] and received["b"].tolist() == [1, 1]
+    assert received["a"].data_ptr() == memory.ctypes.data
+    assert not recwarn.list
+
+
+def test_a_view_keeps_its_memory_alive():
+    memory = np.frombuffer(torch.arange(1000.0).numpy().tobytes(), dtype=np.uint8)
+    last = weakref.ref(memory)
+    ((_, tensor),) = views(WeightBucket([("a", "float32", (1000,), 0)], memory))
+    del memory
+    gc.collect()
+    assert last() is not None
+    assert tensor[999] == 999
+    del tensor
+    gc.collect()
+    assert last() is None
+
+
+def test_a_misaligned_tensor_is_copied():
+    memory = np.zeros(100, dtype=np.uint8)
+    memory[1:9] = np.arange(2, dtype=np.float32).view(np.uint8)
+    ((_, tensor),) = views(WeightBucket([("a", "float32", (2,), 1)], memory))
+    assert tensor.tolist() == [0, 1]
+
+
+def test_a_copy_is_made_and_hashed_in_one_pass():
+    tensor = torch.randn(700_000)
+    copy, checksum = copy_with_checksum(tensor)
+    assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+    assert checksum == tensor_checksum(tensor)
+
+
+def test_the_manifest_counts_and_sums_what_the_buckets_hold():
+    tensors = {"embed": torch.arange(6.0).reshape(2, 3), "head": torch.ones(4), "none": torch.zeros(0, 3)}
+    count, checksums = manifest(pack_buckets(tensors.items(), 30))
+    assert count == 10
+    assert checksums == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
 def test_checksum_is_that_of_the_elements_in_row_major_order():
     matrix = torch.arange(6.0).reshape(2, 3)
-    assert tensor_checksum(matrix) == zlib.crc32(matrix.numpy().tobytes())
-    assert tensor_checksum(matrix.T) == zlib.crc32(np.ascontiguousarray(matrix.numpy().T).tobytes())
+    assert tensor_checksum(matrix) == xxhash.xxh3_64_intdigest(matrix.numpy().tobytes())
+    assert tensor_checksum(matrix.T) == xxhash.xxh3_64_intdigest(np.ascontiguousarray(matrix.numpy().T).tobytes())
     assert tensor_checksum(matrix.bfloat16()) != tensor_checksum(matrix)
 
 
@@ -77,6 +151,6 @@ def test_bad_publications_are_refused_by_name():
         list(pack_buckets([("a", torch.zeros(1))], 0))
     data = np.zeros(8, dtype=np.uint8)
     with pytest.raises(WeightMismatch, match="'a': bytes 4 to 12"):
-        list(unpack(WeightBucket([("a", "float32", (2,), 4)], data)))
+        list(views(WeightBucket([("a", "float32", (2,), 4)], data)))
     with pytest.raises(WeightMismatch, match="'a': unknown dtype 'float33'"):
-        list(unpack(WeightBucket([("a", "float33", (2,), 0)], data)))
+        list(views(WeightBucket([("a", "float33", (2,), 0)], data)))

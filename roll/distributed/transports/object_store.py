@@ -1,0 +1,53 @@
+"""Ray's object store: works everywhere, at the price of two more copies (into the store, and out of it).
+
+Objects live as long as somebody refers to their publication; each further host gets one copy from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll.distributed.transports.base import HostMemory
+from roll.strategies.infer.base import WeightBucket, WeightMismatch
+
+
+@dataclass(frozen=True)
+class StoredBucket:
+    """A bucket in the object store."""
+
+    version: int
+    reference: Any
+
+
+class ObjectStoreSender:
+    """Puts each bucket into the store of the trainer's host."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+
+    def begin(self, half: int) -> None:
+        """The store has copies of its own."""
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        return self._memory.allocate(half, index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
+        return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
+
+    def release(self, version: int) -> None:
+        """The store counts references."""
+
+
+class ObjectStoreReceiver:
+    """Reads buckets where the store has them in this host's memory."""
+
+    def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
+        for handle in handles:
+            if handle.version != version:
+                raise WeightMismatch(f"the object store holds version {handle.version}, expected {version}")
+            yield ray.get(handle.reference)
