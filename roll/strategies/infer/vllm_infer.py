@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -181,13 +181,14 @@ class VLLMInferStrategy:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
         known = 0
-        async for response in self._responses(request):
-            ended = response.finish_reason
-            if ended is not None or len(response.token_ids) > known:
-                yield response.chunk(known, ended)
-            known = len(response.token_ids)
-            if ended is not None:
-                return
+        async with aclosing(self._responses(request)) as responses:
+            async for response in responses:
+                ended = response.finish_reason
+                if ended is not None or len(response.token_ids) > known:
+                    yield response.chunk(known, ended)
+                known = len(response.token_ids)
+                if ended is not None:
+                    return
         empty = _nothing(request)
         yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
 
@@ -345,8 +346,9 @@ class VLLMInferStrategy:
             try:
                 self._running[name] = response
                 self._tick()
-                async for update in self._inside(engine, response, params):
-                    yield update
+                async with aclosing(self._inside(engine, response, params)) as updates:
+                    async for update in updates:
+                        yield update
             finally:
                 del self._running[name]
                 self._tick()
@@ -361,20 +363,18 @@ class VLLMInferStrategy:
         from vllm.inputs.engine import tokens_input
 
         prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"version {self._version}")
-        outputs = engine.generate(prompt, params, response.engine_id)
         try:
-            async for output in outputs:
-                (completion,) = output.outputs
-                self._generated_tokens += len(completion.token_ids)
-                stopped = response.add(completion, self._version)
-                yield response
-                if stopped:
-                    return
+            # Leaving the iteration is what aborts the request inside vLLM.
+            async with aclosing(engine.generate(prompt, params, response.engine_id)) as outputs:
+                async for output in outputs:
+                    (completion,) = output.outputs
+                    self._generated_tokens += len(completion.token_ids)
+                    stopped = response.add(completion, self._version)
+                    yield response
+                    if stopped:
+                        return
         except _vllm_failures() as error:
             raise _engine_failed(engine, error) from error
-        finally:
-            # Leaving the iteration is what aborts the request inside vLLM.
-            await outputs.aclose()
 
     def _sampling_params(self, request: GenerateRequest) -> VLLMSamplingParams:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -576,6 +576,8 @@ def _prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[
                 raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
             if name in arrived:
                 raise WeightMismatch(f"tensor {name!r} came twice")
+            if not _is_float(dtype):
+                raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
             if tuple(shape) != shapes[name]:
                 raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
             arrived[name] = (dtype, tuple(shape))
@@ -585,6 +587,10 @@ def _prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[
     parameter_count, checksums = manifest(buckets)
     located, staging = _located(buckets)
     return _Prepared(version, located, WeightReceipt(version, parameter_count, checksums), arrived, staging)
+
+
+def _is_float(dtype_name: str) -> bool:
+    return dtype_name.startswith(("float", "bfloat"))
 
 
 def _located(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:

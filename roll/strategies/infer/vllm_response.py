@@ -7,6 +7,7 @@ response, as every other engine of this project does it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -94,6 +95,8 @@ def _sampled_logprobs(output: CompletionOutput) -> list[float]:
     logprobs = output.logprobs.logprobs if output.logprobs is not None else []
     if len(logprobs) != len(output.token_ids):
         raise EngineFailed(f"vLLM gave {len(logprobs)} log-probabilities for {len(output.token_ids)} tokens")
+    if any(math.isnan(logprob) for logprob in logprobs):
+        raise EngineFailed("vLLM's logits are NaN: there is no distribution to sample from")
     return logprobs
 
 

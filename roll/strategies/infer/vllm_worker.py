@@ -7,9 +7,11 @@ engine's owner) has filled, never unpickled; vLLM's layer-wise reload puts them 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -48,6 +50,11 @@ class BucketTransferEngine(WeightTransferEngine[OwnerInfo, BucketInfo]):
 
     init_info_cls = OwnerInfo
     update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # It warns of every layer without weights of its own, at every update; completeness is checked below.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: OwnerInfo) -> None:
         """A worker whose owner was killed would hold its memory and devices for ever; it ends with it."""

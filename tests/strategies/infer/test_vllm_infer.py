@@ -1,0 +1,458 @@
+"""vLLM behind the protocol, for real, on one shared engine: what it samples, records, takes in and survives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import Fuse
+from transformers import PreTrainedTokenizerFast, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from roll.strategies.infer.base import WeightMismatch
+from roll.strategies.weights import pack_buckets, tensor_checksum
+from tests.strategies.infer.vllm_helpers import EOS, MAX_LENGTH, VOCABULARY, RunningEngine, buckets_of, make_model, request
+
+LETTERS = [chr(0x4E00 + token) for token in range(VOCABULARY)]
+
+
+@pytest.fixture(scope="module")
+def first_model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def engine(first_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("vllm-model")
+    first_model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({letter: token for token, letter in enumerate(LETTERS)}, unk_token=LETTERS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=LETTERS[EOS]).save_pretrained(path)
+    running = RunningEngine(str(path))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def published(engine, first_model):
+    """The engine, holding the first model's weights."""
+    engine.publish(first_model)
+    return engine
+
+
+@torch.no_grad()
+def logits_of(model, tokens) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def full_scores(model, prompt, completion) -> np.ndarray:
+    """Log-probability of each response token, the whole sequence under one model."""
+    tokens = [*prompt, *completion.token_ids.tolist()]
+    logprobs = torch.log_softmax(logits_of(model, tokens)[len(prompt) - 1 : -1], -1)
+    return logprobs.gather(1, torch.tensor(tokens[len(prompt) :])[:, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def scores_over_caches(models_by_version, prompt, completion) -> np.ndarray:
+    """Log-probability of each response token where a token's keys and values stay those of the weights that computed
+    them: position p was computed by the weights that predicted token p + 1."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    computed_by = np.concatenate([np.full(len(prompt) - 1, completion.versions[0]), completion.versions])
+    bounds = [0, *(np.flatnonzero(np.diff(computed_by)) + 1).tolist(), len(computed_by)]
+    cache, rows = None, []
+    for start, end in zip(bounds, bounds[1:]):
+        output = models_by_version[computed_by[start]](tokens[:, start:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        rows.append(output.logits[0])
+    logprobs = torch.log_softmax(torch.cat(rows)[len(prompt) - 1 :].float(), -1)
+    return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def assert_close(recorded, expected):
+    difference = np.abs(recorded - expected)
+    assert difference.mean() < 1e-5 and difference.max() < 1e-3
+
+
+async def begun(strategy, tokens: int) -> None:
+    """Wait until every running request has this many tokens."""
+    while not strategy._running or min(len(each.token_ids) for each in strategy._running.values()) < tokens:
+        await asyncio.sleep(0.005)
+
+
+def test_a_response_has_its_tokens_logprobs_versions_and_reason(published, first_model):
+    strategy = published.strategy
+
+    async def scenario():
+        return await asyncio.gather(
+            *(strategy.generate(request(str(i), 60, seed=i)) for i in range(40)),
+            strategy.generate(request("long", 20, seed=1, ignore_eos=True)),
+        )
+
+    *free, forced = published.run(scenario)
+    for completion in [*free, forced]:
+        count = len(completion.token_ids)
+        assert count == len(completion.logprobs) == len(completion.versions)
+        assert set(completion.versions) == {published.version}
+        assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+    assert {completion.finish_reason for completion in free} == {"stop", "length"}
+    for completion in free:
+        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
+        assert EOS not in completion.token_ids[:-1]
+        assert len(completion.token_ids) == 60 or completion.finish_reason == "stop"
+    assert (len(forced.token_ids), forced.finish_reason) == (20, "length")
+
+
+def test_equal_seeds_sample_equal_tokens_and_different_ones_do_not(published):
+    strategy = published.strategy
+
+    async def scenario():
+        return [await strategy.generate(request("a", 30, seed=seed, ignore_eos=True)) for seed in (7, 7, 8)]
+
+    first, again, other = published.run(scenario)
+    assert first.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 12, 0.8)]
+)
+def test_logprobs_are_those_of_the_processed_distribution(published, first_model, temperature, top_k, top_p):
+    strategy = published.strategy
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, ignore_eos=True)
+
+    async def scenario():
+        return await asyncio.gather(*(strategy.generate(request(str(i), 40, seed=i, **sampling)) for i in range(8)))
+
+    for completion in published.run(scenario):
+        logits = logits_of(first_model, [5, 6, 7, *completion.token_ids.tolist()])[2:-1]
+        processed = TemperatureLogitsWarper(temperature)(None, logits)
+        processed = TopKLogitsWarper(top_k)(None, processed) if top_k else processed
+        processed = TopPLogitsWarper(top_p)(None, processed) if top_p < 1 else processed
+        expected = torch.log_softmax(processed, -1)[range(40), completion.token_ids.tolist()].numpy()
+        assert_close(completion.logprobs, expected)
+
+
+def test_greedy_takes_the_most_probable_token_and_records_certainty(published, first_model):
+    completion = published.run(published.strategy.generate, request("a", 20, temperature=0.0, ignore_eos=True))
+    tokens = [5, 6, 7, *completion.token_ids.tolist()]
+    assert logits_of(first_model, tokens)[2:-1].argmax(-1).tolist() == tokens[3:]
+    assert not completion.logprobs.any()
+
+
+def test_a_response_ends_at_the_longest_sequence(published):
+    completion = published.run(published.strategy.generate, request("a", 10_000, ignore_eos=True))
+    assert (len(completion.token_ids), completion.finish_reason) == (MAX_LENGTH - 3, "length")
+
+
+def test_a_stream_gives_what_generate_gives(published):
+    strategy = published.strategy
+
+    async def scenario():
+        chunks = [chunk async for chunk in strategy.stream(request("a", 30, seed=3))]
+        return chunks, await strategy.generate(request("a", 30, seed=3))
+
+    chunks, completion = published.run(scenario)
+    assert len(chunks) > 1
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [completion.finish_reason]
+    for name in ("token_ids", "logprobs", "versions"):
+        joined = np.concatenate([getattr(chunk, name) for chunk in chunks])
+        np.testing.assert_array_equal(joined, getattr(completion, name))
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(published):
+    strategy = published.strategy
+    free = [published.run(strategy.generate, request("free", 40, seed=seed)) for seed in range(20)]
+    seed, whole = next((seed, each) for seed, each in enumerate(free) if len(each.token_ids) == 40)
+    text = "".join(LETTERS[token] for token in whole.token_ids)
+    stop = text[20:22]
+    stopped = published.run(strategy.generate, request("a", 40, seed=seed, stop_strings=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == whole.token_ids[: text.index(stop) + 2].tolist()
+    assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.token_ids)
+    assert strategy.stats()["running"] == 0
+
+
+def test_a_stop_string_is_seen_over_the_seam_of_a_continued_response(published):
+    continued = dict(prompt=(5, 6, 7), seed=1, first_token_index=1)
+    free = published.run(published.strategy.generate, request("free", 30, **continued))
+    first = int(free.token_ids[0])
+    stop = LETTERS[7] + LETTERS[first]
+    completion = published.run(published.strategy.generate, request("a", 30, stop_strings=(stop,), **continued))
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([first], "stop")
+
+
+def test_aborted_requests_end_with_their_tokens_and_queued_ones_without(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = [
+            asyncio.create_task(strategy.generate(request(f"r{i}", 180, seed=i, ignore_eos=True))) for i in range(64)
+        ]
+        queued = asyncio.create_task(strategy.generate(request("queued", 180)))
+        await begun(strategy, 8)
+        assert strategy.stats()["waiting"] == 1
+        await strategy.abort(["queued", "r3", "unknown"])
+        ended = await asyncio.gather(queued, running[3])
+        cancelled = running.pop(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        again = await strategy.generate(request("r0", 4, ignore_eos=True))
+        await strategy.abort([f"r{i}" for i in range(64)])
+        await asyncio.gather(*running)
+        return (*ended, again)
+
+    queued, aborted, again = published.run(scenario)
+    assert (len(queued.token_ids), queued.finish_reason) == (0, "abort")
+    assert aborted.finish_reason == "abort"
+    assert 8 <= len(aborted.token_ids) == len(aborted.versions) == len(aborted.logprobs) < 180
+    assert len(again.token_ids) == 4
+    stats = strategy.stats()
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+
+
+def test_a_bad_request_fails_alone(published):
+    strategy = published.strategy
+    bad = [
+        request("empty", prompt=()),
+        request("long", prompt=(5,) * MAX_LENGTH),
+        request("outside", prompt=(VOCABULARY,)),
+        request("cold", temperature=0.001),
+    ]
+
+    async def scenario():
+        good = asyncio.create_task(strategy.generate(request("good", 30, ignore_eos=True)))
+        for each in bad:
+            with pytest.raises(ValueError, match=each.request_id):
+                await strategy.generate(each)
+        twice = asyncio.create_task(strategy.generate(request("twice", 100, ignore_eos=True)))
+        await begun(strategy, 1)
+        with pytest.raises(ValueError, match="'twice'"):
+            await strategy.generate(request("twice"))
+        return await asyncio.gather(good, twice)
+
+    assert [len(completion.token_ids) for completion in published.run(scenario)] == [30, 100]
+
+
+@pytest.mark.parametrize("mode", ["keep", "resume", "drain"])
+def test_an_update_in_the_middle_of_64_requests(published, first_model, mode):
+    """Right counts, versions that never go back, and spans that their own weights reproduce; a request that waits for a
+    place delays nothing and begins with the new weights."""
+    strategy, old = published.strategy, published.version
+    second = make_model(1)
+    lengths = [40 + 2 * index for index in range(64)]
+
+    async def scenario():
+        running = [
+            asyncio.create_task(strategy.generate(request(f"r{i}", length, prompt=(5, 6, i), seed=i, ignore_eos=True)))
+            for i, length in enumerate(lengths)
+        ]
+        queued = asyncio.create_task(strategy.generate(request("queued", 10, prompt=(5, 6, 9), ignore_eos=True)))
+        await begun(strategy, 16)
+        assert strategy.stats()["running"] == 64
+        await published.load(second, old + 1, mode)
+        return await asyncio.gather(*running, queued)
+
+    *completions, queued = published.run(scenario)
+    published.version = old + 1
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    assert set(queued.versions) == {old + 1}
+    assert_close(queued.logprobs, full_scores(second, (5, 6, 9), queued))
+    by_version = {old: first_model, old + 1: second}
+    for index, completion in enumerate(completions):
+        prompt = (5, 6, index)
+        assert (np.diff(completion.versions) >= 0).all()
+        assert set(completion.versions) == ({old} if mode == "drain" else {old, old + 1})
+        if mode == "keep":
+            assert_close(completion.logprobs, scores_over_caches(by_version, prompt, completion))
+            continue
+        for version, model in by_version.items():
+            span = completion.versions == version
+            if span.any():
+                assert_close(completion.logprobs[span], full_scores(model, prompt, completion)[span])
+
+
+def test_caches_of_old_weights_are_never_shared_with_new_requests(published, first_model):
+    strategy = published.strategy
+    second = make_model(2)
+    prompt = tuple(np.random.default_rng(0).integers(2, 90, 140).tolist())
+
+    async def scenario():
+        long = asyncio.create_task(strategy.generate(request("r", 40, prompt=prompt, ignore_eos=True)))
+        await begun(strategy, 1)
+        await published.load(second, published.version + 1, "keep")
+        late = await strategy.generate(request("late", 8, prompt=prompt, seed=2, ignore_eos=True))
+        await long
+        return late
+
+    late = published.run(scenario)
+    published.version += 1
+    assert_close(late.logprobs, full_scores(second, prompt, late))
+
+
+@pytest.mark.parametrize("mode", ["keep", "resume"])
+def test_a_paused_engine_computes_nothing_and_starts_nothing(published, mode):
+    strategy = published.strategy
+
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 100, ignore_eos=True)))
+        await begun(strategy, 8)
+        await strategy.pause(mode)
+        frozen = strategy.stats()["generated_tokens"]
+        late = asyncio.create_task(strategy.generate(request("late", 5, ignore_eos=True)))
+        await strategy.progress({})
+        await strategy.abort([])
+        assert strategy.stats()["generated_tokens"] == frozen
+        assert strategy.stats()["waiting"] == 1 and not late.done()
+        await strategy.resume()
+        return await asyncio.gather(running, late)
+
+    assert [len(completion.token_ids) for completion in published.run(scenario)] == [100, 5]
+
+
+def test_a_drain_interrupted_by_resume_says_so_and_loses_nothing(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 150, ignore_eos=True)))
+        await begun(strategy, 4)
+        drain = asyncio.create_task(strategy.pause("drain"))
+        await asyncio.sleep(0.01)
+        await strategy.resume()
+        with pytest.raises(RuntimeError, match="interrupted by resume"):
+            await drain
+        late = await strategy.generate(request("late", 5, ignore_eos=True))
+        return await running, late
+
+    assert [len(completion.token_ids) for completion in published.run(scenario)] == [150, 5]
+
+
+def test_the_receipt_tells_the_version_and_what_is_held(published):
+    model = make_model(3)
+    receipt = published.run(published.load, model, published.version + 1)
+    published.version += 1
+    assert receipt.version == published.version
+    assert receipt.checksums == {name: tensor_checksum(tensor) for name, tensor in model.named_parameters()}
+    assert receipt.parameter_count == sum(tensor.numel() for tensor in model.parameters())
+
+
+def test_held_checksums_come_from_the_engine_itself(published, first_model):
+    """Ask for tensors that differ from those held: embeddings and norms are readable, and show what is really there."""
+    other = make_model(4)
+    shapes = {name: ("float32", tuple(tensor.shape)) for name, tensor in other.named_parameters()}
+    (held,) = published.run(published.strategy._engine.collective_rpc, "roll_held_checksums", None, (shapes,))
+    expected = {name: tensor_checksum(tensor) for name, tensor in first_model.named_parameters()}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"} <= held.keys()
+    assert all(expected[name] == checksum for name, checksum in held.items())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype", "twice"])
+def test_a_publication_that_does_not_fit_is_refused_by_name_and_changes_nothing(published, first_model, fault):
+    weights = dict(make_model(1).named_parameters())
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del weights[name]
+    elif fault == "unknown":
+        name = "model.layers.9.extra"
+        weights[name] = torch.zeros(2)
+    elif fault == "shape":
+        weights[name] = weights[name][:-1]
+    elif fault == "dtype":
+        weights[name] = weights[name].long()
+    buckets = list(pack_buckets(weights.items(), 64 * 1024))
+    if fault == "twice":
+        name = buckets[0].tensors[0][0]
+        buckets.append(buckets[0])
+
+    async def scenario():
+        with pytest.raises(WeightMismatch, match=name.replace(".", r"\.")):
+            await published.strategy.prepare_weights(buckets, published.version + 1)
+        with pytest.raises(RuntimeError, match="nothing was prepared"):
+            await published.strategy.load_weights(published.version + 1)
+        return await published.strategy.generate(request("a", 20, ignore_eos=True))
+
+    completion = published.run(scenario)
+    assert set(completion.versions) == {published.version}
+    assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+
+
+def test_weights_are_not_replaced_under_running_requests(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 150, ignore_eos=True)))
+        await begun(strategy, 1)
+        await strategy.prepare_weights(buckets_of(make_model(1)), published.version + 1)
+        for attempt in (strategy.load_weights(published.version + 1), strategy.sleep()):
+            with pytest.raises(RuntimeError, match="paused or idle"):
+                await attempt
+        return await running
+
+    assert set(published.run(scenario).versions) == {published.version}
+
+
+def test_an_idle_engine_takes_weights_without_a_pause(published):
+    model = make_model(5)
+
+    async def scenario():
+        await published.strategy.prepare_weights(buckets_of(model), published.version + 1)
+        await published.strategy.load_weights(published.version + 1)
+        return await published.strategy.generate(request("a", 12, ignore_eos=True))
+
+    completion = published.run(scenario)
+    published.version += 1
+    assert_close(completion.logprobs, full_scores(model, (5, 6, 7), completion))
+
+
+def test_requests_go_on_after_sleep_and_wake(published, first_model):
+    strategy = published.strategy
+
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 120, seed=4, ignore_eos=True)))
+        await begun(strategy, 8)
+        await strategy.pause("resume")
+        await strategy.sleep()
+        await strategy.sleep()
+        with pytest.raises(RuntimeError, match="wake it"):
+            await strategy.resume()
+        await strategy.wake()
+        await strategy.resume()
+        return await running
+
+    completion = published.run(scenario)
+    assert len(completion.token_ids) == 120
+    assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+
+
+def test_scores_are_log_probabilities_at_temperature_one(published, first_model):
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(2, 90, length).astype(np.int32) for length in (2, 17, 64)]
+    scores = published.run(published.strategy.score, sequences)
+    for tokens, score in zip(sequences, scores, strict=True):
+        logprobs = torch.log_softmax(logits_of(first_model, tokens.tolist())[:-1], -1)
+        expected = logprobs[range(len(tokens) - 1), tokens[1:].tolist()].numpy()
+        assert score.dtype == np.float32 and score[0] == 0
+        assert_close(score[1:], expected)
+
+
+def test_progress_gives_the_tokens_beyond_those_known(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 120, seed=2, ignore_eos=True)))
+        await begun(strategy, 24)
+        await strategy.pause("keep")
+        whole = (await strategy.progress({}))["a"]
+        rest = (await strategy.progress({"a": 10}))["a"]
+        nothing = await strategy.progress({"a": len(whole.token_ids)})
+        await strategy.resume()
+        return whole, rest, nothing, await running
+
+    whole, rest, nothing, completion = published.run(scenario)
+    count = len(whole.token_ids)
+    assert whole.token_ids.tolist() == completion.token_ids[:count].tolist()
+    assert rest.token_ids.tolist() == completion.token_ids[10:count].tolist()
+    assert rest.versions.tolist() == completion.versions[10:count].tolist()
+    np.testing.assert_array_equal(whole.logprobs, completion.logprobs[:count])
+    assert "a" not in nothing

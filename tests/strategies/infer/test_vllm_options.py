@@ -1,0 +1,79 @@
+"""Engine arguments: the installed release decides what exists, the run decides what is its own."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from roll.strategies.infer.vllm_options import check_options, engine_argument_names, engine_arguments
+
+PATH = "actor_infer.strategy_args.strategy_config"
+
+
+def arguments(strategy_config=(), **changes):
+    chosen = dict(
+        model_path="m",
+        device="cpu",
+        dtype="float32",
+        max_length=96,
+        trust_remote_code=False,
+        tensor_parallel_size=1,
+        weight_backend="roll_buckets",
+        sleeps=False,
+        cache_bytes_per_token=1024,
+    )
+    return engine_arguments(dict(strategy_config), **(chosen | changes))
+
+
+def test_names_are_those_of_the_installed_release_and_found_without_importing_it():
+    from vllm import AsyncEngineArgs
+
+    assert engine_argument_names() == set(AsyncEngineArgs.__dataclass_fields__)
+
+
+def test_checking_options_imports_no_engine():
+    import subprocess
+
+    code = (
+        "import sys; from roll.strategies.infer.vllm_options import check_options; "
+        "assert not check_options({'max_num_seqs': 8}, 'p'); sys.exit('vllm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_arguments_are_reported_with_the_nearest_name():
+    problems = check_options({"max_num_sequences": 8, "gpu_memory_utilisation": 0.5, "max_num_seqs": 8}, PATH)
+    assert [problem.path for problem in problems] == [f"{PATH}.max_num_sequences", f"{PATH}.gpu_memory_utilisation"]
+    assert "`max_num_seqs`" in str(problems[0]) and "`gpu_memory_utilization`" in str(problems[1])
+
+
+@pytest.mark.parametrize("key", ["model", "dtype", "max_model_len", "tensor_parallel_size", "logprobs_mode"])
+def test_what_the_run_decides_is_refused_with_the_key_to_use(key):
+    (problem,) = check_options({key: 1}, PATH)
+    assert problem.path == f"{PATH}.{key}" and "the run itself sets this" in str(problem)
+
+
+def test_parts_of_a_prompt_are_not_computed_apart_on_a_cpu():
+    """Seeded requests end vLLM's CPU engine where a prompt is computed in parts."""
+    chosen = arguments(max_length=20_000)
+    assert chosen["enable_chunked_prefill"] is False and chosen["max_num_batched_tokens"] == 20_000
+    assert "enable_chunked_prefill" not in arguments(device="cuda")
+
+
+def test_a_users_arguments_go_before_the_defaults_and_never_before_the_runs_own():
+    chosen = arguments({"enforce_eager": False, "max_num_seqs": 3, "kv_cache_memory_bytes": 7})
+    assert (chosen["enforce_eager"], chosen["max_num_seqs"], chosen["kv_cache_memory_bytes"]) == (False, 3, 7)
+    assert chosen["logprobs_mode"] == "processed_logprobs" and chosen["max_model_len"] == 96
+
+
+def test_the_cache_on_a_cpu_holds_the_requests_that_can_run_and_no_more_than_its_bound():
+    assert arguments({"max_num_seqs": 512})["kv_cache_memory_bytes"] == 512 * (96 + 128) * 1024
+    assert arguments(max_length=100_000, cache_bytes_per_token=10**6)["kv_cache_memory_bytes"] == 4 * 1024**3
+    assert "kv_cache_memory_bytes" not in arguments({"gpu_memory_utilization": 0.3})
+    assert "kv_cache_memory_bytes" not in arguments(device="cuda")
+
+
+def test_only_an_engine_that_shares_its_devices_can_sleep():
+    assert arguments(device="cuda", sleeps=True)["enable_sleep_mode"] is True
+    assert arguments(device="cuda")["enable_sleep_mode"] is False
