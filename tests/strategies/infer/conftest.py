@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tests.strategies.infer.hf_helpers import EOS, VOCABULARY
+from tests.strategies.infer.vllm_helpers import RunningEngine, make_model, make_tokenizer
 
 
 def _sizes(**changes):
@@ -51,3 +55,34 @@ def model_path(request, qwen_path, llama_path) -> str:
 def reference(model_path):
     """The same model as plain transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def vllm_model():
+    """The weights that `vllm_engine` starts with."""
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def vllm_path(vllm_model, tmp_path_factory) -> str:
+    if importlib.util.find_spec("vllm") is None and (sys.platform != "linux" or torch.version.cuda):
+        pytest.skip("`make test` installs vLLM for CPUs on Linux only; with a GPU, `pip install vllm`")
+    path = tmp_path_factory.mktemp("vllm")
+    vllm_model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(vllm_path):
+    """One engine for all tests: it takes half a minute to start."""
+    engine = RunningEngine(vllm_path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def published(vllm_engine, vllm_model):
+    """The engine, holding the first model's weights."""
+    vllm_engine.publish(vllm_model)
+    return vllm_engine

@@ -96,7 +96,8 @@ def test_no_place_is_lost_or_given_twice_whoever_is_cancelled_when(places, visit
             task = asyncio.create_task(visit(str(index), arrival, stay))
             asyncio.get_running_loop().call_later(patience, task.cancel)
             tasks.append(task)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError)
         async with asyncio.timeout(1):
             assert all([await gate.enter(f"late {index}") for index in range(places)])
 

@@ -7,40 +7,21 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import Fuse
-from transformers import PreTrainedTokenizerFast, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from roll.strategies.infer.base import WeightMismatch
 from roll.strategies.weights import pack_buckets, tensor_checksum
-from tests.strategies.infer.vllm_helpers import EOS, MAX_LENGTH, VOCABULARY, RunningEngine, buckets_of, make_model, request
+from tests.strategies.infer.vllm_helpers import (
+    EOS,
+    LETTERS,
+    MAX_LENGTH,
+    VOCABULARY,
+    assert_close,
+    buckets_of,
+    make_model,
+    request,
+)
 
-LETTERS = [chr(0x4E00 + token) for token in range(VOCABULARY)]
-
-
-@pytest.fixture(scope="module")
-def first_model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def engine(first_model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("vllm-model")
-    first_model.save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({letter: token for token, letter in enumerate(LETTERS)}, unk_token=LETTERS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=LETTERS[EOS]).save_pretrained(path)
-    running = RunningEngine(str(path))
-    yield running
-    running.close()
-
-
-@pytest.fixture
-def published(engine, first_model):
-    """The engine, holding the first model's weights."""
-    engine.publish(first_model)
-    return engine
 
 
 @torch.no_grad()
@@ -71,18 +52,13 @@ def scores_over_caches(models_by_version, prompt, completion) -> np.ndarray:
     return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def assert_close(recorded, expected):
-    difference = np.abs(recorded - expected)
-    assert difference.mean() < 1e-5 and difference.max() < 1e-3
-
-
 async def begun(strategy, tokens: int) -> None:
     """Wait until every running request has this many tokens."""
     while not strategy._running or min(len(each.token_ids) for each in strategy._running.values()) < tokens:
         await asyncio.sleep(0.005)
 
 
-def test_a_response_has_its_tokens_logprobs_versions_and_reason(published, first_model):
+def test_a_response_has_its_tokens_logprobs_versions_and_reason(published, vllm_model):
     strategy = published.strategy
 
     async def scenario():
@@ -96,7 +72,7 @@ def test_a_response_has_its_tokens_logprobs_versions_and_reason(published, first
         count = len(completion.token_ids)
         assert count == len(completion.logprobs) == len(completion.versions)
         assert set(completion.versions) == {published.version}
-        assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+        assert_close(completion.logprobs, full_scores(vllm_model, (5, 6, 7), completion))
     assert {completion.finish_reason for completion in free} == {"stop", "length"}
     for completion in free:
         assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
@@ -118,7 +94,7 @@ def test_equal_seeds_sample_equal_tokens_and_different_ones_do_not(published):
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 12, 0.8)]
 )
-def test_logprobs_are_those_of_the_processed_distribution(published, first_model, temperature, top_k, top_p):
+def test_logprobs_are_those_of_the_processed_distribution(published, vllm_model, temperature, top_k, top_p):
     strategy = published.strategy
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, ignore_eos=True)
 
@@ -126,7 +102,7 @@ def test_logprobs_are_those_of_the_processed_distribution(published, first_model
         return await asyncio.gather(*(strategy.generate(request(str(i), 40, seed=i, **sampling)) for i in range(8)))
 
     for completion in published.run(scenario):
-        logits = logits_of(first_model, [5, 6, 7, *completion.token_ids.tolist()])[2:-1]
+        logits = logits_of(vllm_model, [5, 6, 7, *completion.token_ids.tolist()])[2:-1]
         processed = TemperatureLogitsWarper(temperature)(None, logits)
         processed = TopKLogitsWarper(top_k)(None, processed) if top_k else processed
         processed = TopPLogitsWarper(top_p)(None, processed) if top_p < 1 else processed
@@ -134,10 +110,10 @@ def test_logprobs_are_those_of_the_processed_distribution(published, first_model
         assert_close(completion.logprobs, expected)
 
 
-def test_greedy_takes_the_most_probable_token_and_records_certainty(published, first_model):
+def test_greedy_takes_the_most_probable_token_and_records_certainty(published, vllm_model):
     completion = published.run(published.strategy.generate, request("a", 20, temperature=0.0, ignore_eos=True))
     tokens = [5, 6, 7, *completion.token_ids.tolist()]
-    assert logits_of(first_model, tokens)[2:-1].argmax(-1).tolist() == tokens[3:]
+    assert logits_of(vllm_model, tokens)[2:-1].argmax(-1).tolist() == tokens[3:]
     assert not completion.logprobs.any()
 
 
@@ -236,7 +212,7 @@ def test_a_bad_request_fails_alone(published):
 
 
 @pytest.mark.parametrize("mode", ["keep", "resume", "drain"])
-def test_an_update_in_the_middle_of_64_requests(published, first_model, mode):
+def test_an_update_in_the_middle_of_64_requests(published, vllm_model, mode):
     """Right counts, versions that never go back, and spans that their own weights reproduce; a request that waits for a
     place delays nothing and begins with the new weights."""
     strategy, old = published.strategy, published.version
@@ -259,7 +235,7 @@ def test_an_update_in_the_middle_of_64_requests(published, first_model, mode):
     assert [len(completion.token_ids) for completion in completions] == lengths
     assert set(queued.versions) == {old + 1}
     assert_close(queued.logprobs, full_scores(second, (5, 6, 9), queued))
-    by_version = {old: first_model, old + 1: second}
+    by_version = {old: vllm_model, old + 1: second}
     for index, completion in enumerate(completions):
         prompt = (5, 6, index)
         assert (np.diff(completion.versions) >= 0).all()
@@ -273,7 +249,7 @@ def test_an_update_in_the_middle_of_64_requests(published, first_model, mode):
                 assert_close(completion.logprobs[span], full_scores(model, prompt, completion)[span])
 
 
-def test_caches_of_old_weights_are_never_shared_with_new_requests(published, first_model):
+def test_caches_of_old_weights_are_never_shared_with_new_requests(published, vllm_model):
     strategy = published.strategy
     second = make_model(2)
     prompt = tuple(np.random.default_rng(0).integers(2, 90, 140).tolist())
@@ -337,18 +313,18 @@ def test_the_receipt_tells_the_version_and_what_is_held(published):
     assert receipt.parameter_count == sum(tensor.numel() for tensor in model.parameters())
 
 
-def test_held_checksums_come_from_the_engine_itself(published, first_model):
+def test_held_checksums_come_from_the_engine_itself(published, vllm_model):
     """Ask for tensors that differ from those held: embeddings and norms are readable, and show what is really there."""
     other = make_model(4)
     shapes = {name: ("float32", tuple(tensor.shape)) for name, tensor in other.named_parameters()}
     (held,) = published.run(published.strategy._engine.collective_rpc, "roll_held_checksums", None, (shapes,))
-    expected = {name: tensor_checksum(tensor) for name, tensor in first_model.named_parameters()}
+    expected = {name: tensor_checksum(tensor) for name, tensor in vllm_model.named_parameters()}
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"} <= held.keys()
     assert all(expected[name] == checksum for name, checksum in held.items())
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype", "twice"])
-def test_a_publication_that_does_not_fit_is_refused_by_name_and_changes_nothing(published, first_model, fault):
+def test_a_publication_that_does_not_fit_is_refused_by_name_and_changes_nothing(published, vllm_model, fault):
     weights = dict(make_model(1).named_parameters())
     name = "model.layers.1.mlp.up_proj.weight"
     if fault == "missing":
@@ -374,7 +350,7 @@ def test_a_publication_that_does_not_fit_is_refused_by_name_and_changes_nothing(
 
     completion = published.run(scenario)
     assert set(completion.versions) == {published.version}
-    assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+    assert_close(completion.logprobs, full_scores(vllm_model, (5, 6, 7), completion))
 
 
 def test_weights_are_not_replaced_under_running_requests(published):
@@ -405,7 +381,7 @@ def test_an_idle_engine_takes_weights_without_a_pause(published):
     assert_close(completion.logprobs, full_scores(model, (5, 6, 7), completion))
 
 
-def test_requests_go_on_after_sleep_and_wake(published, first_model):
+def test_requests_go_on_after_sleep_and_wake(published, vllm_model):
     strategy = published.strategy
 
     async def scenario():
@@ -422,15 +398,15 @@ def test_requests_go_on_after_sleep_and_wake(published, first_model):
 
     completion = published.run(scenario)
     assert len(completion.token_ids) == 120
-    assert_close(completion.logprobs, full_scores(first_model, (5, 6, 7), completion))
+    assert_close(completion.logprobs, full_scores(vllm_model, (5, 6, 7), completion))
 
 
-def test_scores_are_log_probabilities_at_temperature_one(published, first_model):
+def test_scores_are_log_probabilities_at_temperature_one(published, vllm_model):
     rng = np.random.default_rng(1)
     sequences = [rng.integers(2, 90, length).astype(np.int32) for length in (2, 17, 64)]
     scores = published.run(published.strategy.score, sequences)
     for tokens, score in zip(sequences, scores, strict=True):
-        logprobs = torch.log_softmax(logits_of(first_model, tokens.tolist())[:-1], -1)
+        logprobs = torch.log_softmax(logits_of(vllm_model, tokens.tolist())[:-1], -1)
         expected = logprobs[range(len(tokens) - 1), tokens[1:].tolist()].numpy()
         assert score.dtype == np.float32 and score[0] == 0
         assert_close(score[1:], expected)

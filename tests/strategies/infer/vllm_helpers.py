@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import Fuse
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
 from roll.strategies.infer.vllm_infer import VLLMInferStrategy
@@ -18,6 +20,8 @@ from roll.strategies.weights import pack_buckets
 VOCABULARY = 96
 EOS = 95
 MAX_LENGTH = 192
+LETTERS = [chr(0x4E00 + token) for token in range(VOCABULARY)]
+"""The text of each token."""
 Result = TypeVar("Result")
 
 
@@ -79,6 +83,21 @@ class RunningEngine:
     def close(self) -> None:
         self.run(self.strategy.shutdown)
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One letter per token."""
+    vocabulary = {letter: token for token, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=LETTERS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=LETTERS[EOS])
+
+
+def assert_close(recorded: np.ndarray, expected: np.ndarray) -> None:
+    """Within the rounding of float32."""
+    difference = np.abs(recorded - expected)
+    assert difference.mean() < 1e-5 and difference.max() < 1e-3
 
 
 def buckets_of(model: torch.nn.Module, bucket_bytes: int = 64 * 1024):
