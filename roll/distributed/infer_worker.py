@@ -131,7 +131,11 @@ class InferWorker(Worker):
         self, publication: Publication, plan: LoadPlan
     ) -> tuple[WeightReceipt, dict[str, float]]:
         """Take a publication in and attest it, stop decoding for the load only, and say what is held afterwards.
-        Raises `AttestationError` or `WeightMismatch` naming the tensor, with the old weights still in use."""
+
+        Seconds: ``fetch`` (beside decoding), ``load``, and ``stall`` (from the end of the last step before to the
+        order for the next one). Raises `AttestationError` or `WeightMismatch` naming the tensor, with the old weights
+        still in use.
+        """
         started = time.perf_counter()
         prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)
         attest(self.identity.name, publication, prepared)
@@ -142,7 +146,7 @@ class InferWorker(Worker):
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
-        return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - fetched}
+        return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - paused}
 
     def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
         """The publication's buckets in the sizes that the engine takes; drawn where the engine prepares them."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from roll.configs.checks import check_config, config_warnings
+from roll.configs.derived import weight_transport
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree
 from roll.configs.rules_devices import sees_gpus
@@ -68,7 +69,14 @@ WRONG = [
     ({"actor_infer.generating_args.top_k": -1}, "actor_infer.generating_args.top_k", ">= 0", "0"),
     ({"actor_infer.generating_args.temperature": -0.5}, "actor_infer.generating_args.temperature", ">= 0", "1.0"),
     ({"actor_infer.request_timeout_seconds": 0}, "actor_infer.request_timeout_seconds", "> 0", "600"),
-    ({"weight_update.bucket_size_mb": -1}, "weight_update.bucket_size_mb", "> 0", "256"),
+    (
+        {"weight_update.param_update_gather_bucket_size_mb": -1},
+        "weight_update.param_update_gather_bucket_size_mb", "> 0", "256",
+    ),
+    (
+        {"weight_update.param_update_load_bucket_size_mb": 0},
+        "weight_update.param_update_load_bucket_size_mb", "> 0", "256",
+    ),
     (
         {"actor_train.training_args.learning_rate": float("inf")},
         "actor_train.training_args.learning_rate", "beyond", "1e-06",
@@ -184,6 +192,16 @@ WRONG = [
     (
         {"validation": {"data_args": {"reasoning_gym": [GYM]}, "generating_args": {"top_k": 5}}, "eval_steps": 1},
         "validation.generating_args.top_k", "greedy", "temperature",
+    ),
+    # Weights.
+    (
+        {"cluster": {"num_nodes": 2, "num_devices_per_node": 1, "address": "auto"},
+         "weight_update.transport": "shared_memory"},
+        "weight_update.transport", "on nodes 0-1", "object_store",
+    ),
+    (
+        {"weight_update.checkpoint_dir": "/shared"},
+        "weight_update.checkpoint_dir", "no effect", "weight_update.transport: checkpoint",
     ),
     # Arithmetic.
     ({"async_generation_ratio": 1.5, "max_staleness": 1}, "max_staleness", "ceil(1.5) = 2 steps ahead", "at least 2"),
@@ -442,3 +460,25 @@ def test_the_unread_keys_are_keys_of_their_roles(tree):
     config = config_from_tree(merged(tree, {"reference": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "transport"),
+    [
+        ({}, "linux", "shared_memory"),
+        ({}, "darwin", "object_store"),
+        ({"weight_update": {"transport": "checkpoint"}}, "linux", "checkpoint"),
+        ({"cluster": {"num_nodes": 2, "num_devices_per_node": 1, "address": "auto"}}, "linux", "object_store"),
+        ({"cluster": {"num_nodes": 2, "num_devices_per_node": 2, "address": "auto"}}, "linux", "shared_memory"),
+    ],
+)
+def test_weights_travel_through_shared_memory_where_it_reaches(tree, changes, platform, transport):
+    assert weight_transport(config_from_tree({**tree, **changes}), platform) == transport
+
+
+def test_the_old_name_of_the_bucket_size_leads_to_the_new_one(tree):
+    with pytest.raises(ConfigError) as caught:
+        config_from_tree({**tree, "weight_update": {"bucket_size_mb": 256}})
+    (problem,) = caught.value.problems
+    assert problem.path == "weight_update.bucket_size_mb"
+    assert "`param_update_gather_bucket_size_mb`" in problem.remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,7 @@ START_SECONDS = 5.0
 class ScriptedEngine:
     """An `InferStrategy` whose tokens take a second each and whose loads take two."""
 
-    def __init__(self, *_args, **_options):
+    def __init__(self, *_args, in_place=True, **_options):
         self.version = 0
         self.running: dict[str, asyncio.Event] = {}
         self.going = asyncio.Event()
@@ -34,7 +35,7 @@ class ScriptedEngine:
         self.asleep = False
         self.moves: list[str] = []
         self.fail_next: EngineFailed | None = None
-        self.in_place = True
+        self.in_place = in_place
         """Whether it computes with the publication's own memory."""
 
     async def start(self):
@@ -172,8 +173,9 @@ def request(name: str = "r", tokens: int = 4) -> GenerateRequest:
 class LocalPool:
     """A pool over scripted engines. ``handles`` holds every process ever started, in order."""
 
-    def __init__(self, monkeypatch, replicas: int = 1, **settings):
-        monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name: ScriptedEngine)
+    def __init__(self, monkeypatch, replicas: int = 1, *, in_place: bool = True, **settings):
+        engine = partial(ScriptedEngine, in_place=in_place)
+        monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name: engine)
         monkeypatch.setitem(TRANSPORTS, "nothing", WeightTransport(nothing_to_send, NothingToCarry))
         self.handles: list[LocalHandle] = []
         self.prepare_next = lambda handle: None

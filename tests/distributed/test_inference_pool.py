@@ -225,3 +225,95 @@ def test_an_ended_episode_is_forgotten_by_the_router(monkeypatch):
             assert local.pool._router._sticky == {}
 
     run_virtual(scenario())
+
+
+async def waits(task) -> bool:
+    await asyncio.sleep(1)
+    return not task.done()
+
+
+def test_the_next_but_one_version_is_gathered_when_every_replica_has_left_its_half(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(LOAD_SECONDS + 0.5)  # the second replica is loading
+            gathering = asyncio.create_task(local.pool.buffers.acquire(2))
+            assert await waits(gathering)
+            await publishing
+            assert await gathering == 0
+
+    run_virtual(scenario())
+
+
+def test_engines_that_copy_let_go_at_once(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, in_place=False) as local:
+            await local.publish(1)
+            await local.publish(2)
+            async with asyncio.timeout(1):
+                assert local.pool.buffers.half_of(2) == await local.pool.buffers.acquire(2)
+                await local.pool.buffers.acquire(3)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("dies_after", [0.5, LOAD_SECONDS / 2 + 0.5, LOAD_SECONDS, LOAD_SECONDS + 0.5])
+def test_a_replica_that_dies_during_a_publication_blocks_no_later_one(monkeypatch, dies_after):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local, asyncio.timeout(500):
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(dies_after)
+            local.handles[0].kill()
+            await publishing
+            for version in (2, 3, 4):
+                await local.publish(version)
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert [handle.engine.version for handle in local.handles[1:]] == [4, 4]
+            assert (await local.pool.generate(request(), min_version=4)).versions.tolist() == [4] * 4
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_is_already_gone_when_its_turn_comes_holds_nothing(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local, asyncio.timeout(500):
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(0.5)
+            local.handles[1].kill()  # the publication will come to it later
+            await publishing
+            for version in (2, 3):
+                await local.publish(version)
+            assert local.pool.buffers.has(3) and not local.pool.buffers.has(1)
+
+    run_virtual(scenario())
+
+
+def test_with_a_single_buffer_a_replica_that_restarts_while_it_is_written_waits_for_the_next_publication(monkeypatch):
+    async def scenario():
+        single = {"in_place": False, "dual_buffer": False}
+        async with LocalPool(monkeypatch, replicas=2, **single) as local, asyncio.timeout(500):
+            assert await local.pool.buffers.acquire(1) == 0
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert local.handles[2].calls["start"] == 1 and local.handles[2].calls["load_weights"] == 0
+            served = asyncio.create_task(local.pool.generate(request(), min_version=1))
+            assert await waits(served)
+            await local.publish(1)
+            assert (await served).versions.tolist() == [1] * 4
+            assert local.handles[2].engine.version == 1
+
+    run_virtual(scenario())
+
+
+def test_with_a_single_buffer_a_restart_between_publications_loads_what_is_there(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, in_place=False, dual_buffer=False) as local, asyncio.timeout(500):
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS / 2)  # the new one is loading version 0
+            gathering = asyncio.create_task(local.pool.buffers.acquire(1))
+            await asyncio.sleep(LOAD_SECONDS / 4)
+            assert not gathering.done()
+            assert await gathering == 0
+            assert (await local.pool.generate(request())).versions.tolist() == [0] * 4
+
+    run_virtual(scenario())

@@ -200,6 +200,10 @@ class EngineThread:
     def _turn(self) -> None:
         for command in self._next_commands():
             command()
+        if self._report.answers:
+            # Who gave a command does not wait for the step that follows it.
+            self._report.output = self._engine.take_output()
+            self._send_report()
         if self._can_step():
             self._engine.step(admit=self._state is _State.RUNNING)
         if self._state is _State.DRAINING and not self._engine.running:
