@@ -40,6 +40,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name under which a dtype travels. Raises ``KeyError`` for one that cannot."""
+    return _NAMES[dtype]
+
+
 Allocate = Callable[[int, int], np.ndarray]
 """``(index of the bucket, bytes) -> uint8 [at least as many bytes]``, writable and aligned to `ALIGNMENT`."""
 

@@ -103,8 +103,8 @@ class WeightReceipt:
     version: int
     parameter_count: int
     """Elements over all named parameters, tied ones counted once."""
-    checksums: dict[str, int] = field(default_factory=dict)
-    """Name of each tensor -> xxh3_64 of its bytes as the engine holds it."""
+    checksums: dict[str, int | None] = field(default_factory=dict)
+    """Name of each tensor -> xxh3_64 of its bytes as the engine holds it; None where that cannot be read back."""
     in_place: bool = False
     """Whether the engine computes with the publication's own memory, which must then stay as it is."""
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
+TransferStep = Literal["init", "start", "update", "finish"]
 
 _SMALLEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this."""
@@ -117,14 +119,17 @@ class VLLMInferStrategy:
         eos_token_ids: Sequence[int] | None = None,
         devices_per_engine: int = 1,
         shares_devices: bool = False,
+        weight_backend: str = BUCKET_BACKEND,
         strategy_config: dict[str, Any],
     ) -> None:
         """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
-        that shares them is started so that it can sleep."""
+        that shares them is started so that it can sleep. ``weight_backend`` names vLLM's transfer engine where
+        weights are pushed (`transfer_step`) instead of loaded from buckets."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices and device == "cuda"
+        self._weight_backend = weight_backend
         self._strategy_config = strategy_config
         self._engine: AsyncLLM | None = None
         self._running: dict[str, Response] = {}
@@ -158,17 +163,14 @@ class VLLMInferStrategy:
             max_length=spec.max_length,
             trust_remote_code=spec.trust_remote_code,
             tensor_parallel_size=self._tensor_parallel_size,
-            weight_backend=BUCKET_BACKEND,
+            weight_backend=self._weight_backend,
             sleeps=self._sleeps,
             cache_bytes_per_token=cache_bytes_per_token(config, spec.dtype),
         )
         _set_environment(arguments)
         self._engine = _start_engine(arguments)
         self._gate = AdmissionGate(self._engine.vllm_config.scheduler_config.max_num_seqs)
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        owner = WeightTransferInitRequest(init_info={"owner_pid": os.getpid()})
-        await self._answer(self._engine.init_weight_transfer_engine(owner))
+        await self._answer(self._engine.collective_rpc("roll_end_with", args=(os.getpid(),)))
         await self._answer(self._engine.update_weight_version("0"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -269,7 +271,37 @@ class VLLMInferStrategy:
                 raise
             except Exception as error:
                 raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
-        return await self._inspected(engine, prepared)
+        return await self._inspected(engine, prepared.receipt, prepared.shapes)
+
+    async def transfer_step(self, step: TransferStep, payload: Any) -> None:
+        """One of the calls of vLLM's weight transfer, made by the trainer's end of it while the engine is paused."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        engine = self._live_engine()
+        if step == "init":
+            await self._answer(engine.init_weight_transfer_engine(WeightTransferInitRequest(payload)))
+        elif step == "start":
+            await self._answer(engine.start_weight_update())
+        elif step == "update":
+            await self._answer(engine.update_weights(WeightTransferUpdateRequest(payload)))
+        elif step == "finish":
+            await self._answer(engine.finish_weight_update(payload))
+        else:
+            raise ValueError(f"step {step!r} of a weight transfer is unknown; one of init, start, update, finish")
+
+    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
+        """The transfer of this version has ended; ``layout`` is what the trainer sent: name -> (dtype name, shape).
+
+        The receipt tells the checksums of a sample of tensors that could be read back, None for all others. Raises
+        ``WeightMismatch`` naming the tensor if what was sent is not what the model has.
+        """
+        engine = self._live_engine()
+        _check_layout([(name, dtype, shape) for name, (dtype, shape) in layout.items()], self._shapes)
+        await self._answer(engine.update_weight_version(str(version)))
+        self._version = version
+        count = sum(math.prod(shape) for _, shape in layout.values())
+        sent = WeightReceipt(version, count, dict.fromkeys(layout))
+        return await self._inspected(engine, sent, dict(layout))
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities of given tokens; see the protocol."""
@@ -465,21 +497,23 @@ class VLLMInferStrategy:
         await self._answer(engine.finish_weight_update(str(prepared.version)))
         self._version = prepared.version
 
-    async def _inspected(self, engine: AsyncLLM, prepared: _Prepared) -> WeightReceipt:
+    async def _inspected(
+        self, engine: AsyncLLM, sent: WeightReceipt, layout: dict[str, tuple[str, tuple[int, ...]]]
+    ) -> WeightReceipt:
         """The receipt, with what can be read back from the engine in place of what was sent to it."""
-        version = prepared.version
+        version = sent.version
         for unloaded in await self._answer(engine.collective_rpc("roll_unloaded_parameters")):
             if unloaded:
                 raise WeightMismatch(
                     f"parameter {unloaded[0]!r} of vLLM's model got no weights from version {version} "
                     f"({len(unloaded)} such parameters)"
                 )
-        wanted = _sample_of(prepared.shapes, version)
-        checksums = dict(prepared.receipt.checksums)
+        wanted = _sample_of(layout, version)
+        checksums = dict(sent.checksums)
         for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(wanted,))):
             checksums |= held
         held_version = int(await self._answer(engine.get_weight_version()))
-        return WeightReceipt(held_version, prepared.receipt.parameter_count, checksums)
+        return WeightReceipt(held_version, sent.parameter_count, checksums)
 
     async def _score(self, tokens: np.ndarray) -> np.ndarray:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -569,24 +603,31 @@ def _nothing(request: GenerateRequest) -> Completion:
 
 def _prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[int, ...]]) -> _Prepared:
     """Check that a publication is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
-    arrived: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for bucket in buckets:
-        for name, dtype, shape, _ in bucket.tensors:
-            if name not in shapes:
-                raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-            if name in arrived:
-                raise WeightMismatch(f"tensor {name!r} came twice")
-            if not _is_float(dtype):
-                raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
-            if tuple(shape) != shapes[name]:
-                raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
-            arrived[name] = (dtype, tuple(shape))
-    missing = [name for name in shapes if name not in arrived]
-    if missing:
-        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+    layout = _check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
     located, staging = _located(buckets)
-    return _Prepared(version, located, WeightReceipt(version, parameter_count, checksums), arrived, staging)
+    return _Prepared(version, located, WeightReceipt(version, parameter_count, checksums), layout, staging)
+
+
+def _check_layout(
+    entries: list[tuple[str, str, tuple[int, ...]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype name, shape). Raises ``WeightMismatch`` naming a tensor that does not fit, or is missing."""
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, dtype, shape in entries:
+        if name not in shapes:
+            raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+        if name in layout:
+            raise WeightMismatch(f"tensor {name!r} came twice")
+        if not _is_float(dtype):
+            raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
+        if tuple(shape) != shapes[name]:
+            raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
+        layout[name] = (dtype, tuple(shape))
+    missing = [name for name in shapes if name not in layout]
+    if missing:
+        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+    return layout
 
 
 def _is_float(dtype_name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from roll.configs.errors import ConfigProblem
 
-EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WeightInspection"
+EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WorkerCalls"
 BUCKET_BACKEND = "roll_buckets"
 """Name under which `vllm_worker` registers how buckets of weights are loaded."""
 

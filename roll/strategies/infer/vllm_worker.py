@@ -28,10 +28,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class OwnerInfo(WeightTransferInitInfo):
-    """Mapped memory needs no rendezvous; the worker only learns whose engine it is."""
-
-    owner_pid: int
+class NoInitInfo(WeightTransferInitInfo):
+    """Mapped memory needs no rendezvous."""
 
 
 @dataclass
@@ -45,10 +43,10 @@ class BucketInfo(WeightTransferUpdateInfo):
     """As in `WeightBucket`."""
 
 
-class BucketTransferEngine(WeightTransferEngine[OwnerInfo, BucketInfo]):
+class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
     """Loads buckets from mapped memory."""
 
-    init_info_cls = OwnerInfo
+    init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
 
     def __init__(self, *args: Any) -> None:
@@ -56,9 +54,8 @@ class BucketTransferEngine(WeightTransferEngine[OwnerInfo, BucketInfo]):
         # It warns of every layer without weights of its own, at every update; completeness is checked below.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-    def init_transfer_engine(self, init_info: OwnerInfo) -> None:
-        """A worker whose owner was killed would hold its memory and devices for ever; it ends with it."""
-        end_with(init_info.owner_pid)
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Nothing to do."""
 
     def start_weight_update(self) -> None:
         """Prepare every layer to take checkpoint tensors again."""
@@ -100,8 +97,12 @@ def _repack_shared(model: torch.nn.Module) -> None:
 WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine)
 
 
-class WeightInspection:
+class WorkerCalls:
     """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker."""
+
+    def roll_end_with(self, owner_pid: int) -> None:
+        """A worker whose owner was killed would hold its memory and devices for ever; it ends with it."""
+        end_with(owner_pid)
 
     def roll_unloaded_parameters(self) -> list[str]:
         """Parameters of the engine's model that the last update did not touch. Empty for quantised models, whose
