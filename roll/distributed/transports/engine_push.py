@@ -4,8 +4,8 @@ Here nothing travels through the host: the gathered copy stays on the trainer's 
 each engine while that engine is paused. The library drives both ends; this module gives it the weights, a way to call
 the engine, and one connection per engine process.
 
-Not covered by a checksum of every byte, as the other ways are: what the engine holds is compared for a sample of tensors,
-read back after each update, and by the log-probabilities of canary prompts.
+Other ways check every byte that arrives. Here the engine's own memory is the first place where bytes can be checked:
+a sample of tensors is read back after each update, and canary prompts show what the whole computes.
 """
 
 from __future__ import annotations

@@ -14,36 +14,32 @@ import asyncio
 import itertools
 import math
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from roll.data.seeds import derive_seed
 from roll.strategies.infer.admission_gate import AdmissionGate
 from roll.strategies.infer.base import (
-    BucketLocation,
     Completion,
     EngineFailed,
     GenerateRequest,
     PauseMode,
-    SamplingParams,
     TokenChunk,
     WeightBucket,
     WeightMismatch,
     WeightReceipt,
 )
+from roll.strategies.infer.busy_clock import BusyClock
 from roll.strategies.infer.hf_engine import check_request
 from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
-from roll.strategies.infer.mapped_memory import MemoryFile
 from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
 from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
-from roll.strategies.infer.vllm_options import BUCKET_BACKEND, engine_arguments, stream_interval
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND, engine_arguments
+from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare, sample_of
+from roll.strategies.infer.vllm_requests import prompt_input, sampling_params, watches_strings
 from roll.strategies.infer.vllm_response import Response
-from roll.strategies.weights import manifest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
@@ -51,57 +47,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 TransferStep = Literal["init", "start", "update", "finish"]
-
-_SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises smaller ones to this."""
-_INSPECTED_BYTES = 64 * 1024**2
-"""Most bytes of weights read back from the engine after an update."""
-
-
-@dataclass
-class _Prepared:
-    """A publication that fits, waiting to be loaded."""
-
-    version: int
-    buckets: list[WeightBucket]
-    receipt: WeightReceipt
-    shapes: dict[str, tuple[str, tuple[int, ...]]]
-    """Name -> (dtype name, shape)."""
-    staging: MemoryFile | None = None
-    """Where the bytes were put that no other process could have read."""
-
-
-@dataclass
-class _Clock:
-    """Seconds during which something was computed."""
-
-    total: float = 0.0
-    since: float | None = None
-
-    def set(self, busy: bool) -> None:
-        now = time.perf_counter()
-        if self.since is not None:
-            self.total += now - self.since
-        self.since = now if busy else None
-
-    def read(self) -> float:
-        self.set(self.since is not None)
-        return self.total
-
-
-@dataclass
-class _Drain:
-    """A `pause("drain")` in progress."""
-
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def end(self, error: RuntimeError | None = None) -> None:
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
 
 
 class VLLMInferStrategy:
@@ -135,15 +80,15 @@ class VLLMInferStrategy:
         self._running: dict[str, Response] = {}
         self._known: set[str] = set()
         self._numbers = itertools.count()
-        self._drains: list[_Drain] = []
+        self._drains: list[asyncio.Future[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused = False
         self._asleep = False
         self._version = 0
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._tokenizer: Decoder | None = None
         self._generated_tokens = 0
-        self._clock = _Clock()
+        self._clock = BusyClock()
 
     async def start(self) -> None:
         """Load the model (as version 0) and accept requests. Blocks the event loop meanwhile, as vLLM's start does."""
@@ -175,10 +120,10 @@ class VLLMInferStrategy:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
-        response: Response | None = None
+        last: Response | None = None
         async for response in self._responses(request):
-            pass
-        return _nothing(request) if response is None else response.completion()
+            last = response
+        return _nothing(request) if last is None else last.completion()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
@@ -246,7 +191,7 @@ class VLLMInferStrategy:
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
         """Check a publication beside whatever runs. The engine copies it in `load_weights`."""
         self._prepared = None
-        self._prepared = await asyncio.to_thread(_prepare, list(buckets), version, self._shapes)
+        self._prepared = await asyncio.to_thread(prepare, list(buckets), version, self._shapes)
         return self._prepared.receipt
 
     async def load_weights(self, version: int) -> WeightReceipt:
@@ -271,7 +216,7 @@ class VLLMInferStrategy:
                 raise
             except Exception as error:
                 raise EngineFailed(f"weights of version {version} were only partly loaded: {error!r}") from error
-        return await self._inspected(engine, prepared.receipt, prepared.shapes)
+        return await self._inspected(engine, prepared.receipt, prepared.layout)
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """One of the calls of vLLM's weight transfer, made by the trainer's end of it while the engine is paused."""
@@ -296,7 +241,7 @@ class VLLMInferStrategy:
         ``WeightMismatch`` naming the tensor if what was sent is not what the model has.
         """
         engine = self._live_engine()
-        _check_layout([(name, dtype, shape) for name, (dtype, shape) in layout.items()], self._shapes)
+        check_layout([(name, dtype, shape) for name, (dtype, shape) in layout.items()], self._shapes)
         await self._answer(engine.update_weight_version(str(version)))
         self._version = version
         count = sum(math.prod(shape) for _, shape in layout.values())
@@ -369,7 +314,7 @@ class VLLMInferStrategy:
         if name in self._known:
             raise ValueError(f"request {name!r} cannot run: another one with this id is running")
         check_request(request, self._spec.max_length, self._vocabulary)
-        params = self._sampling_params(request)
+        params = sampling_params(request, self._eos_token_ids)
         response = Response(request, f"{name}:{next(self._numbers)}", self._stop_string_matcher(request))
         self._known.add(name)
         try:
@@ -392,9 +337,7 @@ class VLLMInferStrategy:
         self, engine: AsyncLLM, response: Response, params: VLLMSamplingParams
     ) -> AsyncIterator[Response]:
         """Run a request in vLLM."""
-        from vllm.inputs.engine import tokens_input
-
-        prompt = tokens_input(response.request.prompt_token_ids.tolist(), cache_salt=f"version {self._version}")
+        prompt = prompt_input(response.request, self._version)
         try:
             # Leaving the iteration is what aborts the request inside vLLM.
             async with aclosing(engine.generate(prompt, params, response.engine_id)) as outputs:
@@ -408,33 +351,8 @@ class VLLMInferStrategy:
         except _vllm_failures() as error:
             raise _engine_failed(engine, error) from error
 
-    def _sampling_params(self, request: GenerateRequest) -> VLLMSamplingParams:
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        if 0 < sampling.temperature < _SMALLEST_TEMPERATURE:
-            raise ValueError(
-                f"request {request.request_id!r} cannot run: vLLM samples at a temperature of {_SMALLEST_TEMPERATURE} "
-                f"or more, or greedily at 0; it is {sampling.temperature}"
-            )
-        return VLLMSamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=_seed(request),
-            stop_token_ids=[] if sampling.ignore_eos else [*self._eos_token_ids, *sampling.stop_token_ids],
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            stream_interval=stream_interval(_watches_strings(sampling)),
-        )
-
     def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
-        if not _watches_strings(request.sampling):
+        if not watches_strings(request.sampling):
             return None
         if self._tokenizer is None:
             try:
@@ -451,28 +369,28 @@ class VLLMInferStrategy:
 
     async def _drain(self, engine: AsyncLLM) -> None:
         """Wait until what runs has ended, unless somebody interrupts."""
-        drain = _Drain()
+        drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._drains.append(drain)
 
         async def wait() -> None:
+            error: Exception | None = None
             try:
                 await self._answer(engine.pause_generation(mode="wait", clear_cache=True))
-            except EngineFailed as error:
-                drain.done.set_exception(error)
-            else:
-                drain.end()
+            except EngineFailed as failure:
+                error = failure
+            _end(drain, error)
 
         task = asyncio.get_running_loop().create_task(wait())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            await drain.done
+            await drain
         finally:
             self._drains.remove(drain)
 
     def _end_drains(self, error: RuntimeError) -> None:
-        for drain in list(self._drains):
-            drain.end(error)
+        for drain in self._drains:
+            _end(drain, error)
 
     @asynccontextmanager
     async def _still(self, engine: AsyncLLM) -> AsyncIterator[None]:
@@ -488,12 +406,12 @@ class VLLMInferStrategy:
             await self._answer(engine.resume_generation())
             self._gate.open()
 
-    async def _load(self, engine: AsyncLLM, prepared: _Prepared) -> None:
+    async def _load(self, engine: AsyncLLM, prepared: Prepared) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._answer(engine.start_weight_update())
         for bucket in prepared.buckets:
-            await self._answer(engine.update_weights(WeightTransferUpdateRequest(_bucket_info(bucket))))
+            await self._answer(engine.update_weights(WeightTransferUpdateRequest(bucket_info(bucket))))
         await self._answer(engine.finish_weight_update(str(prepared.version)))
         self._version = prepared.version
 
@@ -508,7 +426,7 @@ class VLLMInferStrategy:
                     f"parameter {unloaded[0]!r} of vLLM's model got no weights from version {version} "
                     f"({len(unloaded)} such parameters)"
                 )
-        wanted = _sample_of(layout, version)
+        wanted = sample_of(layout, version)
         checksums = dict(sent.checksums)
         for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(wanted,))):
             checksums |= held
@@ -584,97 +502,17 @@ def _engine_failed(engine: AsyncLLM, error: Exception) -> EngineFailed:
     return EngineFailed(f"vLLM cannot go on: {type(cause).__name__}: {cause}")
 
 
-def _seed(request: GenerateRequest) -> int:
-    """vLLM's random stream of a request starts at its seed; a continued response gets a stream of its own."""
-    if not request.first_token_index:
-        return request.sampling.seed
-    return derive_seed(request.sampling.seed, "continued", request.first_token_index)
-
-
-def _watches_strings(sampling: SamplingParams) -> bool:
-    return bool(sampling.stop_strings) and not sampling.ignore_eos
+def _end(future: asyncio.Future[None], error: Exception | None) -> None:
+    """Resolve a future, unless it is already."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _nothing(request: GenerateRequest) -> Completion:
     """The end of a request that was aborted before it began."""
     empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
     return Completion(request.request_id, *empty, finish_reason="abort")
-
-
-def _prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[int, ...]]) -> _Prepared:
-    """Check that a publication is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
-    layout = _check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
-    parameter_count, checksums = manifest(buckets)
-    located, staging = _located(buckets)
-    return _Prepared(version, located, WeightReceipt(version, parameter_count, checksums), layout, staging)
-
-
-def _check_layout(
-    entries: list[tuple[str, str, tuple[int, ...]]], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype name, shape). Raises ``WeightMismatch`` naming a tensor that does not fit, or is missing."""
-    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, dtype, shape in entries:
-        if name not in shapes:
-            raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-        if name in layout:
-            raise WeightMismatch(f"tensor {name!r} came twice")
-        if not _is_float(dtype):
-            raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
-        if tuple(shape) != shapes[name]:
-            raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
-        layout[name] = (dtype, tuple(shape))
-    missing = [name for name in shapes if name not in layout]
-    if missing:
-        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
-    return layout
-
-
-def _is_float(dtype_name: str) -> bool:
-    return dtype_name.startswith(("float", "bfloat"))
-
-
-def _located(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
-    """The buckets where vLLM's processes can read them: as they are, or copied into shared memory."""
-    homeless = [bucket for bucket in buckets if bucket.location is None]
-    if not homeless:
-        return buckets, None
-    memory = MemoryFile(sum(_aligned(len(bucket.data)) for bucket in homeless))
-    offset = 0
-    located = []
-    for bucket in buckets:
-        if bucket.location is None:
-            memory.data[offset : offset + len(bucket.data)] = bucket.data
-            location = BucketLocation(memory.path, offset)
-            bucket = WeightBucket(bucket.tensors, bucket.data, location)
-            offset += _aligned(len(bucket.data))
-        located.append(bucket)
-    return located, memory
-
-
-def _aligned(size: int) -> int:
-    return size + -size % 64
-
-
-def _bucket_info(bucket: WeightBucket) -> dict[str, Any]:
-    return {
-        "path": bucket.location.path,
-        "offset": bucket.location.offset,
-        "size": len(bucket.data),
-        "tensors": bucket.tensors,
-    }
-
-
-def _sample_of(
-    shapes: dict[str, tuple[str, tuple[int, ...]]], version: int
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
-    names = sorted(shapes, key=lambda name: derive_seed(version, name))
-    sample: dict[str, tuple[str, tuple[int, ...]]] = {}
-    size = 0
-    for name in names:
-        size += int(np.prod(shapes[name][1])) * 4
-        if sample and size > _INSPECTED_BYTES:
-            break
-        sample[name] = shapes[name]
-    return sample

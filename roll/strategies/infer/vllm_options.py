@@ -21,9 +21,9 @@ BUCKET_BACKEND = "roll_buckets"
 """Name under which `vllm_worker` registers how buckets of weights are loaded."""
 
 _STREAM_INTERVAL = 8
-"""Tokens per message from the engine process: one message per token and request costs more than a small model's step."""
+"""Tokens per message from the engine process: a message per token and request costs more than a small model's step."""
 _CPU_KV_CACHE_BYTES = 4 * 1024**3
-"""Most memory set aside for keys and values on a CPU by default; vLLM's own default is nearly all memory of the host."""
+"""Most memory for keys and values on a CPU by default; vLLM's own default is nearly all memory of the host."""
 _RESERVED = {
     "model": "`pretrain` or `model_args.model_name_or_path`",
     "tokenizer": "`pretrain`; the engine gets token ids",

@@ -66,7 +66,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Hand the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
         memory = map_file(update_info.path, update_info.offset, update_info.size)
-        bucket = WeightBucket([(name, dtype, tuple(shape), at) for name, dtype, shape, at in update_info.tensors], memory)
+        tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
+        bucket = WeightBucket(tensors, memory)
         weights = [(name, tensor.to(self.device)) for name, tensor in views(bucket)]
         self.loaded |= set(self.model.load_weights(weights) or ())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from tests.strategies.infer.vllm_helpers import (
     make_model,
     request,
 )
-
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def scores_over_caches(models_by_version, prompt, completion) -> np.ndarray:
     computed_by = np.concatenate([np.full(len(prompt) - 1, completion.versions[0]), completion.versions])
     bounds = [0, *(np.flatnonzero(np.diff(computed_by)) + 1).tolist(), len(computed_by)]
     cache, rows = None, []
-    for start, end in zip(bounds, bounds[1:]):
+    for start, end in itertools.pairwise(bounds):
         output = models_by_version[computed_by[start]](tokens[:, start:end], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         rows.append(output.logits[0])
