@@ -305,7 +305,8 @@ class VLLMInferStrategy:
             await engine.abort([response.engine_id for response in self._running.values()])
             while self._running:
                 await asyncio.sleep(0)
-        await asyncio.to_thread(engine.shutdown)
+        # On the loop itself, because vLLM ends its own tasks there before its processes go, and reports a death else.
+        engine.shutdown()
 
     async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
         """The request's state after each message of vLLM; nothing if it was aborted before it began."""
