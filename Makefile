@@ -14,7 +14,7 @@ REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirement
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses clean
+.PHONY: venv demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses bench-publication clean
 
 venv: $(INSTALLED)
 
@@ -65,6 +65,10 @@ bench-offpolicy: venv
 bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
+# About 12 GiB, and a minute or two.
+bench-publication: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_publication.py
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
@@ -74,6 +78,7 @@ bench: venv
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-offpolicy
 	$(MAKE) bench-losses
+	$(MAKE) bench-publication
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data
