@@ -18,7 +18,8 @@ TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r re
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler bench-logprobs bench-offpolicy bench-losses clean
+.PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+	bench-logprobs bench-offpolicy bench-losses bench-publication bench-engines clean
 
 venv: $(INSTALLED)
 
@@ -80,6 +81,14 @@ bench-offpolicy: venv
 bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
+# About 12 GiB, and a minute or two.
+# vLLM against hf_infer; about ten minutes.
+bench-engines: venv-for-tests
+	$(RUN) benchmarks/engines.py
+
+bench-publication: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_publication.py
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
@@ -89,6 +98,7 @@ bench: venv
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-offpolicy
 	$(MAKE) bench-losses
+	$(MAKE) bench-publication
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data

@@ -174,5 +174,31 @@ def test_roles_on_the_same_devices_give_the_same_run_as_roles_apart(task, ratio_
     )
 
 
+@pytest.mark.parametrize(
+    ("transport", "dual_buffer", "colocated"),
+    [("object_store", True, False), ("checkpoint", True, True), ("shared_memory", False, False), ("auto", False, True)],
+)
+def test_however_the_weights_travel_the_run_is_the_same(
+    task, ratio_zero_run, ray_cluster, transport, dual_buffer, colocated
+):
+    devices = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": [0]} if colocated else {}
+    config = tiny_config(
+        task,
+        max_steps=STEPS,
+        weight_update__transport=transport,
+        weight_update__dual_buffer=dual_buffer,
+        weight_update__param_update_gather_bucket_size_mb=0.01,
+        weight_update__param_update_load_bucket_size_mb=0.005,
+        **devices,
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    last = f"step-{STEPS}"
+    assert_same_weights(run.folder / "checkpoints" / last, ratio_zero_run.folder / "checkpoints" / last)
+    assert [step["reward/mean"] for step in run.metrics] == [step["reward/mean"] for step in ratio_zero_run.metrics]
+    parts = {f"weights/{part}_seconds" for part in ("gather", "send", "fetch", "load", "stall")}
+    assert all(parts <= step.keys() for step in run.metrics)
+    assert not (run.folder / "weights").exists()
+
+
 if __name__ == "__main__":
     plain_loop(Path(sys.argv[1]), Path(sys.argv[2]))
