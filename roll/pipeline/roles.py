@@ -84,6 +84,7 @@ class Roles:
             start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
             request_timeout_seconds=role.request_timeout_seconds,
             publish_timeout_seconds=config.weight_update.timeout_seconds,
+            silence_timeout_seconds=role.silence_timeout_seconds,
         )
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
