@@ -1,7 +1,7 @@
 """Metrics of a loss that add up exactly over micro-batches and ranks.
 
-Only sums and maxima travel; ratios of sums (means, effective sample size) are taken once, at the end, so a metric does
-not depend on how the batch was split. Every part of a batch has the same names in the same order.
+Only sums and maxima travel; ratios of sums (means, effective sample size) and quantiles are taken once, at the end, so
+a metric does not depend on how the batch was split. Every part of a batch has the same names in the same order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.masking import keep
+from roll.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
 from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
 
 
@@ -27,25 +28,35 @@ class LossMetrics:
     off_policy: dict[str, Tensor]
     """Sums of `off_policy_sums`, the number of response tokens among them."""
     maxima: dict[str, Tensor]
+    mismatch: tuple[Tensor, Tensor] | None = None
+    """What `mismatch_sums` gives; None: not measured."""
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Names in the order of `vectors`."""
+        """Names in the order of `vectors`, before the parts of the mismatch."""
         sums = [*self.totals, *self.token_sums, *(f"off_policy/{name}" for name in self.off_policy)]
         return sums, list(self.maxima)
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """float64 vectors: what adds up over parts, and what takes the maximum."""
-        sums = (*self.totals.values(), *self.token_sums.values(), *self.off_policy.values())
-        return torch.stack([value.double() for value in sums]), torch.stack(
-            [value.double() for value in self.maxima.values()]
+        """float64 vectors: what adds up over parts, and what takes the maximum. Those of the mismatch come last."""
+        sums = torch.stack(
+            [value.double() for value in (*self.totals.values(), *self.token_sums.values(), *self.off_policy.values())]
         )
+        maxima = torch.stack([value.double() for value in self.maxima.values()])
+        if self.mismatch is None:
+            return sums, maxima
+        mismatch, largest = self.mismatch
+        return torch.cat([sums, mismatch]), torch.cat([maxima, largest[None]])
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
         """The metrics of the whole batch from the vectors of all its parts, combined.
 
         Beside the totals, token means and maxima: ``ratio_mean``, ``ess``, ``kl`` (k3), ``k1``, ``chi2``, and per lag
-        ``lag_<n>/...`` as in `off_policy_metrics`.
+        ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in `mismatch_metrics`, where it was measured.
         """
+        mismatch = {}
+        if self.mismatch is not None:
+            mismatch = mismatch_metrics(sums[-MISMATCH_SUMS:], maxima[-1])
+            sums, maxima = sums[:-MISMATCH_SUMS], maxima[:-1]
         sum_names, maximum_names = self.names()
         combined = dict(zip(sum_names, sums, strict=True))
         off_policy = {name: combined[f"off_policy/{name}"] for name in self.off_policy}
@@ -58,6 +69,7 @@ class LossMetrics:
             "kl": distances.pop("k3"),
             **distances,
             **dict(zip(maximum_names, maxima, strict=True)),
+            **mismatch,
         }
 
 
@@ -71,13 +83,15 @@ def policy_metrics(
     lags: Tensor | None = None,
     max_lag: int | None = None,
     capped: bool = False,
+    mismatch_mask: Tensor | None = None,
 ) -> LossMetrics:
     """The metrics of one part of a batch.
 
     ``totals``: 0-d contributions; ``token_metrics`` by name, the log-probabilities of the current and the behaviour
     policy, ``response_mask`` (bool) and ``lags`` (int): ``[batch, seq]``, with at least one entry. ``lags``,
-    ``max_lag`` and ``capped`` as in `off_policy_sums`. What stands outside the mask is never read. The ratio is not
-    clamped: an overflow must be seen.
+    ``max_lag`` and ``capped`` as in `off_policy_sums`. ``mismatch_mask`` (bool): the response tokens that the weights
+    of ``logprobs`` themselves have sampled; None: the mismatch is not measured. What stands outside the masks is never
+    read. The ratio is not clamped: an overflow must be seen.
     """
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     return LossMetrics(
@@ -85,6 +99,7 @@ def policy_metrics(
         token_sums={name: keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
         off_policy=off_policy_sums(log_ratio, response_mask, lags, max_lag, capped),
         maxima={"ratio_max": keep(log_ratio.exp(), response_mask).amax()},
+        mismatch=None if mismatch_mask is None else mismatch_sums(log_ratio, mismatch_mask & response_mask),
     )
 
 
@@ -92,10 +107,12 @@ def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float
     """The metrics of several optimizer steps as those of one training step.
 
     Means over the steps, but the largest ``ratio_max``. What belongs to one lag is weighted by the share of that lag,
-    which not every step need have.
+    which not every step need have. ``mismatch/...`` is that of the first step: only before it has the trainer the
+    weights that the engine may have had.
     """
-    names = list(dict.fromkeys(name for update in updates for name in update))
-    return {name: _over_updates(name, updates) for name in names}
+    names = dict.fromkeys(name for update in updates for name in update if not name.startswith("mismatch/"))
+    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
+    return {name: _over_updates(name, updates) for name in names} | first
 
 
 def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:

@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.kl_controller_can_move,
     rules_training.rewards_keep_a_meaning,
     rules_training.schedule_is_clear,
+    rules_training.mismatch_can_be_measured,
 )
 
 

@@ -14,6 +14,8 @@ from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.schema import ROLES, ROLL_KNOBS, RLVRConfig, WorkerConfig
 
 MEBIBYTE = 1024 * 1024
+LONGEST_CANARY = 64
+"""Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
 
 
 def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
@@ -151,6 +153,25 @@ def resolved_consumption(config: RLVRConfig) -> str:
 def groups_ahead(config: RLVRConfig) -> int:
     """Groups in flight beyond the batch being trained: ratio times batch, rounded up."""
     return math.ceil(config.async_generation_ratio * config.rollout_batch_size)
+
+
+def truncates_sampling(config: RLVRConfig) -> bool:
+    """Whether training samples from less than the whole distribution, of which the trainer knows nothing."""
+    sampling = config.actor_infer.generating_args
+    return sampling.top_p < 1 or sampling.top_k > 0
+
+
+def canary_length(config: RLVRConfig) -> int:
+    """Tokens of a canary sequence; some engines want room for one token more."""
+    return min(LONGEST_CANARY, sequence_length(config) - 1)
+
+
+def canary_tolerance(config: RLVRConfig) -> float:
+    """Largest mean absolute difference of canary log-probabilities, in nats per token."""
+    if config.weight_update.canary_tolerance is not None:
+        return config.weight_update.canary_tolerance
+    dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
+    return 1e-3 if dtypes == {"float32"} else 0.1
 
 
 def validation_count(config: RLVRConfig) -> int:

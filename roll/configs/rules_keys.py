@@ -118,6 +118,9 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 remedy = "set `add_token_level_kl: true`"
                 yield _inert(key, vars(config)[key], "`add_token_level_kl` is false", remedy)
     yield from _inert_without_a_switch(config)
+    yield from _inert_without_canaries(config)
+    if config.mismatch_alarm is None and differs_from_default(config, "mismatch_action"):
+        yield _inert("mismatch_action", config.mismatch_action, "`mismatch_alarm` is not set", "set `mismatch_alarm`")
     yield from _inert_straight_through(config)
     if not uses_kl(config) and differs_from_default(config, "kl_estimator"):
         yield _inert("kl_estimator", config.kl_estimator, "there is no KL term", "set `use_kl_loss: true`")
@@ -149,6 +152,15 @@ def _inert_without_a_switch(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if differs_from_default(penalty, key):
             reason, remedy = f"`length_penalty.kind` is {penalty.kind}", f"set `kind: {kind}`"
             yield _inert(f"length_penalty.{key}", vars(penalty)[key], reason, remedy)
+
+
+def _inert_without_canaries(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    if config.weight_update.canary_interval > 0:
+        return
+    for key in ("canary_prompts", "canary_tolerance"):
+        if differs_from_default(config.weight_update, key):
+            value, remedy = vars(config.weight_update)[key], "set `weight_update.canary_interval` to at least 1"
+            yield _inert(f"weight_update.{key}", value, "`weight_update.canary_interval` is 0", remedy)
 
 
 def roll_names_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:

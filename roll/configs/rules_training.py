@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from roll.configs.derived import (
+    canary_length,
     least_staleness,
     max_new_tokens,
     optimizer_batch_size,
@@ -13,6 +14,7 @@ from roll.configs.derived import (
     samples_per_step,
     sequence_length,
     total_optimizer_steps,
+    truncates_sampling,
     uses_kl,
     warmup_steps,
 )
@@ -154,13 +156,34 @@ def schedule_is_clear(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("actor_train.training_args.warmup_ratio", message, "keep one of the two")
 
 
+def mismatch_can_be_measured(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """What compares trainer and engine has something to compare."""
+    if config.mismatch_alarm is not None and truncates_sampling(config):
+        message = (
+            f"{config.mismatch_alarm:g} would compare unlike things: with top_p or top_k the engine records the "
+            "log-probabilities of the truncated distribution, which the trainer does not know"
+        )
+        remedy = "remove it (the canaries of `weight_update.canary_interval` still compare), or set top_p 1 and top_k 0"
+        yield ConfigProblem("mismatch_alarm", message, remedy)
+    if config.weight_update.canary_interval > 0 and canary_length(config) < 2:
+        message = f"sequences of {count(sequence_length(config), 'token')} leave no token for canaries to compare"
+        yield ConfigProblem("weight_update.canary_interval", message, "set 0, or allow longer sequences")
+
+
 def training_warnings(config: RLVRConfig) -> Iterator[str]:
     """Arithmetic that works but may not be meant."""
-    sampling = config.actor_infer.generating_args
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    if truncates_sampling(config):
         yield (
             "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "
-            "the trainer's own have no truncation, so the importance ratio is biased"
+            "the trainer's own have no truncation, so the importance ratio is biased, and the train/inference mismatch "
+            "is not reported"
+        )
+    infer = config.actor_infer
+    if infer.silence_timeout_seconds >= infer.request_timeout_seconds:
+        yield (
+            f"actor_infer.silence_timeout_seconds {infer.silence_timeout_seconds:g} is not below "
+            f"request_timeout_seconds {infer.request_timeout_seconds:g}: the requests of a stuck engine fail before it "
+            "is replaced"
         )
     if config.sequence_length is not None:
         left = config.sequence_length - config.prompt_length

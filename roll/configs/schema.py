@@ -303,6 +303,12 @@ class ActorInferConfig(WorkerConfig):
     request_timeout_seconds: float = option(
         600.0, help="A request that has not ended after this time fails with the replica's name.", range=POSITIVE
     )
+    silence_timeout_seconds: float = option(
+        300.0,
+        help="A replica whose engine gives no sign of life for this long is replaced. Must be longer than the longest "
+        "step, one in which many long prompts are prefilled.",
+        range=POSITIVE,
+    )
 
 
 @dataclass
@@ -389,7 +395,27 @@ class WeightUpdateConfig:
         "Default: in the run's own folder.",
     )
     timeout_seconds: float = option(
-        600.0, help="Longest time for one publication before the run fails.", range=POSITIVE
+        600.0,
+        help="Longest time for a replica to take new weights (with `drain`: to end its requests, too), to sleep or to "
+        "wake; then its process is replaced.",
+        range=POSITIVE,
+    )
+    canary_interval: int = option(
+        10,
+        help="The log-probabilities of fixed sequences are compared between trainer and engines at the first "
+        "publication and every n; 0: never.",
+        range=NOT_NEGATIVE,
+    )
+    canary_prompts: int = option(
+        8,
+        help="Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all.",
+        range=Range(at_least=1, at_most=1024),
+    )
+    canary_tolerance: float | None = option(
+        None,
+        help="Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and "
+        "engine compute in float32, else 0.1.",
+        range=POSITIVE,
     )
 
 
@@ -536,6 +562,16 @@ class PipelineConfig:
     )
     allow_uncorrected_off_policy: bool = option(
         False, help="Start although stale tokens would be trained on as if they were fresh (for experiments)."
+    )
+
+    mismatch_alarm: float | None = option(
+        None,
+        help="Largest `mismatch/abs_mean`: nats per token between trainer and engine at equal weights. See "
+        "`docs/mismatch.md`.",
+        range=POSITIVE,
+    )
+    mismatch_action: Literal["warn", "stop"] = option(
+        "warn", help="What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run."
     )
 
     reward_clip: float | None = option(

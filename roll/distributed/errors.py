@@ -17,13 +17,15 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """A call raised inside a worker. The message carries the original error; the traceback is in the worker's log."""
+    """A call raised inside a worker. The message carries the original error; the traceback is in the worker's log.
+    ``error_type`` is the name of the original error's class."""
 
-    def __init__(self, worker: str, method: str, cause: str) -> None:
+    def __init__(self, worker: str, method: str, cause: str, error_type: str) -> None:
         super().__init__(f"{worker}.{method} failed: {cause}")
         self.worker = worker
         self.method = method
         self.cause = cause
+        self.error_type = error_type
 
 
 class WorkerTimeout(TimeoutError):

@@ -61,7 +61,8 @@ class WorkerHandle:
                 return await ref
         except RayTaskError as error:
             # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
-            raise WorkerFailed(self.name, method, _task_cause(error)) from error
+            cause = error.cause if error.cause is not None else error
+            raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
         except RayActorError as error:
             raise self.died(error) from error
         except TimeoutError:
@@ -157,11 +158,6 @@ async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: 
         group.kill()
         raise
     return group
-
-
-def _task_cause(error: RayTaskError) -> str:
-    cause = error.cause if error.cause is not None else error
-    return f"{type(cause).__name__}: {cause}"
 
 
 def _death_cause(error: BaseException) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from roll.distributed.transports import TRANSPORTS, WeightReceiver
 from roll.distributed.weights import Publication, attest
@@ -23,6 +25,7 @@ from roll.strategies.infer.base import (
     GenerateRequest,
     InferStrategy,
     PauseMode,
+    TokenChunk,
     WeightBucket,
     WeightReceipt,
 )
@@ -40,8 +43,8 @@ class EngineSpec:
     attn_implementation: str
     trust_remote_code: bool
     max_length: int
-    devices_per_engine: int
-    shares_devices: bool
+    devices_per_engine: int = 1
+    shares_devices: bool = False
     """Whether other roles use its devices in turn, so that it will have to sleep."""
 
 
@@ -107,17 +110,26 @@ class InferWorker(Worker):
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
         """Requests that ended since the last call; waits for one at most ``wait_seconds``. Raises `EngineFailed` once
-        the engine cannot go on."""
+        the engine cannot go on and all that ended before is delivered."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_finished.wait()
         except TimeoutError:
             return []
-        if self._failure is not None:
-            raise self._failure
         finished, self._finished = self._finished, []
-        self._any_finished.clear()
+        if self._failure is None:
+            self._any_finished.clear()
+        elif not finished:
+            raise self._failure
         return finished
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
+        """New tokens of the running requests, as `InferStrategy.progress` has them."""
+        return await self._strategy.progress(known)
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities under the weights held now, as `InferStrategy.score` has them."""
+        return await self._strategy.score(token_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests, begun or not; nothing of them comes out of `collect`."""

@@ -1,48 +1,67 @@
 """All replicas of the generating engine, as one engine that survives the death of a replica.
 
-A request goes to the least loaded live replica. When a replica dies its requests are issued again elsewhere, a new
-process takes its place with the current weights, and the restart is counted; too many restarts end the run with the
-last cause. Weights reach the replicas one after the other, each update followed by an attestation.
+A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds; when a
+replica dies its requests go on elsewhere from what was fetched, a new process takes its place with the current weights,
+and the restart is counted; too many restarts end the run with the last cause. The same call is the engine's sign of
+life. Weights reach the replicas one after the other, each update followed by an attestation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll.distributed.canaries import CanaryDifference, CanaryScores, compare_canaries
 from roll.distributed.deadlines import StoppableDeadlines
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
 from roll.distributed.infer_worker import EngineSpec, LoadPlan, RequestFailed
+from roll.distributed.responses import PartialResponse
 from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
-from roll.strategies.infer.base import Completion, GenerateRequest, PauseMode
+from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """A replica whose long poll is this late is taken for dead (a stopped process does not close its connections)."""
+PROGRESS_SECONDS = 2.0
+"""Between two looks at what the running requests have so far: the most that is generated anew after a death. A look
+costs one call and the new tokens, some kilobytes."""
 
 
 class RequestError(RuntimeError):
     """The engine refused or lost a request for a reason that a retry does not cure."""
 
 
+@dataclass(frozen=True)
+class OpenRequest:
+    """A request that a replica works on."""
+
+    response: PartialResponse
+    future: asyncio.Future[Completion]
+
+
 class Replica:
     """One engine process and the requests it works on."""
 
-    def __init__(self, handle: WorkerHandle, on_death: Callable[[Replica, WorkerDied], None]) -> None:
+    def __init__(
+        self, handle: WorkerHandle, *, silence_seconds: float, on_death: Callable[[Replica, WorkerDied], None]
+    ) -> None:
         self.handle = handle
         self.version = -1
         self.asleep = False
-        self.changing = asyncio.Lock()
-        """Held while its weights change or it goes to sleep or wakes: one of these at a time."""
+        self._silence_seconds = silence_seconds
         self._on_death = on_death
+        self._death: WorkerDied | None = None
+        self._changing = asyncio.Lock()
+        self._changed_at = asyncio.get_running_loop().time()
         self._numbers = itertools.count()
-        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._pending: dict[str, OpenRequest] = {}
         self._outgoing: list[GenerateRequest] = []
         self._submitting: set[asyncio.Task[None]] = set()
 
@@ -50,16 +69,27 @@ class Replica:
     def name(self) -> str:
         return self.handle.name
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request; all requests of one turn of the event loop leave in one call.
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Around a change of its weights, or sleep or wake: one of these at a time. Each call in it has a deadline of
+        its own, so the engine's silence meanwhile means nothing."""
+        async with self._changing:
+            try:
+                yield
+            finally:
+                self._changed_at = asyncio.get_running_loop().time()
+
+    async def generate(self, response: PartialResponse) -> Completion:
+        """Run what is missing of a response; all requests of one turn of the event loop leave in one call.
 
         The engine knows it by a name of its own, so that a request which is tried again is never answered with what
-        is left of its aborted first try.
+        is left of its aborted first try. After `WorkerDied` the response has what was known of this attempt.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
+        request = response.remaining()
         sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
-        self._pending[sent.request_id] = future
+        self._pending[sent.request_id] = OpenRequest(response, future)
         if not self._outgoing:
             loop.call_soon(self._submit_outgoing)
         self._outgoing.append(sent)
@@ -93,9 +123,18 @@ class Replica:
         # Not at once: the call that submits the request may itself be about to leave.
         asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
 
-    async def collect_forever(self) -> WorkerDied:
-        """Deliver ended requests until the process dies or its engine cannot go on; then every open request ends with
-        `WorkerDied`."""
+    async def serve(self) -> WorkerDied:
+        """Deliver ended requests and keep the tokens of running ones until the process dies or its engine cannot go
+        on; then every open request ends with `WorkerDied`. Returns the first cause."""
+        watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return self.fail_all(done.pop().result())
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def _collect(self) -> WorkerDied:
         try:
             while True:
                 ended = await self.handle.call(
@@ -103,28 +142,60 @@ class Replica:
                 )
                 for item in ended:
                     self._deliver(item)
-        except WorkerDied as error:
-            death = error
+        except WorkerDied as death:
+            return death
         except (WorkerFailed, WorkerTimeout) as error:
-            death = WorkerDied(self.name, str(error))
-        self.fail_all(death)
-        return death
+            return WorkerDied(self.name, str(error))
+
+    async def _follow(self) -> WorkerDied:
+        try:
+            while True:
+                await asyncio.sleep(PROGRESS_SECONDS)
+                await self._look()
+        except WorkerDied as death:
+            return death
+        except WorkerFailed as error:
+            return WorkerDied(self.name, str(error))
+
+    async def _look(self) -> None:
+        """Fetch the new tokens of the open requests. A late answer may be dropped: the next look asks for the same."""
+        known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
+        try:
+            chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
+        except WorkerTimeout:
+            quiet_since = asyncio.get_running_loop().time() - self._changed_at
+            if self._changing.locked() or quiet_since < self._silence_seconds:
+                return
+            cause = f"its engine did not answer for {self._silence_seconds:g} s (actor_infer.silence_timeout_seconds)"
+            raise WorkerDied(self.name, cause) from None
+        for request_id, chunk in chunks.items():
+            if request_id in self._pending:
+                self._pending[request_id].response.add(chunk)
 
     def _deliver(self, ended: Completion | RequestFailed) -> None:
-        future = self._pending.get(ended.request_id)
-        if future is None or future.done():
+        open_request = self._pending.get(ended.request_id)
+        if open_request is None or open_request.future.done():
             return
         if isinstance(ended, RequestFailed):
-            future.set_exception(RequestError(f"{self.name}, request {ended.request_id}: {ended.cause}"))
+            cause = RequestError(f"{self.name}, request {ended.request_id}: {ended.cause}")
+            open_request.future.set_exception(cause)
         else:
-            future.set_result(ended)
+            open_request.future.set_result(ended)
 
-    def fail_all(self, death: WorkerDied) -> None:
-        """End every open request with this error, and say that the replica is gone."""
-        self._on_death(self, death)
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(WorkerDied(death.worker, death.cause))
+    def fail_all(self, death: WorkerDied) -> WorkerDied:
+        """End every open request with the first cause reported, say that the replica is gone, and return that cause."""
+        self._death = self._death or death
+        self._on_death(self, self._death)
+        for open_request in self._pending.values():
+            if not open_request.future.done():
+                open_request.future.set_exception(WorkerDied(self._death.worker, self._death.cause))
+        return self._death
+
+    def give_up(self, cause: str) -> WorkerDied:
+        """End a process that lives but cannot be used; returns its death."""
+        death = self.fail_all(WorkerDied(self.name, cause))
+        self.handle.kill()
+        return death
 
 
 @dataclass(frozen=True)
@@ -139,6 +210,17 @@ class PoolSettings:
     publish_timeout_seconds: float
     load_bucket_bytes: int
     dual_buffer: bool
+    silence_timeout_seconds: float
+
+
+@dataclass
+class Loaded:
+    """What came of bringing a publication to the replicas."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
+    """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
+    canaries: CanaryDifference | None = None
+    """Over the replicas that were compared; None: none was."""
 
 
 class InferencePool:
@@ -162,10 +244,14 @@ class InferencePool:
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
         self.buffers = WeightBuffers(halves=2 if settings.dual_buffer else 1)
+        self._canaries: CanaryScores | None = None
         self._asleep = False
         self._deadlines = StoppableDeadlines()
         self.restarts = 0
         self.reissued = 0
+        """Requests issued again after a death."""
+        self.resumed_tokens = 0
+        """Tokens that these already had and kept."""
         self.completed = 0
 
     @property
@@ -188,45 +274,51 @@ class InferencePool:
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run a request to its end, on another replica if the first one dies; none of its tokens is older than
-        ``min_version``."""
-        timeout = self._settings.start_timeout_seconds
-        while True:
-            async with self._router.lease(timeout=timeout, sticky_key=sticky_key, min_version=min_version) as name:
-                try:
-                    async with self._deadlines.limit(self._settings.request_timeout_seconds):
-                        completion = await self._replicas[name].generate(request)
-                    self.completed += 1
-                    return completion
-                except WorkerDied:
-                    self.reissued += 1
-                except TimeoutError:
-                    raise RequestError(
-                        f"{name}, request {request.request_id}: no end after "
-                        f"{self._settings.request_timeout_seconds:g} s (actor_infer.request_timeout_seconds)"
-                    ) from None
+        """Run a request to its end, going on with another replica if the first one dies; none of its tokens is older
+        than ``min_version``, and none is older than the one before it."""
+        response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
+        completion = await self._attempt(response, sticky_key)
+        while completion is None:
+            self.resumed_tokens += response.cut_off()
+            completion = response.completion
+            if completion is None:
+                self.reissued += 1
+                completion = await self._attempt(response, sticky_key)
+        self.completed += 1
+        return completion
 
-    async def publish(self, publication: Publication) -> dict[str, float]:
-        """Bring every live replica to this version, one after the other. Its half of the buffers was acquired before.
+    async def _attempt(self, response: PartialResponse, sticky_key: str | None) -> Completion | None:
+        """The whole response; None if the replica dies on it."""
+        async with self._router.lease(
+            timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
+        ) as name:
+            try:
+                async with self._deadlines.limit(self._settings.request_timeout_seconds):
+                    return response.joined_to(await self._replicas[name].generate(response))
+            except WorkerDied:
+                return None
+            except TimeoutError:
+                raise RequestError(
+                    f"{name}, request {response.request_id}: no end after "
+                    f"{self._settings.request_timeout_seconds:g} s (actor_infer.request_timeout_seconds)"
+                ) from None
 
-        Returns seconds: ``fetch`` and ``load`` (sums) and ``stall`` (longest pause of a replica). A replica that dies
-        meanwhile comes back with this version by itself.
-        """
-        self._publication = publication
+    async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
+        """Bring every live replica to this version, one after the other, and compare ``canaries`` with each. The half
+        that the version lies in was acquired before. A replica that dies meanwhile comes back with this version by
+        itself. Raises `AttestationError`."""
+        self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
-        seconds = {"fetch": 0.0, "load": 0.0, "stall": 0.0}
+        loaded = Loaded()
         for replica in list(self._replicas.values()):
             try:
-                async with replica.changing:
-                    timings = await self._load(replica, publication)
+                async with replica.change():
+                    await self._load(replica, publication, canaries, loaded)
             except WorkerDied:
                 self.buffers.keep_only(replica, None)
                 continue
-            seconds["fetch"] += timings.get("fetch", 0.0)
-            seconds["load"] += timings.get("load", 0.0)
-            seconds["stall"] = max(seconds["stall"], timings.get("stall", 0.0))
         self.buffers.published(publication.version)
-        return seconds
+        return loaded
 
     async def offload_states(self) -> None:
         """Put every replica to sleep: its requests wait, its weights and caches leave the devices."""
@@ -260,14 +352,15 @@ class InferencePool:
 
     async def _start_replica(self, index: int) -> None:
         handle = self._start_worker(index)
-        replica = Replica(handle, self._report_death)
+        silence_seconds = self._settings.silence_timeout_seconds
+        replica = Replica(handle, silence_seconds=silence_seconds, on_death=self._report_death)
         try:
             await handle.create(self._settings.start_timeout_seconds)
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
-            async with replica.changing:
+            async with replica.change():
                 self._replicas[self._names[index]] = replica
                 while (publication := self._publication_for(replica)) is not None:
-                    await self._load(replica, publication)
+                    await self._load(replica, publication, self._canaries, Loaded())
                 await self._settle(replica)
         except BaseException as error:
             # Requests may have come as soon as its weights were there.
@@ -281,7 +374,7 @@ class InferencePool:
         name = self._names[index]
         while True:
             replica = self._replicas[name]
-            death = await replica.collect_forever()
+            death: WorkerDied | WorkerFailed = await replica.serve()
             self._replicas.pop(name).handle.kill()
             self.buffers.keep_only(replica, None)
             while name not in self._replicas:
@@ -291,7 +384,7 @@ class InferencePool:
                 self._on_event(f"{death}; starting it again ({self.restarts} of {self._settings.max_restarts})")
                 try:
                     await self._start_replica(index)
-                except WorkerDied as again:
+                except (WorkerDied, WorkerFailed) as again:
                     death = again
 
     def _publication_for(self, replica: Replica) -> Publication | None:
@@ -302,32 +395,56 @@ class InferencePool:
             return None
         return publication if self.buffers.has(publication.version) else None
 
-    async def _load(self, replica: Replica, publication: Publication) -> dict[str, float]:
+    async def _load(
+        self, replica: Replica, publication: Publication, canaries: CanaryScores | None, loaded: Loaded
+    ) -> None:
+        """Bring one replica to a version, if it is behind, and prove it. Requests that need this version reach it only
+        afterwards."""
         if replica.version >= publication.version:
-            return {}
+            return
         self.buffers.hold(publication.version, replica)
         settings = self._settings
-        receipt, seconds = await replica.handle.call(
+        receipt, seconds = await self._change(
+            replica,
             "load_weights",
             publication,
             LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight),
-            timeout=settings.publish_timeout_seconds,
         )
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
         attest(replica.name, publication, receipt)
         self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
+        if canaries is not None:
+            held = await self._change(replica, "score", canaries.token_ids)
+            found = compare_canaries(replica.name, canaries, held)
+            loaded.canaries = found + (loaded.canaries or CanaryDifference())
+        for name in ("fetch", "load"):
+            loaded.seconds[name] += seconds[name]
+        loaded.seconds["stall"] = max(loaded.seconds["stall"], seconds["stall"])
         replica.version = publication.version
         if self._router.state(replica.name).live:
             self._router.set_version(replica.name, publication.version)
         else:
             self._router.mark_live(replica.name, publication.version)
-        return seconds
+
+    async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
+        """Call what changes a replica, or follows a change. One that takes too long, or whose engine fails in it, is
+        ended and replaced like one that died; raises its `WorkerDied`."""
+        seconds = self._settings.publish_timeout_seconds
+        try:
+            return await replica.handle.call(method, *args, timeout=seconds)
+        except WorkerTimeout:
+            cause = f"{method} did not end within {seconds:g} s (weight_update.timeout_seconds)"
+            raise replica.give_up(cause) from None
+        except WorkerFailed as failure:
+            if failure.error_type != EngineFailed.__name__:
+                raise
+            raise replica.give_up(str(failure)) from failure
 
     async def _settle_all(self) -> None:
         for replica in list(self._replicas.values()):
             try:
-                async with replica.changing:
+                async with replica.change():
                     await self._settle(replica)
             except WorkerDied:
                 continue
@@ -336,7 +453,7 @@ class InferencePool:
         """Let a replica sleep or wake as the pool does; one that has just been restarted may be behind."""
         if replica.asleep != self._asleep:
             method = "sleep" if self._asleep else "wake"
-            await replica.handle.call(method, timeout=self._settings.publish_timeout_seconds)
+            await self._change(replica, method)
             replica.asleep = method == "sleep"
 
     def _report_death(self, replica: Replica, death: WorkerDied) -> None:

@@ -100,6 +100,7 @@ def _objective(config: RLVRConfig, correction: Correction | None) -> PolicyObjec
         corrected=correction is not None and correction.weight is not None,
         max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
         lags_capped=oldest > MOST_LAGS_REPORTED,
+        monitored=not derived.truncates_sampling(config),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roll.data.records import Group, Sample, SampleBatch
+from roll.distributed.canaries import CanaryScores
 
 
 class StalenessViolation(AssertionError):
@@ -26,6 +27,8 @@ class TrainingBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     gathered: bool = False
     """Whether the trainer has set the new weights aside for publication."""
+    canaries: CanaryScores | None = None
+    """What the trainer computes with them for the canary sequences, if this publication is checked."""
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:

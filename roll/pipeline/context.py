@@ -13,7 +13,9 @@ from roll.data.records import Group, Prompt
 from roll.distributed.inference import InferencePool
 from roll.distributed.trainers import TrainerGroup
 from roll.pipeline.advantages import AdvantageSettings
+from roll.pipeline.canaries import Canaries
 from roll.pipeline.device_lock import DeviceLock
+from roll.pipeline.mismatch import MismatchAlarm
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.validation import Validator
 from roll.rollout.scheduler import RolloutScheduler
@@ -34,6 +36,9 @@ class RunContext:
     objective: PolicyObjective
     advantages: AdvantageSettings
     correction: Correction | None
+    canaries: Canaries | None
+    """None: trainer and engines are never compared."""
+    mismatch_alarm: MismatchAlarm | None
     max_staleness: int
     optimizer_batch_size: int
     train_temperature: float

@@ -88,15 +88,18 @@ class RunRecorder:
         batch.metrics.update(self._rates(await pool.stats(), window, with_reference))
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
-        batch.metrics["engine/reissued_requests"] = float(pool.reissued)
+        batch.metrics["engine/reissued"] = float(pool.reissued)
+        batch.metrics["engine/resumed_tokens"] = float(pool.resumed_tokens)
         self._log(batch.metrics, step)
         self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
 
+    def before_training(self, metrics: dict[str, float]) -> None:
+        """Record what is known of version 0, as step 0: no training step would carry it."""
+        self._log(metrics, 0)
+
     def validation(self, result: ValidationResult) -> None:
-        """Record a validation; version 0 has no step that would carry its metrics."""
+        """Record the samples of a validation; its metrics come with those of its step."""
         self._samples.write(readable_validation(result, self._samples_per_step))
-        if result.version == 0:
-            self._log(result.metrics, 0)
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed

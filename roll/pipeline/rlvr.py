@@ -14,10 +14,12 @@ from roll.configs.schema import GeneratingArguments, RLVRConfig
 from roll.data.interleave import PromptStream
 from roll.data.records import Group, Prompt
 from roll.distributed.placement import Placement
+from roll.pipeline.canaries import build_canaries
 from roll.pipeline.channel import Channel
 from roll.pipeline.context import RunContext
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
 from roll.pipeline.engine_gate import EngineGate
+from roll.pipeline.mismatch import build_alarm
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.roles import Roles
@@ -54,9 +56,9 @@ async def run_rlvr(prepared: Prepared, recorder: RunRecorder) -> None:
 async def publish_initial(context: RunContext) -> None:
     """Version 0: the engine gets the trainer's weights and is validated before anything is generated."""
     async with context.locks["actor_train"].hold("actor_train"):
-        await gather(context, 0)
-    await publish(context, 0)
-    await announce(context, 0)
+        canaries = await gather(context, 0)
+    metrics = await publish(context, 0, canaries)
+    context.recorder.before_training({**metrics, **await announce(context, 0)})
     context.recorder.start_clock()
     context.scheduler.resume_admission()
 
@@ -81,6 +83,8 @@ def build_context(
         objective=prepared.objective,
         advantages=prepared.advantages,
         correction=prepared.correction,
+        canaries=build_canaries(config, prepared.prompts),
+        mismatch_alarm=build_alarm(config),
         max_staleness=derived.resolved_max_staleness(config),
         optimizer_batch_size=derived.optimizer_batch_size(config),
         train_temperature=config.actor_infer.generating_args.temperature,

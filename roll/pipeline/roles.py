@@ -97,6 +97,7 @@ class Roles:
             publish_timeout_seconds=config.weight_update.timeout_seconds,
             load_bucket_bytes=derived.load_bucket_bytes(config),
             dual_buffer=config.weight_update.dual_buffer,
+            silence_timeout_seconds=role.silence_timeout_seconds,
         )
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 

@@ -12,6 +12,7 @@ import asyncio
 from typing import Any
 
 from roll.configs import derived
+from roll.distributed.canaries import CanaryScores
 from roll.distributed.train_worker import TrainPlan
 from roll.pipeline.advantages import add_advantages
 from roll.pipeline.batch import TrainingBatch
@@ -108,11 +109,15 @@ class TrainStage(Stage):
             plan = TrainPlan(batch.step, config.ppo_epochs, context.optimizer_batch_size, context.train_temperature)
             metrics = await context.trainer.train(batch.data, context.objective, plan)
             if publication_due(context, version):
-                await gather(context, version)
+                batch.canaries = await gather(context, version)
                 batch.gathered = True
             if version == config.max_steps or (config.save_steps and version % config.save_steps == 0):
                 await context.trainer.save(str(context.checkpoint_dir / f"step-{version}"))
-        batch.metrics.update({f"actor/{name}": value for name, value in metrics.items()})
+        batch.metrics.update(
+            {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
+        )
+        if context.mismatch_alarm is not None:
+            context.mismatch_alarm.check(version, batch.metrics)
         context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
         context.scheduler.training_step_done(version)
         return batch
@@ -147,7 +152,7 @@ class ParamUpdateStage(Stage):
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
         version = batch.step + 1
         if batch.gathered:
-            batch.metrics.update(await publish(self.context, version))
+            batch.metrics.update(await publish(self.context, version, batch.canaries))
             batch.metrics.update(await announce(self.context, version))
         return batch
 
@@ -168,20 +173,23 @@ def publication_due(context: RunContext, version: int) -> bool:
     return version % interval == 0 or version == context.config.max_steps or validation_due(context, version)
 
 
-async def gather(context: RunContext, version: int) -> None:
-    """Copy the trainer's weights aside, as soon as a half of the publication's memory is free."""
+async def gather(context: RunContext, version: int) -> CanaryScores | None:
+    """Copy the trainer's weights aside, as soon as a half of the publication's memory is free; what they say of the
+    canary sequences, if this publication is checked."""
     half = await context.pool.buffers.acquire(version)
     bucket_bytes = derived.gather_bucket_bytes(context.config)
     await context.trainer.gather(version, half, context.pool.dtype, bucket_bytes)
+    return await context.canaries.score(context.trainer, version) if context.canaries is not None else None
 
 
-async def publish(context: RunContext, version: int) -> dict[str, float]:
-    """Bring gathered weights to every replica; seconds of each part."""
+async def publish(context: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
+    """Bring gathered weights to every replica; seconds of each part, and how far the canaries are apart."""
     publication = await context.trainer.send(version)
     async with context.locks["actor_infer"].hold("actor_infer"):
-        loaded = await context.pool.publish(publication)
-    seconds = {**publication.seconds, **loaded}
-    return {f"weights/{name}_seconds": value for name, value in seconds.items()}
+        loaded = await context.pool.publish(publication, canaries)
+    seconds = {**publication.seconds, **loaded.seconds}
+    metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
+    return metrics if loaded.canaries is None else {**metrics, **loaded.canaries.metrics()}
 
 
 async def announce(context: RunContext, version: int) -> dict[str, float]:

@@ -96,7 +96,7 @@ class Console:
         self._live = self._start_live() if (_can_move_cursor(self._stream) if live is None else live) else None
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics after ``step`` completed training steps (0: before the first).
+        """Show the metrics after ``step`` completed training steps (0: before the first; a line if validated).
 
         Shown are ``reward/mean``, ``val/<domain>/accuracy``, ``lag/{mean,max}``, ``tokens_per_second/<role>`` and
         ``idle/<role>``, each where present.
@@ -104,7 +104,8 @@ class Console:
         now = self._clock()
         metrics = {self._printable(name): value for name, value in metrics.items()}
         self._progress = self._progress.after(metrics, step, now)
-        due = step % self._logging_steps == 0 or step == self._progress.max_steps or validation_accuracy(metrics)
+        regular = step > 0 and step % self._logging_steps == 0
+        due = regular or step == self._progress.max_steps or validation_accuracy(metrics)
         if self._live is None and due:
             self._print(plain_line(self._progress, now))
 

@@ -77,6 +77,29 @@ WRONG = [
         {"weight_update.param_update_load_bucket_size_mb": 0},
         "weight_update.param_update_load_bucket_size_mb", "> 0", "256",
     ),
+    ({"actor_infer.silence_timeout_seconds": 0}, "actor_infer.silence_timeout_seconds", "> 0", "300"),
+    ({"weight_update.canary_prompts": 0}, "weight_update.canary_prompts", ">= 1", "8"),
+    ({"weight_update.canary_tolerance": 0.0}, "weight_update.canary_tolerance", "> 0", "null"),
+    ({"mismatch_alarm": 0.0}, "mismatch_alarm", "> 0", "null"),
+    # Trainer against engine.
+    (
+        {"mismatch_alarm": 0.1, "actor_infer.generating_args.top_p": 0.9},
+        "mismatch_alarm", "unlike things", "top_p 1",
+    ),
+    ({"mismatch_alarm": 0.1, "actor_infer.generating_args.top_k": 9}, "mismatch_alarm", "truncated", "canaries"),
+    ({"mismatch_action": "stop"}, "mismatch_action", "`mismatch_alarm` is not set", "set `mismatch_alarm`"),
+    (
+        {"weight_update.canary_interval": 0, "weight_update.canary_prompts": 4},
+        "weight_update.canary_prompts", "`weight_update.canary_interval` is 0", "at least 1",
+    ),
+    (
+        {"weight_update.canary_interval": 0, "weight_update.canary_tolerance": 0.1},
+        "weight_update.canary_tolerance", "has no effect", "at least 1",
+    ),
+    (
+        {"prompt_length": 1, "response_length": 1},
+        "weight_update.canary_interval", "sequences of 2 tokens leave no token", "set 0",
+    ),
     (
         {"actor_train.training_args.learning_rate": float("inf")},
         "actor_train.training_args.learning_rate", "beyond", "1e-06",
@@ -437,6 +460,7 @@ def test_an_unwritable_output_folder_is_reported(tree, tmp_path, monkeypatch):
     [
         ({"actor_infer.generating_args.top_p": 0.9}, "truncated distribution"),
         ({"actor_infer.generating_args.top_k": 20}, "truncated distribution"),
+        ({"actor_infer.request_timeout_seconds": 300.0}, "before it is replaced"),
         ({"cluster.num_devices_per_node": 4}, "no role uses device 2-3"),
         ({"sequence_length": 600}, "leaves 88 tokens"),
         ({"sequence_length": 2000}, "never reached"),

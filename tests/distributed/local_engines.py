@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from roll.distributed import infer_worker
+from roll.distributed.canaries import CanaryScores
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.infer_worker import EngineSpec, InferWorker
-from roll.distributed.inference import InferencePool, PoolSettings
+from roll.distributed.inference import InferencePool, Loaded, PoolSettings
 from roll.distributed.placement import WorkerPlace
 from roll.distributed.transports import TRANSPORTS, WeightTransport
 from roll.distributed.weights import Publication
 from roll.distributed.worker import WorkerIdentity
-from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, SamplingParams, WeightReceipt
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    WeightReceipt,
+)
 
 TOKEN_SECONDS = 1.0
 LOAD_SECONDS = 2.0
@@ -24,12 +33,33 @@ LOAD_SECONDS = 2.0
 START_SECONDS = 5.0
 
 
+@dataclass
+class RunningRequest:
+    request: GenerateRequest
+    versions: list[int] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def chunk(self, start: int = 0) -> TokenChunk:
+        """Token number i of a response is i, its log-probability -i: so a gap or a token taken twice shows."""
+        numbers = self.request.first_token_index + np.arange(start, len(self.versions))
+        return TokenChunk(
+            numbers.astype(np.int32), -numbers.astype(np.float32), np.array(self.versions[start:], dtype=np.int32)
+        )
+
+
 class ScriptedEngine:
     """An `InferStrategy` whose tokens take a second each and whose loads take two."""
 
     def __init__(self, *_args, in_place=True, **_options):
         self.version = 0
-        self.running: dict[str, asyncio.Event] = {}
+        self.running: dict[str, RunningRequest] = {}
+        self.seen: list[GenerateRequest] = []
+        self.stuck = asyncio.Event()
+        """While set, what decodes does not come back from its step; the event loop of the process does not notice."""
+        self.scores_at: list[int] = []
+        """Versions at which it was asked to score."""
+        self.shift = 0.0
+        """Its log-probabilities are off by so much."""
         self.going = asyncio.Event()
         self.going.set()
         self.asleep = False
@@ -44,26 +74,38 @@ class ScriptedEngine:
     async def generate(self, request):
         if request.request_id in self.running:
             raise ValueError(f"another request {request.request_id!r} is running")
-        aborted = self.running[request.request_id] = asyncio.Event()
-        versions: list[int] = []
+        self.seen.append(request)
+        mine = self.running[request.request_id] = RunningRequest(request)
         try:
-            while len(versions) < request.sampling.max_new_tokens and not aborted.is_set():
+            while len(mine.versions) < request.sampling.max_new_tokens and not mine.aborted.is_set():
                 await asyncio.sleep(TOKEN_SECONDS)
                 await self.going.wait()
+                await self.unstuck()
                 if self.fail_next is not None:
                     raise self.fail_next
                 assert not self.asleep
-                versions.append(self.version)
+                mine.versions.append(self.version)
         finally:
             del self.running[request.request_id]
-        tokens = np.arange(len(versions))
-        reason = "abort" if aborted.is_set() else "length"
-        return Completion(request.request_id, tokens, np.zeros(len(versions)), np.array(versions), reason)
+        got, reason = mine.chunk(), "abort" if mine.aborted.is_set() else "length"
+        return Completion(request.request_id, got.token_ids, got.logprobs, got.versions, reason)
+
+    async def unstuck(self):
+        if self.stuck.is_set():
+            await asyncio.Event().wait()
+
+    async def progress(self, known):
+        await self.unstuck()
+        return {name: mine.chunk(known.get(name, 0)) for name, mine in self.running.items()}
+
+    async def score(self, token_ids):
+        self.scores_at.append(self.version)
+        return [scripted_scores(tokens, self.version) + np.float32(self.shift) for tokens in token_ids]
 
     async def abort(self, request_ids):
         for request_id in request_ids:
             if request_id in self.running:
-                self.running[request_id].set()
+                self.running[request_id].aborted.set()
 
     async def pause(self, mode):
         self.going.clear()
@@ -76,6 +118,7 @@ class ScriptedEngine:
     async def prepare_weights(self, buckets, version):
         assert not list(buckets)
         self.preparing = version
+        await self.unstuck()
         await asyncio.sleep(LOAD_SECONDS / 2)
         return self.receipt(version)
 
@@ -125,6 +168,9 @@ class LocalHandle:
 
     async def create(self, timeout):
         await asyncio.sleep(0)
+        if self.dies_at == "create":
+            self.kill()
+            raise WorkerDied(self.name, "it was killed by the test")
 
     async def call(self, method, *args, timeout=None):
         self.calls[method] += 1
@@ -138,7 +184,8 @@ class LocalHandle:
             if not work.done():
                 raise WorkerTimeout(self.name, method, timeout)
             if work.exception() is not None:
-                raise WorkerFailed(self.name, method, repr(work.exception()))
+                error = work.exception()
+                raise WorkerFailed(self.name, method, repr(error), type(error).__name__)
             return work.result()
         finally:
             work.cancel()
@@ -160,6 +207,13 @@ class NothingToCarry:
 
 def nothing_to_send(spec):
     raise NotImplementedError("these pools have no trainer")
+
+
+def scripted_scores(tokens: np.ndarray, version: int) -> np.ndarray:
+    """What weights of a version say of a sequence."""
+    scores = -(version + 1) * tokens.astype(np.float32)
+    scores[:1] = 0
+    return scores
 
 
 def publication(version: int) -> Publication:
@@ -187,6 +241,7 @@ class LocalPool:
             "publish_timeout_seconds": 100.0,
             "load_bucket_bytes": 1,
             "dual_buffer": True,
+            "silence_timeout_seconds": 20.0,
             **settings,
         }
         spec = EngineSpec("scripted", {}, "", "float32", "sdpa", False, 64, 1, False)
@@ -212,10 +267,10 @@ class LocalPool:
         await self.publish(0)
         return self
 
-    async def publish(self, version: int) -> dict[str, float]:
+    async def publish(self, version: int, canaries: CanaryScores | None = None) -> Loaded:
         """What the last stage of a step does, the gathering before it."""
         await self.pool.buffers.acquire(version)
-        return await self.pool.publish(publication(version))
+        return await self.pool.publish(publication(version), canaries)
 
     async def __aexit__(self, *_):
         self._running.cancel()

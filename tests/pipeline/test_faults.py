@@ -157,6 +157,34 @@ def test_an_engine_killed_by_its_id_comes_back_and_nothing_is_lost_or_doubled(ta
     assert run.summary["lag/max"] <= 1
 
 
+def test_two_replicas_killed_one_while_it_generates_one_while_it_takes_weights(task, ray_cluster):
+    steps = 4
+    config = tiny_config(
+        task,
+        max_steps=steps,
+        async_generation_ratio=1,
+        response_length=40,
+        num_logged_samples=8,
+        cluster__num_devices_per_node=3,
+        actor_infer__device_mapping=[1, 2],
+        actor_infer__worker_cls="odd_engines:KilledTwice",
+        actor_infer__generating_args={"ignore_eos": True},
+        weight_update__in_flight="resume",  # whose caches are always those of the present weights
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert {path.name for path in (run.folder / "logs").glob("killed-*")} == {"killed-0", "killed-1"}
+    last = run.metrics[-1]
+    assert last["engine/restarts"] == 2
+    assert last["engine/reissued"] > 0 and last["engine/resumed_tokens"] > 0
+    ledger = run.summary["ledger"]
+    assert ledger["issued"] == ledger["consumed"] == steps * 8
+    assert sorted(sample["group_id"] for sample in run.samples) == list(range(steps * 8)), "each once, none twice"
+    assert run.summary["lag/max"] <= 1
+    assert all(step["response/length_mean"] == step["response/length_max"] == 40 for step in run.metrics)
+    measured = [step["mismatch/abs_mean"] for step in run.metrics if step["mismatch/tokens"]]
+    assert measured and max(measured) < 1e-5, "tokens put together from two engines have the log-probabilities they had"
+
+
 def test_a_trainer_killed_by_its_id_ends_the_run_in_seconds_and_is_named(task, command):
     run = command(rewarded_by(task, "late_reward", max_steps=500, async_generation_ratio=1))
     run.wait_for_step(1)

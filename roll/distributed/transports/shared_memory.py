@@ -150,7 +150,8 @@ def _map(handle: MemoryHandle) -> np.ndarray:
     try:
         fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise WeightMismatch(f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}") from error
+        message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
+        raise WeightMismatch(message) from error
     try:
         status = os.fstat(fd)
         if status.st_ino != handle.inode or status.st_size < handle.size:

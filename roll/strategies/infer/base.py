@@ -7,7 +7,7 @@ them. All methods are coroutines of one event loop; an engine that computes in a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -121,6 +121,13 @@ class InferStrategy(Protocol):
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, token by token (or a few at a time)."""
 
+    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
+        """The new tokens of each running request beyond the first ``known[id]`` (absent: 0); one without any may be
+        left out, as may one that has not begun. A chunk that ends its request carries the finish reason.
+
+        Also the engine's sign of life: the answer comes from what decodes, between two steps, so an engine that is
+        stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`."""
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now; unknown ids are ignored (they may just have finished)."""
 
@@ -146,6 +153,14 @@ class InferStrategy(Protocol):
 
     async def wake(self) -> None:
         """Undo `sleep`. Requests that had tokens go on from prompt plus partial tokens."""
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, under the weights held now, at temperature 1 and with
+        nothing truncated.
+
+        ``token_ids`` int32 ``[length]`` each, at least one token and fewer than the engine's longest sequence. Returns
+        float32 ``[length]`` each, 0 at the first token. May run beside requests; the engine is awake and not paused.
+        """
 
     def stats(self) -> dict[str, Any]:
         """At least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total)."""

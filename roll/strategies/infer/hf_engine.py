@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from roll.algorithms.logprobs import token_logprobs
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
@@ -160,6 +161,22 @@ class HFEngine:
         output, self._output = self._output, EngineOutput()
         return output
 
+    def progress(self, known: Mapping[int, int]) -> dict[int, TokenChunk]:
+        """New tokens of each running request beyond the first ``known[key]`` (absent: 0), where there are any."""
+        chunks = {
+            active.key: self._table.chunk(active.row, known.get(active.key, 0), None) for active in self._table.requests
+        }
+        return {key: chunk for key, chunk in chunks.items() if len(chunk.token_ids)}
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it at temperature 1: float32 ``[length]`` each, 0 at the
+        first. One forward pass each, so that the logits of one sequence are all the memory it takes. Raises
+        ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep."""
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; wake it before score")
+        return [self._score(tokens) for tokens in token_ids]
+
     @torch.inference_mode()
     def step(self, admit: bool = True) -> None:
         """Let waiting requests join (if ``admit``) and give every running request one token."""
@@ -242,6 +259,18 @@ class HFEngine:
         """Move the weights back. Caches are rebuilt by the next step."""
         self._model.to(self._device)
         self._asleep = False
+
+    def _score(self, token_ids: np.ndarray) -> np.ndarray:
+        longest = self._limits.max_length
+        if not 0 < len(token_ids) <= longest:
+            raise ValueError(f"a sequence of {len(token_ids)} tokens cannot be scored; 1 to {longest} can")
+        if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
+            raise ValueError(f"a sequence to score has token ids outside the vocabulary of {self._vocabulary}")
+        tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        logprobs[1:] = token_logprobs(logits, tokens[1:]).cpu().numpy()
+        return logprobs
 
     def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher:
         if self._tokenizer is None:
@@ -333,7 +362,7 @@ class HFEngine:
         self.counters.generated_tokens += count
         self._finish_ended(tokens)
         for active in self._streaming.values():
-            self._output.chunks.append((active.key, self._table.chunk(active.row, None)))
+            self._output.chunks.append((active.key, self._table.next_chunk(active.row, None)))
 
     def _next_logits(self) -> torch.Tensor:
         """Logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running ones hold
@@ -374,7 +403,7 @@ class HFEngine:
         for row, reason in zip(rows, reasons, strict=True):
             active = self._table.requests[row]
             if active.streaming:
-                self._output.chunks.append((active.key, self._table.chunk(row, reason)))
+                self._output.chunks.append((active.key, self._table.next_chunk(row, reason)))
             self._output.completions.append((active.key, self._table.completion(row, reason)))
             self._watched.pop(active.key, None)
             self._streaming.pop(active.key, None)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError, ConfigProblem
@@ -110,6 +111,17 @@ class HFInferStrategy:
                     return
         finally:
             self._forget(key)
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
+        """New tokens of the running requests, taken between two steps of the engine's thread."""
+        keys = {self._keys[request_id]: count for request_id, count in known.items() if request_id in self._keys}
+        chunks = await self._live_thread().call(lambda engine: engine.progress(keys))
+        return {self._waiters[key].request_id: chunk for key, chunk in chunks.items() if key in self._waiters}
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities at temperature 1, between two steps. Raises ``ValueError`` for a sequence that does not
+        fit the model, ``RuntimeError`` while the engine sleeps."""
+        return await self._live_thread().call(lambda engine: engine.score(token_ids))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now; unknown ids are ignored."""

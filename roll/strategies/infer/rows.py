@@ -121,12 +121,16 @@ class RequestTable:
             finish_reason=finish_reason,
         )
 
-    def chunk(self, row: int, finish_reason: str | None) -> TokenChunk:
+    def next_chunk(self, row: int, finish_reason: str | None) -> TokenChunk:
         """The row's tokens since its last chunk."""
         active = self.requests[row]
-        end = int(self._parameters["length"][row])
-        new = slice(int(self._parameters["prompt_length"][row]) + active.streamed, end)
-        active.streamed += new.stop - new.start
+        chunk = self.chunk(row, active.streamed, finish_reason)
+        active.streamed += len(chunk.token_ids)
+        return chunk
+
+    def chunk(self, row: int, start: int, finish_reason: str | None) -> TokenChunk:
+        """The row's new tokens from number ``start`` on."""
+        new = slice(int(self._parameters["prompt_length"][row]) + start, int(self._parameters["length"][row]))
         return TokenChunk(
             token_ids=self._tokens[row, new].astype(np.int32),
             logprobs=self._logprobs[row, new].copy(),

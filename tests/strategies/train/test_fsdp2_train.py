@@ -64,12 +64,13 @@ def make_batch(seed=0, lengths=(9, 5, 12, 3, 7, 2, 1)) -> SampleBatch:
             "reference_logprobs": fill(-3 + generator.normal(size=total)),
             "advantages": fill(generator.normal(size=total)),
             "versions": np.zeros(total, dtype=np.int32),
+            "lags": generator.integers(0, 2, total).astype(np.int32),
         },
     )
 
 
 OBJECTIVE = PolicyObjective(8, "tis", {"upper": 5.0}, "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1,
-                            entropy_loss_coef=0.05)  # fmt: skip
+                            entropy_loss_coef=0.05, monitored=True)  # fmt: skip
 
 
 def weights_of(trainer) -> dict[str, np.ndarray]:

@@ -1,0 +1,119 @@
+"""Canaries: the same sequences scored by the trainer and by each engine, at the same version of the weights.
+
+Checksums say that the bytes arrived. Canaries say that the engine computes with them what the trainer does: a tensor
+put in the wrong place, a stale copy that is used in its stead, another scaling or position encoding all show here. A
+mean difference beyond the tolerance, or one that is not finite, stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll.distributed.weights import AttestationError
+
+SHOWN_TOKENS = 12
+"""Token ids of the worst sequence in a message."""
+
+
+@dataclass(frozen=True)
+class CanaryScores:
+    """What the trainer computes for the canary sequences with the weights of one version."""
+
+    version: int
+    token_ids: list[np.ndarray]
+    """int32 ``[length]`` each."""
+    logprobs: list[np.ndarray]
+    """float32 ``[length]`` each, at temperature 1; the first entry means nothing."""
+    tolerance: float
+    """Largest mean absolute difference in nats per token."""
+
+
+@dataclass(frozen=True)
+class CanaryDifference:
+    """Trainer minus engine over the tokens of the canary sequences, in nats. Adds up over engines."""
+
+    total: float = 0.0
+    absolute_total: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: CanaryDifference) -> CanaryDifference:
+        return CanaryDifference(
+            self.total + other.total,
+            self.absolute_total + other.absolute_total,
+            max(self.largest, other.largest),
+            self.tokens + other.tokens,
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
+
+    @property
+    def absolute_mean(self) -> float:
+        return self.absolute_total / max(self.tokens, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """``mismatch/canary_...``: mean, mean and largest absolute difference, and the number of tokens."""
+        return {
+            "mismatch/canary_mean": self.mean,
+            "mismatch/canary_abs_mean": self.absolute_mean,
+            "mismatch/canary_max": self.largest,
+            "mismatch/canary_tokens": float(self.tokens),
+        }
+
+
+def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> CanaryDifference:
+    """What the engine computes (``held``, like `CanaryScores.logprobs`) against the trainer.
+
+    Raises `AttestationError` naming the engine, the version and the worst sequence if the mean absolute difference is
+    above the tolerance or not finite, or if the engine did not score every token.
+    """
+    expected_lengths = [len(values) for values in canaries.token_ids]
+    if [len(values) for values in held] != expected_lengths:
+        raise AttestationError(
+            f"{engine}, version {canaries.version}: canary sequences of {expected_lengths} tokens came back as "
+            f"{[len(values) for values in held]} log-probabilities"
+        )
+    differences = [
+        trained[1:].astype(np.float64) - values[1:].astype(np.float64)
+        for trained, values in zip(canaries.logprobs, held, strict=True)
+    ]
+    everything = np.concatenate(differences)
+    found = CanaryDifference(
+        total=float(everything.sum()),
+        absolute_total=float(np.abs(everything).sum()),
+        largest=float(np.abs(everything).max(initial=0.0)),
+        tokens=len(everything),
+    )
+    # Written so that NaN is not within the tolerance; an infinite difference makes the mean infinite.
+    if not found.absolute_mean <= canaries.tolerance:
+        raise AttestationError(_message(engine, canaries, held, found, differences))
+    return found
+
+
+def _message(
+    engine: str,
+    canaries: CanaryScores,
+    held: Sequence[np.ndarray],
+    found: CanaryDifference,
+    differences: Sequence[np.ndarray],
+) -> str:
+    means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
+    worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))
+    place = 1 + int(np.argmax(np.nan_to_num(np.abs(differences[worst]), nan=np.inf)))
+    ids = canaries.token_ids[worst].tolist()
+    shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
+    return (
+        f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of the "
+        f"trainer by {found.absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} allowed, "
+        f"weight_update.canary_tolerance) and by {found.largest:.3g} at most, over {found.tokens} tokens. The worst is "
+        f"sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the trainer has "
+        f"{canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the weights were "
+        "checked before, so the engine computes something else with them: weights it does not use (a tied or fused "
+        "tensor, an adapter, a cached copy), other settings of the model (position encoding, attention), or a lower "
+        "precision than the tolerance allows for"
+    )

@@ -1,0 +1,96 @@
+"""A response put together from what several engines produced, so that the death of one costs no token it told of.
+
+Each attempt asks for what is still missing: prompt plus tokens so far, at the next place of the request's random
+stream, from an engine whose weights are not older than those of the last token. So versions never fall along a
+response, every token is at least as new as the request demands, and a continued response is sampled as an uninterrupted
+one would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from roll.strategies.infer.base import Completion, GenerateRequest, TokenChunk
+
+
+class PartialResponse:
+    """The tokens of one request so far: those of attempts that are over, and what is known of the present one."""
+
+    def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
+        """``max_length``: tokens that an engine holds, prompt plus response."""
+        self._request = request
+        self._min_version = min_version
+        room = max_length - len(request.prompt_token_ids)
+        self._limit = max(1, min(request.sampling.max_new_tokens, room))
+        self._settled: list[TokenChunk] = []
+        self._attempt: list[TokenChunk] = []
+        self._finish_reason: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def attempt_tokens(self) -> int:
+        """How many tokens of the present attempt are known."""
+        return _count(self._attempt)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest weights that may go on with it; None: any."""
+        newest = max((int(chunk.versions.max()) for chunk in self._settled if len(chunk.versions)), default=None)
+        return max((version for version in (self._min_version, newest) if version is not None), default=None)
+
+    def remaining(self) -> GenerateRequest:
+        """The request for what is missing."""
+        tokens = [chunk.token_ids for chunk in self._settled]
+        count = _count(self._settled)
+        return replace(
+            self._request,
+            prompt_token_ids=np.concatenate([self._request.prompt_token_ids, *tokens]).astype(np.int32),
+            sampling=replace(self._request.sampling, max_new_tokens=self._request.sampling.max_new_tokens - count),
+            first_token_index=self._request.first_token_index + count,
+        )
+
+    def add(self, chunk: TokenChunk) -> None:
+        """The next tokens of the present attempt."""
+        if len(chunk.token_ids) or chunk.finish_reason is not None:
+            self._attempt.append(chunk)
+
+    def cut_off(self) -> int:
+        """The engine of the present attempt is gone: what is known of it stays, and the next attempt begins. Returns
+        how many tokens that is."""
+        kept, self._attempt = self._attempt, []
+        self._settled += kept
+        self._finish_reason = kept[-1].finish_reason if kept else None
+        if self._finish_reason is None and _count(self._settled) >= self._limit:
+            self._finish_reason = "length"
+        return _count(kept)
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole response, if the attempts that were cut off have already brought all of it."""
+        if self._finish_reason in ("stop", "length"):
+            return self._completion(self._settled, self._finish_reason)
+        return None
+
+    def joined_to(self, completion: Completion) -> Completion:
+        """The whole response, of which the present attempt has brought the rest."""
+        rest = TokenChunk(completion.token_ids, completion.logprobs, completion.versions)
+        return self._completion([*self._settled, rest], completion.finish_reason)
+
+    def _completion(self, chunks: Sequence[TokenChunk], finish_reason: str) -> Completion:
+        return Completion(
+            request_id=self._request.request_id,
+            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
+            logprobs=np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+            versions=np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
+            finish_reason=finish_reason,
+        )
+
+
+def _count(chunks: Sequence[TokenChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)

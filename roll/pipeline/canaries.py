@@ -1,0 +1,59 @@
+"""Which publications are checked with canaries, and what the trainer says of the sequences.
+
+The trainer scores them right when its weights are gathered, so both sides speak of the same version; the engines do it
+when they have loaded them (`InferencePool.publish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll.configs import derived
+from roll.configs.schema import RLVRConfig
+from roll.data.canaries import canary_sequences
+from roll.data.records import Prompt, SampleBatch
+from roll.distributed.canaries import CanaryScores
+from roll.distributed.trainers import TrainerGroup
+
+
+class Canaries:
+    """The canary sequences of a run, and every how many publications they are used."""
+
+    def __init__(self, sequences: Sequence[np.ndarray], *, interval: int, tolerance: float) -> None:
+        """``sequences`` int32 ``[length]`` each; ``tolerance`` as in `CanaryScores`."""
+        self._sequences = list(sequences)
+        self._interval = interval
+        self._tolerance = tolerance
+        self._publications = 0
+
+    async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:
+        """To be called once per publication, with the trainer's weights at ``version``. None: this one is not checked.
+        The first one always is."""
+        due = self._publications % self._interval == 0
+        self._publications += 1
+        if not due:
+            return None
+        batch = _as_batch(self._sequences)
+        logprobs = np.split(await trainer.log_probs(batch, 1.0), batch.offsets[1:-1])
+        return CanaryScores(version, self._sequences, logprobs, self._tolerance)
+
+
+def build_canaries(config: RLVRConfig, prompts: Sequence[Prompt]) -> Canaries | None:
+    """None with `weight_update.canary_interval: 0`."""
+    update = config.weight_update
+    if update.canary_interval == 0:
+        return None
+    sequences = canary_sequences(
+        prompts, count=update.canary_prompts, length=derived.canary_length(config), seed=config.seed
+    )
+    return Canaries(sequences, interval=update.canary_interval, tolerance=derived.canary_tolerance(config))
+
+
+def _as_batch(sequences: Sequence[np.ndarray]) -> SampleBatch:
+    token_ids = np.concatenate(sequences)
+    return SampleBatch(
+        lengths=np.array([len(tokens) for tokens in sequences], dtype=np.int64),
+        tokens={"token_ids": token_ids, "response_mask": np.ones(len(token_ids), dtype=bool)},
+    )

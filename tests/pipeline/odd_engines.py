@@ -1,0 +1,70 @@
+"""Engine processes with something wrong, named in the configurations of tests as `odd_engines:Name`."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from roll.distributed.infer_worker import InferWorker
+from roll.strategies.infer.base import Completion
+
+SECONDS_PER_TOKEN = 0.1
+SHIFT = 0.5
+"""Nats by which the odd engines' log-probabilities are too small."""
+
+
+class KilledTwice(InferWorker):
+    """Generates slowly. The first replica is killed while it generates, once some of its tokens are known to the pool;
+    the second one while it takes its third version. Each only once in a run."""
+
+    async def start(self, spec):
+        await super().start(spec)
+        self._looks = self._loads = 0
+        engine = self._strategy._thread.engine
+        step = engine.step
+
+        def slow_step(admit=True):
+            time.sleep(SECONDS_PER_TOKEN)
+            step(admit)
+
+        engine.step = slow_step
+
+    async def progress(self, known):
+        if any(known.values()):
+            # The tokens of an earlier look are with the pool.
+            self._die_once(rank=0)
+        return await super().progress(known)
+
+    async def load_weights(self, *args):
+        self._loads += 1
+        if self._loads == 3:
+            self._die_once(rank=1)
+        return await super().load_weights(*args)
+
+    def _die_once(self, rank):
+        marker = Path(self.identity.log_dir) / f"killed-{rank}"
+        if self.identity.rank == rank and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ShiftedRecord(InferWorker):
+    """Says of its tokens that they were less probable than they were."""
+
+    async def collect(self, wait_seconds):
+        ended = await super().collect(wait_seconds)
+        return [
+            replace(item, logprobs=item.logprobs - np.float32(SHIFT)) if isinstance(item, Completion) else item
+            for item in ended
+        ]
+
+
+class ShiftedScores(InferWorker):
+    """Computes something else than the trainer from its second version on."""
+
+    async def score(self, token_ids):
+        shift = SHIFT if self._strategy.stats()["version"] else 0.0
+        return [scores - np.float32(shift) for scores in await super().score(token_ids)]

@@ -1,0 +1,63 @@
+"""Which publications are compared, and with what."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from roll.configs.loader import config_from_tree
+from roll.data.records import Prompt
+from roll.pipeline.canaries import Canaries, build_canaries
+
+SEQUENCES = [np.array([1, 2, 3], dtype=np.int32), np.array([4, 5], dtype=np.int32)]
+PROMPTS = [Prompt("p:0", "math", np.arange(4, dtype=np.int32), "text")]
+
+
+class Trainer:
+    """Says of each token its id, times the temperature."""
+
+    async def log_probs(self, batch, temperature):
+        return batch.tokens["token_ids"].astype(np.float32) * np.float32(temperature)
+
+
+def versions_compared(interval: int, publications: int) -> list[int]:
+    canaries = Canaries(SEQUENCES, interval=interval, tolerance=0.1)
+
+    async def all_scores():
+        return [await canaries.score(Trainer(), 5 * number) for number in range(publications)]
+
+    return [scores.version for scores in asyncio.run(all_scores()) if scores is not None]
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, [0, 5, 10, 15]), (2, [0, 10]), (3, [0, 15]), (100, [0])])
+def test_the_first_publication_and_every_nth_are_compared_whatever_their_versions(interval, expected):
+    assert versions_compared(interval, 4) == expected
+
+
+def test_each_sequence_gets_its_own_scores_at_temperature_one():
+    scores = asyncio.run(Canaries(SEQUENCES, interval=1, tolerance=0.1).score(Trainer(), 3))
+    assert (scores.version, scores.tolerance) == (3, 0.1)
+    assert [values.tolist() for values in scores.logprobs] == [[1, 2, 3], [4, 5]]
+    assert [tokens.tolist() for tokens in scores.token_ids] == [[1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-3),
+        ({"actor_infer__model_args__dtype": "bfloat16"}, 0.1),
+        ({"actor_train__model_args__dtype": "bfloat16"}, 0.1),
+        ({"weight_update__canary_tolerance": 0.02}, 0.02),
+    ],
+)
+def test_the_configuration_sets_number_length_and_tolerance(tmp_path, changes, tolerance):
+    config = config_from_tree(tiny_config(tmp_path, **changes, weight_update__canary_prompts=5))
+    scores = asyncio.run(build_canaries(config, PROMPTS).score(Trainer(), 0))
+    assert scores.tolerance == tolerance
+    assert [len(tokens) for tokens in scores.token_ids] == [7] * 5, "prompt_length + response_length, less one"
+
+
+def test_without_an_interval_there_are_none(tmp_path):
+    config = config_from_tree(tiny_config(tmp_path, weight_update__canary_interval=0))
+    assert build_canaries(config, PROMPTS) is None
