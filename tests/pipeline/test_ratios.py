@@ -77,6 +77,8 @@ def test_every_step_has_the_metrics_that_were_promised(task, ray_cluster):
         *(f"idle/{name}" for name in ("actor_train", "actor_infer", "reference")),
         *(f"tokens_per_second/{name}" for name in ("actor_train", "actor_infer", "reference")),
         *(f"weights/{name}_seconds" for name in ("gather", "send", "load", "stall")),
+        *(f"mismatch/{name}" for name in ("mean", "abs_mean", "std", "max", "p50", "p99", "tokens")),
+        *(f"engine/{name}" for name in ("restarts", "reissued", "resumed_tokens")),
     }
     assert [sorted(promised - step.keys()) for step in run.metrics] == [[], []]
 
