@@ -34,6 +34,8 @@ RULES: tuple[Rule, ...] = (
     rules_devices.roles_share_devices_whole,
     rules_devices.engines_divide_devices,
     rules_devices.weights_can_travel,
+    rules_devices.weights_can_be_pushed,
+    rules_devices.engine_reads_its_model_arguments,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

@@ -12,7 +12,7 @@ from pathlib import Path
 from roll.configs.derived import present_roles, publication_nodes, total_devices
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import ModelArguments, RLVRConfig
 from roll.configs.wording import count, shown
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
@@ -116,6 +116,37 @@ def weights_can_travel(config: RLVRConfig) -> Iterator[ConfigProblem]:
         message = f"{shown(update.checkpoint_dir)} has no effect: only the transport `checkpoint` writes files"
         remedy = "set `weight_update.transport: checkpoint`, or remove this key"
         yield ConfigProblem("weight_update.checkpoint_dir", message, remedy)
+
+
+def weights_can_be_pushed(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """vLLM's own transfer goes from GPU to GPU: between different ones (NCCL), or within the same ones (CUDA IPC)."""
+    transport, path = config.weight_update.transport, "weight_update.transport"
+    if transport not in ("nccl", "cuda_ipc"):
+        return
+    strategy = config.actor_infer.strategy_args.strategy_name
+    if config.cluster.device != "cuda" or strategy != "vllm":
+        message = f"{shown(transport)} is vLLM's way between GPUs; this run has {strategy} on {config.cluster.device}"
+        yield ConfigProblem(path, message, "write `auto`, or use vLLM on GPUs")
+        return
+    mappings = readable_mappings(config)
+    trainer, engine = set(mappings.get("actor_train", [])), set(mappings.get("actor_infer", []))
+    if transport == "nccl" and trainer & engine:
+        message = f"'nccl' needs different devices; both roles have {compact(sorted(trainer & engine))}"
+        yield ConfigProblem(path, message, "write `cuda_ipc`, or `auto`")
+    if transport == "cuda_ipc" and engine - trainer:
+        message = f"'cuda_ipc' stays on a device, but device {compact(sorted(engine - trainer))} has no trainer"
+        yield ConfigProblem(path, message, "write `nccl`, or `auto`")
+
+
+def engine_reads_its_model_arguments(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """vLLM has its own choice of attention."""
+    chosen = config.actor_infer.model_args.attn_implementation
+    if config.actor_infer.strategy_args.strategy_name == "vllm" and chosen != ModelArguments().attn_implementation:
+        yield ConfigProblem(
+            "actor_infer.model_args.attn_implementation",
+            f"{shown(chosen)} has no effect: vLLM chooses its attention itself",
+            "remove this key, or set `attention_backend` in `actor_infer.strategy_args.strategy_config`",
+        )
 
 
 def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:

@@ -372,11 +372,11 @@ class WeightUpdateConfig:
         help="Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues "
         "them from prefix plus partial tokens with new caches, `drain` lets them finish first.",
     )
-    transport: Literal["auto", "shared_memory", "object_store", "checkpoint"] = option(
+    transport: Literal["auto", "shared_memory", "object_store", "checkpoint", "nccl", "cuda_ipc"] = option(
         "auto",
-        help="How the bytes travel: `shared_memory` (one host), Ray's `object_store`, or `checkpoint` (files on a disk "
-        "that all hosts see). `auto`: shared memory on Linux if trainer and engines are on one node, else the object "
-        "store.",
+        help="How the bytes travel: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk "
+        "that all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
+        "devices). `auto`: shared memory on Linux if trainer and engines are on one node, else the object store.",
     )
     dual_buffer: bool = option(
         True,

@@ -40,6 +40,11 @@ class WorkerHandle:
     def name(self) -> str:
         return self.identity.name
 
+    @property
+    def actor(self) -> Any:
+        """The Ray actor, for other workers to call."""
+        return self._actor
+
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the worker and wait for its answer."""
         return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)

@@ -46,6 +46,8 @@ class EngineSpec:
     devices_per_engine: int = 1
     shares_devices: bool = False
     """Whether other roles use its devices in turn, so that it will have to sleep."""
+    transport: str = "object_store"
+    """How weights come."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class InferWorker(Worker):
     """Wraps an `InferStrategy`."""
 
     _strategy: InferStrategy
+    _push_began: float
 
     async def start(self, spec: EngineSpec) -> None:
         """Load the model."""
@@ -88,6 +91,7 @@ class InferWorker(Worker):
             trust_remote_code=spec.trust_remote_code,
             devices_per_engine=spec.devices_per_engine,
             shares_devices=spec.shares_devices,
+            transport=spec.transport,
             strategy_config=spec.strategy_config,
         )
         await self._strategy.start()
@@ -159,6 +163,24 @@ class InferWorker(Worker):
         await self._strategy.resume()
         resumed = time.perf_counter()
         return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - paused}
+
+    async def begin_push(self, mode: PauseMode) -> None:
+        """Stop decoding: the trainer is about to push weights."""
+        await self._strategy.pause(mode)
+        self._push_began = time.perf_counter()
+
+    async def transfer_step(self, step: str, payload: Any) -> None:
+        """A call of the engine library's weight transfer, from the trainer's end of it."""
+        await self._strategy.transfer_step(step, payload)
+
+    async def end_push(self, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
+        """The push has ended: attest what is held, and go on. Raises as `load_weights` does."""
+        receipt = await self._strategy.weights_pushed(publication.version, publication.layout)
+        attest(self.identity.name, publication, receipt)
+        loaded = time.perf_counter()
+        await self._strategy.resume()
+        resumed = time.perf_counter()
+        return receipt, {"fetch": 0.0, "load": loaded - self._push_began, "stall": resumed - self._push_began}
 
     def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
         """The publication's buckets in the sizes that the engine takes; drawn where the engine prepares them."""

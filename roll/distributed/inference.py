@@ -13,7 +13,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from roll.distributed.canaries import CanaryDifference, CanaryScores, compare_canaries
 from roll.distributed.deadlines import StoppableDeadlines
@@ -21,10 +21,11 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
 from roll.distributed.infer_worker import EngineSpec, LoadPlan, RequestFailed
 from roll.distributed.responses import PartialResponse
+from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
-from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode
+from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode, WeightReceipt
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -223,8 +224,21 @@ class Loaded:
     """Over the replicas that were compared; None: none was."""
 
 
+class WeightSource(Protocol):
+    """Who pushes weights, where they are pushed."""
+
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Put a version into one engine, which is paused."""
+
+    def disconnect(self, name: str) -> None:
+        """An engine is gone; no push may wait for it."""
+
+
 class InferencePool:
     """The replicas of one role."""
+
+    weight_source: WeightSource
+    """Set before the first publication, if that is to be pushed."""
 
     def __init__(
         self,
@@ -404,12 +418,11 @@ class InferencePool:
             return
         self.buffers.hold(publication.version, replica)
         settings = self._settings
-        receipt, seconds = await self._change(
-            replica,
-            "load_weights",
-            publication,
-            LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight),
-        )
+        if publication.layout is not None:
+            receipt, seconds = await self._push(replica, publication)
+        else:
+            plan = LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight)
+            receipt, seconds = await self._change(replica, "load_weights", publication, plan)
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
         attest(replica.name, publication, receipt)
@@ -426,6 +439,28 @@ class InferencePool:
             self._router.set_version(replica.name, publication.version)
         else:
             self._router.mark_live(replica.name, publication.version)
+
+    async def _push(self, replica: Replica, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
+        """Have the trainer put its weights into a paused replica. A replica that this fails for is replaced."""
+        await self._change(replica, "begin_push", self._settings.in_flight)
+        target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
+        pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
+        death = asyncio.ensure_future(replica.handle.wait_for_death())
+        seconds = self._settings.publish_timeout_seconds
+        try:
+            await asyncio.wait([pushing, death], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not pushing.done():
+                # The transfer of a library waits for a dead peer for ever; closing the connection ends that.
+                self.weight_source.disconnect(replica.name)
+                cause = death.result().cause if death.done() else f"no push of weights ended within {seconds:g} s"
+                raise replica.give_up(cause)
+            if isinstance(pushing.exception(), WorkerFailed):
+                raise replica.give_up(str(pushing.exception()))
+            pushing.result()
+        finally:
+            pushing.cancel()
+            death.cancel()
+        return await self._change(replica, "end_push", publication)
 
     async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
         """Call what changes a replica, or follows a change. One that takes too long, or whose engine fails in it, is

@@ -1,16 +1,13 @@
 """The process of one trainer rank (or of one rank of a forward-only role).
 
 All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them
-into the transport's memory and returns, so that training may go on; `send` takes their checksums and hands them over
-from another thread.
+aside and returns, so that training may go on; `send` takes their checksums and hands them over from another thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,14 +17,13 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import WorkerConfig
 from roll.data.records import SampleBatch
 from roll.data.seeds import derive_seed
-from roll.distributed.transports import TRANSPORTS
+from roll.distributed.publishers import build_publisher
 from roll.distributed.transports.base import TransportSpec
+from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
-from roll.strategies.infer.base import WeightBucket
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
-from roll.strategies.weights import manifest, pack_buckets
 
 
 @dataclass(frozen=True)
@@ -53,15 +49,6 @@ class TrainPlan:
     temperature: float
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """Weights copied out of the trainer, waiting to be sent."""
-
-    half: int
-    buckets: list[WeightBucket]
-    seconds: float
-
-
 class TrainWorker(Worker):
     """Wraps a `TrainStrategy`."""
 
@@ -70,8 +57,8 @@ class TrainWorker(Worker):
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
         self._seed = spec.seed
-        self._gathered: dict[int, Gathered] = {}
-        self._sender = TRANSPORTS[spec.transport.name].sender(spec.transport)
+        host = (await self.describe())["host"]
+        self._publisher = build_publisher(spec.transport, rank=self.identity.rank, host=host)
         await self.in_thread(self._start, spec, master_address, master_port)
 
     def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
@@ -119,43 +106,28 @@ class TrainWorker(Worker):
         return mean_over_updates(results)
 
     async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
-        """Copy the weights into a half of the transport's memory, in the engine's dtype (on rank 0; the other ranks
-        join the collective)."""
+        """Copy the weights into a half of the publication's memory, in the engine's dtype."""
         await self.in_thread(self._gather, version, half, dtype, bucket_bytes)
 
     def _gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
-        started = time.perf_counter()
         weights = self._strategy.named_weights()
-        if self.identity.rank != 0:
-            for _ in weights:
-                pass
-            return
-        self._sender.begin(half)
-        allocate = partial(self._sender.allocate, half)
-        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=getattr(torch, dtype), allocate=allocate))
-        self._gathered[version] = Gathered(half, buckets, time.perf_counter() - started)
+        self._publisher.gather(version, half, weights, getattr(torch, dtype), bucket_bytes)
 
     async def send(self, version: int) -> Publication:
-        """Hand the gathered weights of a version to the transport, beside training. Rank 0 only."""
-        return await asyncio.to_thread(self._send, version)
+        """Hand the gathered weights of a version over, beside training. Rank 0 only."""
+        return await asyncio.to_thread(self._publisher.send, version)
 
-    def _send(self, version: int) -> Publication:
-        started = time.perf_counter()
-        gathered = self._gathered.pop(version)
-        parameter_count, checksums = manifest(gathered.buckets)
-        handles = self._sender.send(gathered.half, version, gathered.buckets)
-        return Publication(
-            version=version,
-            handles=handles,
-            parameter_count=parameter_count,
-            checksums=checksums,
-            total_bytes=sum(bucket.data.nbytes for bucket in gathered.buckets),
-            seconds={"gather": gathered.seconds, "send": time.perf_counter() - started},
-        )
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Put a version into one engine, which is paused. All ranks."""
+        await asyncio.to_thread(self._publisher.push, version, target)
+
+    async def disconnect(self, name: str) -> None:
+        """An engine is gone; a push that waits for it ends."""
+        await asyncio.to_thread(self._publisher.disconnect, name)
 
     async def release(self, version: int) -> None:
         """No engine will load this version again. Rank 0 only."""
-        await asyncio.to_thread(self._sender.release, version)
+        await asyncio.to_thread(self._publisher.release, version)
 
     async def save(self, path: str) -> None:
         """Export the model in Hugging Face format."""

@@ -12,6 +12,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
 from roll.distributed.group import WorkerGroup
 from roll.distributed.train_worker import TrainerSpec, TrainPlan
+from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weights import Publication
 
 
@@ -44,6 +45,15 @@ class TrainerGroup:
     async def send(self, version: int) -> Publication:
         """Hand gathered weights to the transport, beside training."""
         return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
+
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Put a version into one engine, which is paused."""
+        await self._call("push", version, target)
+
+    def disconnect(self, name: str) -> None:
+        """Say that an engine is gone, so that no push waits for it."""
+        for worker in self.workers.workers:
+            worker.tell("disconnect", name)
 
     def release(self, version: int) -> None:
         """Say that no engine will load this version again."""

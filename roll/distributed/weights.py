@@ -24,6 +24,8 @@ class Publication:
     parameter_count: int
     checksums: dict[str, int]
     total_bytes: int
+    layout: dict[str, tuple[str, tuple[int, ...]]] | None = None
+    """Name -> (dtype name, shape) of what the trainer pushes; None: engines fetch by the handles."""
     seconds: dict[str, float] = field(default_factory=dict)
     """``gather`` and ``send``."""
 
@@ -48,7 +50,11 @@ def attest(engine: str, publication: Publication, receipt: WeightReceipt) -> Non
             f"{engine}, version {publication.version}: {receipt.parameter_count} parameters held, "
             f"{publication.parameter_count} published"
         )
-    differing = [name for name, checksum in publication.checksums.items() if receipt.checksums[name] != checksum]
+    differing = [
+        name
+        for name, checksum in publication.checksums.items()
+        if receipt.checksums[name] not in (checksum, None)
+    ]
     if differing:
         raise AttestationError(
             f"{engine}, version {publication.version}: the content of {differing[0]!r} differs from what was published"

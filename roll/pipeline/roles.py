@@ -56,6 +56,7 @@ class Roles:
             tasks.create_task(self.rewards.start())
         self.trainer = trainer.result()
         self.pool.buffers.on_free = self.trainer.release
+        self.pool.weight_source = self.trainer
         self.reference = reference.result() if reference is not None else None
 
     async def shutdown(self) -> None:
@@ -87,6 +88,7 @@ class Roles:
             max_length=derived.sequence_length(config),
             devices_per_engine=role.num_gpus_per_engine,
             shares_devices=derived.shares_devices(config, "actor_infer"),
+            transport=self._transport.name,
         )
         settings = PoolSettings(
             transport=self._transport.name,
@@ -145,4 +147,11 @@ def transport_spec(config: RLVRConfig, run: RunDirectory) -> TransportSpec:
     chosen = config.weight_update.checkpoint_dir
     root = run.root.absolute()
     directory = run.weights.absolute() if chosen is None else Path(chosen).absolute() / f"{config.exp_name}-{root.name}"
-    return TransportSpec(derived.weight_transport(config), 2 if config.weight_update.dual_buffer else 1, directory)
+    update = config.weight_update
+    return TransportSpec(
+        name=derived.weight_transport(config),
+        halves=2 if update.dual_buffer else 1,
+        directory=directory,
+        bucket_bytes=derived.load_bucket_bytes(config),
+        timeout_seconds=update.timeout_seconds,
+    )

@@ -81,6 +81,17 @@ WRONG = [
     ({"weight_update.canary_prompts": 0}, "weight_update.canary_prompts", ">= 1", "8"),
     ({"weight_update.canary_tolerance": 0.0}, "weight_update.canary_tolerance", "> 0", "null"),
     ({"mismatch_alarm": 0.0}, "mismatch_alarm", "> 0", "null"),
+    (
+        {"weight_update.transport": "nccl"},
+        "weight_update.transport", "hf_infer on", "use vLLM on GPUs",
+    ),
+    (
+        {
+            "actor_infer.strategy_args.strategy_name": "vllm",
+            "actor_infer.model_args.attn_implementation": "eager",
+        },
+        "actor_infer.model_args.attn_implementation", "has no effect", "`attention_backend`",
+    ),
     # Trainer against engine.
     (
         {"mismatch_alarm": 0.1, "actor_infer.generating_args.top_p": 0.9},
@@ -388,6 +399,22 @@ def test_all_problems_are_reported_at_once(tree):
         "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "target_kl",
         "use_kl_loss", "eval_steps", "output_dir",
     }
+
+
+@pytest.mark.parametrize(
+    ("transport", "engines", "words"), [("nccl", 0, "both roles have 0"), ("cuda_ipc", 1, "1 has no trainer")]
+)
+def test_a_push_goes_to_other_gpus_with_nccl_and_stays_on_them_with_ipc(tree, monkeypatch, transport, engines, words):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    changes = {
+        "weight_update.transport": transport,
+        "cluster.device": "cuda",
+        "actor_infer.strategy_args.strategy_name": "vllm",
+    }
+    check_config(config_from_tree(merged(tree, changes | {"actor_infer.device_mapping": [1 - engines]})))
+    found = problems_of(merged(tree, changes | {"actor_infer.device_mapping": [engines]}))
+    assert list(found) == ["weight_update.transport"]
+    assert words in found["weight_update.transport"].message
 
 
 def test_gpus_need_a_driver_unless_the_cluster_is_elsewhere(tree, monkeypatch):

@@ -26,6 +26,10 @@ class TransportSpec:
     halves: int
     directory: Path
     """Where files go, if any are written."""
+    bucket_bytes: int = 256 * 1024**2
+    """Bytes on the way at a time, where the engine library sends them."""
+    timeout_seconds: float = 600.0
+    """Longest wait for one call of an engine while it is sent to."""
 
 
 class WeightSender(Protocol):

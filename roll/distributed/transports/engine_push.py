@@ -11,23 +11,21 @@ a sample of tensors is read back after each update, and canary prompts show what
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from roll.distributed.worker import free_port
+from roll.strategies.infer.vllm_options import WEIGHT_BACKENDS
 from roll.strategies.weights import dtype_name, tensor_checksum
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine
 
-BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
-"""Transport -> the name that vLLM has for it."""
-
-Layout = list[tuple[str, str, tuple[int, ...]]]
-"""(Hugging Face name, dtype name, shape) in the order of sending."""
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Hugging Face name -> (dtype name, shape), in the order of sending."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,8 @@ class DeviceHalves:
         return self._halves[half]
 
     def layout(self, half: int) -> Layout:
-        return [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._halves[half].items()]
+        """Names, dtypes and shapes of a half."""
+        return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._halves[half].items()}
 
     def checksums(self, half: int) -> dict[str, int]:
         """Checksum of each tensor's bytes."""
@@ -113,13 +112,23 @@ class DeviceHalves:
 class WeightPusher:
     """One trainer rank's end. All ranks push together; the first one talks to the engine."""
 
-    def __init__(self, transport: str, rank: int, host: str, bucket_bytes: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        transport: str,
+        rank: int,
+        host: str,
+        bucket_bytes: int,
+        timeout_seconds: float,
+        connect: Callable[..., TrainerWeightTransferEngine] | None = None,
+    ) -> None:
+        """``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
         self.halves = DeviceHalves()
-        self._backend = BACKENDS[transport]
+        self._backend = WEIGHT_BACKENDS[transport]
         self._rank = rank
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
+        self._connect = connect
         self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine]] = {}
         self._turn = threading.Lock()
 
@@ -147,9 +156,7 @@ class WeightPusher:
         if engine is not None and actor == target.actor:
             return engine
         self.disconnect(target.name)
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        engine = WeightTransferTrainerFactory.trainer_init(
+        engine = (self._connect or _library_connect())(
             self._init_info(target),
             client=RayEngineCalls(target.actor, self._timeout_seconds),
             source=half_source(self.halves),
@@ -171,6 +178,12 @@ class WeightPusher:
             world_size=1 + target.devices,
             packed_buffer_size_bytes=self._bucket_bytes,
         )
+
+
+def _library_connect() -> Callable[..., TrainerWeightTransferEngine]:
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    return WeightTransferTrainerFactory.trainer_init
 
 
 def half_source(halves: DeviceHalves) -> Any:

@@ -62,11 +62,13 @@ class HFInferStrategy:
         eos_token_ids: Sequence[int] | None = None,
         devices_per_engine: int = 1,
         shares_devices: bool = False,
+        transport: str = "object_store",
         strategy_config: dict[str, Any],
     ) -> None:
         """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``.
 
-        On GPUs the engine computes on one (``devices_per_engine``); sleeping needs no preparation (``shares_devices``).
+        On GPUs the engine computes on one (``devices_per_engine``); sleeping needs no preparation (``shares_devices``),
+        nor do weights, which come in buckets (``transport``).
         """
         if device == "cuda" and devices_per_engine > 1:
             raise ConfigError(

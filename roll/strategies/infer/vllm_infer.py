@@ -36,7 +36,7 @@ from roll.strategies.infer.hf_engine import check_request
 from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
 from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
 from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
-from roll.strategies.infer.vllm_options import BUCKET_BACKEND, engine_arguments
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND, WEIGHT_BACKENDS, engine_arguments
 from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare, sample_of
 from roll.strategies.infer.vllm_requests import prompt_input, sampling_params, watches_strings
 from roll.strategies.infer.vllm_response import Response
@@ -64,17 +64,17 @@ class VLLMInferStrategy:
         eos_token_ids: Sequence[int] | None = None,
         devices_per_engine: int = 1,
         shares_devices: bool = False,
-        weight_backend: str = BUCKET_BACKEND,
+        transport: str = "object_store",
         strategy_config: dict[str, Any],
     ) -> None:
         """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
-        that shares them is started so that it can sleep. ``weight_backend`` names vLLM's transfer engine where
-        weights are pushed (`transfer_step`) instead of loaded from buckets."""
+        that shares them is started so that it can sleep. With the transports ``nccl`` and ``cuda_ipc`` weights are
+        pushed (`transfer_step`), with all others they are loaded from buckets."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices and device == "cuda"
-        self._weight_backend = weight_backend
+        self._weight_backend = WEIGHT_BACKENDS.get(transport, BUCKET_BACKEND)
         self._strategy_config = strategy_config
         self._engine: AsyncLLM | None = None
         self._running: dict[str, Response] = {}
@@ -476,6 +476,9 @@ def _set_environment(arguments: dict[str, Any]) -> None:
     """What vLLM takes from the environment of the process, which is the engine's own."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if arguments["weight_transfer_config"]["backend"] == "ipc":
+        # A handle of device memory has no plain form; it crosses to the engine's own process only.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if arguments.get("distributed_executor_backend") == "uni":
         # Without this vLLM starts one more process on a CPU, which takes ten seconds more and binds to all cores.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

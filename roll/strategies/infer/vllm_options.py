@@ -20,6 +20,9 @@ EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WorkerCalls"
 BUCKET_BACKEND = "roll_buckets"
 """Name under which `vllm_worker` registers how buckets of weights are loaded."""
 
+WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
+"""Transports that vLLM itself implements, and its names for them."""
+
 _STREAM_INTERVAL = 8
 """Tokens per message from the engine process: a message per token and request costs more than a small model's step."""
 _CPU_KV_CACHE_BYTES = 4 * 1024**3

@@ -37,7 +37,7 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
     """Check that a publication is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
     layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
-    located, staging = _located(buckets)
+    located, staging = locate(buckets)
     return Prepared(version, located, WeightReceipt(version, parameter_count, checksums), layout, staging)
 
 
@@ -64,7 +64,7 @@ def _is_float(dtype_name: str) -> bool:
     return dtype_name.startswith(("float", "bfloat"))
 
 
-def _located(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
+def locate(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
     """The buckets where vLLM's processes can read them: as they are, or copied into shared memory."""
     homeless = [bucket for bucket in buckets if bucket.location is None]
     if not homeless:

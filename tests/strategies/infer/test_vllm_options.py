@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from roll.strategies.infer.vllm_options import check_options, engine_argument_names, engine_arguments
+from roll.strategies.infer.vllm_requests import sampling_params
+from tests.strategies.infer.vllm_helpers import request
 
 PATH = "actor_infer.strategy_args.strategy_config"
 
@@ -77,3 +79,9 @@ def test_the_cache_on_a_cpu_holds_the_requests_that_can_run_and_no_more_than_its
 def test_only_an_engine_that_shares_its_devices_can_sleep():
     assert arguments(device="cuda", sleeps=True)["enable_sleep_mode"] is True
     assert arguments(device="cuda")["enable_sleep_mode"] is False
+
+
+def test_the_seed_of_a_continued_response_differs_from_that_of_its_start():
+    seeds = [sampling_params(request("a", seed=5, first_token_index=index), ()).seed for index in (0, 1, 2, 1)]
+    assert seeds[0] == 5 and seeds[1] == seeds[3] and len(set(seeds)) == 3
+    assert min(seeds) >= 0

@@ -1,0 +1,163 @@
+"""The trainer's side of a publication, on every rank: gather into a half, hand over, push.
+
+Two ways. With buckets, the first rank packs the weights into the transport's memory and engines fetch them from there.
+With a push, copies stay on the devices and the engine library's own transfer takes them, engine by engine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from roll.distributed.transports import TRANSPORTS
+from roll.distributed.transports.base import TransportSpec
+from roll.distributed.transports.engine_push import PushTarget, WeightPusher
+from roll.distributed.weights import Publication
+from roll.strategies.infer.base import WeightBucket
+from roll.strategies.infer.vllm_options import WEIGHT_BACKENDS
+from roll.strategies.weights import manifest, pack_buckets
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightPublisher(Protocol):
+    """What a trainer rank does with its weights."""
+
+    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        """Copy the weights aside, floating-point ones cast to ``dtype``. All ranks draw all of ``weights``."""
+
+    def send(self, version: int) -> Publication:
+        """What engines need to know of a gathered version. On the first rank only, beside training."""
+
+    def push(self, version: int, target: PushTarget) -> None:
+        """Put a version into one engine, which is paused. On all ranks."""
+
+    def disconnect(self, name: str) -> None:
+        """The engine of this name is gone."""
+
+    def release(self, version: int) -> None:
+        """No engine will ask for this version again."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Weights copied out of the trainer, waiting to be sent."""
+
+    half: int
+    buckets: list[WeightBucket]
+    seconds: float
+
+
+class BucketPublisher:
+    """Through memory or files that engines read."""
+
+    def __init__(self, spec: TransportSpec, rank: int) -> None:
+        self._sender = TRANSPORTS[spec.name].sender(spec)
+        self._rank = rank
+        self._gathered: dict[int, Gathered] = {}
+
+    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        """See `WeightPublisher.gather`; only the first rank keeps anything."""
+        started = time.perf_counter()
+        if self._rank != 0:
+            _draw(weights)
+            return
+        self._sender.begin(half)
+        allocate = partial(self._sender.allocate, half)
+        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, allocate=allocate))
+        self._gathered[version] = Gathered(half, buckets, time.perf_counter() - started)
+
+    def send(self, version: int) -> Publication:
+        """Take the checksums, and hand the buckets to the transport."""
+        started = time.perf_counter()
+        gathered = self._gathered.pop(version)
+        parameter_count, checksums = manifest(gathered.buckets)
+        handles = self._sender.send(gathered.half, version, gathered.buckets)
+        return Publication(
+            version=version,
+            handles=handles,
+            parameter_count=parameter_count,
+            checksums=checksums,
+            total_bytes=sum(bucket.data.nbytes for bucket in gathered.buckets),
+            seconds={"gather": gathered.seconds, "send": time.perf_counter() - started},
+        )
+
+    def push(self, version: int, target: PushTarget) -> None:
+        """Never called: engines fetch."""
+        raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
+
+    def disconnect(self, name: str) -> None:
+        """Nothing is connected."""
+
+    def release(self, version: int) -> None:
+        """See `WeightPublisher.release`."""
+        self._sender.release(version)
+
+
+class PushPublisher:
+    """Through the engine library's own transfer, from device to device."""
+
+    def __init__(self, pusher: WeightPusher, rank: int, *, all_ranks: bool) -> None:
+        """``all_ranks``: every rank keeps a copy (engines read the one on their own device); else the first one."""
+        self._pusher = pusher
+        self._keeps = all_ranks or rank == 0
+        self._halves: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
+
+    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        """See `WeightPublisher.gather`; ``bucket_bytes`` is the transfer's own matter."""
+        started = time.perf_counter()
+        self._halves = {other: each for other, each in self._halves.items() if each != half} | {version: half}
+        if self._keeps:
+            self._pusher.halves.gather(half, weights, dtype)
+        else:
+            _draw(weights)
+            self._pusher.halves.gather(half, [], dtype)
+        self._seconds[version] = time.perf_counter() - started
+
+    def send(self, version: int) -> Publication:
+        """Take the checksums; the bytes follow when each engine is paused."""
+        started = time.perf_counter()
+        halves, half = self._pusher.halves, self._halves[version]
+        layout = halves.layout(half)
+        checksums = halves.checksums(half)
+        return Publication(
+            version=version,
+            handles=[],
+            parameter_count=sum(math.prod(shape) for _, shape in layout.values()),
+            checksums=checksums,
+            total_bytes=sum(tensor.nbytes for tensor in halves.tensors(half).values()),
+            layout=layout,
+            seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
+        )
+
+    def push(self, version: int, target: PushTarget) -> None:
+        """See `WeightPublisher.push`."""
+        self._pusher.push(self._halves[version], target)
+
+    def disconnect(self, name: str) -> None:
+        """See `WeightPublisher.disconnect`."""
+        self._pusher.disconnect(name)
+
+    def release(self, version: int) -> None:
+        """The memory is kept for the next version."""
+
+
+def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPublisher:
+    """The publisher of a rank for the configured transport."""
+    if spec.name not in WEIGHT_BACKENDS:
+        return BucketPublisher(spec, rank)
+    pusher = WeightPusher(spec.name, rank, host, spec.bucket_bytes, spec.timeout_seconds)
+    return PushPublisher(pusher, rank, all_ranks=spec.name == "cuda_ipc")
+
+
+def _draw(weights: NamedTensors) -> None:
+    """Join the collectives that ``weights`` is made of."""
+    for _ in weights:
+        pass
