@@ -44,8 +44,8 @@ class PolicyObjective:
     lags_capped: bool = False
     """Whether lags above ``max_lag`` occur; they are counted with it."""
     monitored: bool = False
-    """Whether the mismatch with the engine is measured, over tokens of lag 0. Meaningful before an update only, and if
-    the engine recorded log-probabilities of the whole distribution."""
+    """Whether the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful before an
+    update only, and if the engine recorded log-probabilities of the whole distribution."""
     policy_loss: PolicyLoss = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,8 @@ class PolicyObjective:
             "proximal_logprobs": self.traits.needs_proximal or (self.traits.uses_anchor and self.anchor == "proximal"),
             "reference_logprobs": self.use_kl_loss,
             "correction_weights": self.corrected,
-            "lags": self.max_lag is not None or self.monitored,
+            "lags": self.max_lag is not None,
+            "same_weights": self.monitored,
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
@@ -141,6 +142,6 @@ class PolicyObjective:
             fields.get("lags"),
             self.max_lag,
             self.lags_capped,
-            fields["lags"] == 0 if self.monitored else None,
+            fields["same_weights"].bool() if self.monitored else None,
         )
         return loss, metrics

@@ -34,7 +34,10 @@ class TrainingBatch:
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
-        data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
+        lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
+        # Of a response that saw an update the late tokens have this version too, but were sampled over older caches.
+        fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
+        data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
         return cls(step, groups, data)
 
     @property

@@ -78,7 +78,7 @@ def tensors(seed):
         "response_mask": torch.rand(ROWS, WIDTH, generator=generator) < 0.7,
         "behaviour_logprobs": engine,
         "advantages": torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64),
-        "lags": torch.randint(0, 3, (ROWS, WIDTH), generator=generator),
+        "same_weights": torch.rand(ROWS, WIDTH, generator=generator) < 0.4,
     }
 
 
@@ -99,8 +99,8 @@ def mismatch_of(metrics):
 
 def test_only_response_tokens_of_the_trainers_own_version_count():
     data = tensors(0)
-    objective = PolicyObjective(WIDTH, monitored=True, max_lag=2)
-    counted = data["response_mask"] & (data["lags"] == 0)
+    objective = PolicyObjective(WIDTH, monitored=True)
+    counted = data["response_mask"] & data["same_weights"]
     difference = (data["logprobs"] - data["behaviour_logprobs"])[counted].numpy()
     found = mismatch_of(metrics_of(objective, data))
     assert found["mismatch/tokens"] == counted.sum() > 0
@@ -130,9 +130,9 @@ def test_what_is_measured_beside_it_and_the_loss_stay_the_same():
     assert {name: value for name, value in monitored.items() if not name.startswith("mismatch/")} == plain
 
 
-def test_a_monitored_objective_asks_for_the_lags():
-    assert "lags" in PolicyObjective(WIDTH, monitored=True).token_fields
-    assert "lags" not in PolicyObjective(WIDTH).token_fields
+def test_a_monitored_objective_asks_which_tokens_had_the_same_weights():
+    assert "same_weights" in PolicyObjective(WIDTH, monitored=True).token_fields
+    assert "same_weights" not in PolicyObjective(WIDTH).token_fields
 
 
 def test_of_several_updates_only_the_first_one_counts():

@@ -128,6 +128,16 @@ class ScriptedEngine:
         self.version = version
         return self.receipt(version)
 
+    async def transfer_step(self, step, payload):
+        assert not self.going.is_set()
+        await asyncio.sleep(LOAD_SECONDS)
+        self.pushed = payload
+
+    async def weights_pushed(self, version, layout):
+        assert self.pushed == version
+        self.version = version
+        return self.receipt(version)
+
     def receipt(self, version):
         return WeightReceipt(version, 0, {}, self.in_place)
 
@@ -189,6 +199,14 @@ class LocalHandle:
             return work.result()
         finally:
             work.cancel()
+
+    @property
+    def actor(self):
+        return self
+
+    async def wait_for_death(self):
+        await asyncio.wait([self._death])
+        return WorkerDied(self.name, "it was killed by the test")
 
     def tell(self, method, *args):
         self.told = asyncio.ensure_future(getattr(self.worker, method)(*args))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,16 @@ class FinishedRun:
         return read_samples(self.folder / "samples.jsonl")
 
 
-def run_pipeline(folder: Path, address: str, config: dict[str, Any], expect: int = 0) -> FinishedRun:
-    """Run a configuration on the shared cluster. ``expect`` is the exit code."""
+def run_pipeline(
+    folder: Path,
+    address: str,
+    config: dict[str, Any],
+    expect: int = 0,
+    before: Callable[[Path], None] = lambda out: None,
+) -> FinishedRun:
+    """Run a configuration on the shared cluster. ``expect`` is the exit code; ``before`` is told the run directory."""
     out = folder / f"out-{uuid.uuid4().hex[:8]}"
+    before(out)
     config = {**config, "output_dir": str(out), "cluster": {**config["cluster"], "address": address}}
     path = write_config(folder, config, f"{out.name}.yaml")
     exit_code = main(["--config", str(path)])

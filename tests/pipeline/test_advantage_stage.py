@@ -60,6 +60,14 @@ def test_lags_are_counted_from_the_step_and_only_on_sampled_tokens():
     assert batch.lags.tolist() == [1, 1, 1, 0, 0, 0]
 
 
+def test_only_responses_without_a_token_of_other_weights_are_compared_with_the_trainer():
+    """Late tokens of a response that saw an update have the trainer's version, but stand over older caches."""
+    late = sample(1, version=4)
+    late.versions[late.response_mask] = [3, 4, 4]
+    batch = batch_of(([late, sample(0, version=4)], None))
+    assert batch.data.tokens["same_weights"].tolist() == [False] * 5 + [True] * 5
+
+
 def test_rewards_are_shaped_before_they_are_compared_and_scores_stay():
     shaping = RewardShaping(clip=1.0, length_penalty=LengthPenalty("overlong", 1.0, max_length=6, buffer=3))
     batch = batch_of(([sample(5.0, tokens=3), sample(5.0, tokens=6)], None))

@@ -64,7 +64,7 @@ def make_batch(seed=0, lengths=(9, 5, 12, 3, 7, 2, 1)) -> SampleBatch:
             "reference_logprobs": fill(-3 + generator.normal(size=total)),
             "advantages": fill(generator.normal(size=total)),
             "versions": np.zeros(total, dtype=np.int32),
-            "lags": generator.integers(0, 2, total).astype(np.int32),
+            "same_weights": generator.random(total) < 0.5,
         },
     )
 
