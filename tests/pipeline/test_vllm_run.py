@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 from roll.tracking.metrics import read_metrics
 
 STEPS = 60
+STAGES = tuple(f"stage/{name}" for name in ("rollout", "advantage", "train", "param_update"))
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def kill_engine_after(metrics: Path, step: int, killed: list[int]) -> None:
         if metrics.exists() and len(metrics.read_text().splitlines()) > step:
             break
         time.sleep(0.1)
-    for process in psutil.Process().children(recursive=True) + list(psutil.process_iter()):
-        if process.name().startswith("VLLM::EngineCor") and any("ray::" in each.name() for each in process.parents()):
+    for process in psutil.Process().children(recursive=True):
+        if process.name().startswith("VLLM::EngineCor") and process.parent().name().startswith("ray::"):
             process.kill()
             killed.append(process.pid)
             return
@@ -79,7 +80,7 @@ def test_a_run_with_vllm_learns_and_survives_the_death_of_its_engine(vllm_task, 
     run = run_pipeline(vllm_task, ray_cluster, config, before=start_watching)
     watcher[0].join(10)
     steps = run.metrics
-    assert killed and sum(step["engine/restarts"] for step in steps) == 1
+    assert killed and steps[-1]["engine/restarts"] == 1
     assert len(steps) == STEPS and run.summary["status"] == "success"
     ledger = run.summary["ledger"]
     assert ledger["consumed"] == STEPS * 8
@@ -101,7 +102,7 @@ def assert_stages_account_for_the_run(folder: Path) -> None:
     for event in events:
         if event["ph"] == "X":
             spans.setdefault(names[event["pid"], event["tid"]], []).append((event["ts"], event["dur"]))
-    spans = {stage: spans[stage] for stage in ("rollout", "advantage", "train", "param_update")}
+    spans = {stage: spans[stage] for stage in STAGES}
     for stage, own in spans.items():
         wall = max(start + length for start, length in own) - min(start for start, _ in own)
         assert abs(sum(length for _, length in own) / wall - 1) < 0.05, stage

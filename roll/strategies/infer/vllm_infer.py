@@ -37,7 +37,7 @@ from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
 from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
 from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND, WEIGHT_BACKENDS, engine_arguments
-from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare, sample_of
+from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare
 from roll.strategies.infer.vllm_requests import prompt_input, sampling_params, watches_strings
 from roll.strategies.infer.vllm_response import Response
 
@@ -427,9 +427,8 @@ class VLLMInferStrategy:
                     f"parameter {unloaded[0]!r} of vLLM's model got no weights from version {version} "
                     f"({len(unloaded)} such parameters)"
                 )
-        wanted = sample_of(layout, version)
         checksums = dict(sent.checksums)
-        for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(wanted,))):
+        for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(layout, version))):
             checksums |= held
         held_version = int(await self._answer(engine.get_weight_version()))
         return WeightReceipt(held_version, sent.parameter_count, checksums)

@@ -5,9 +5,11 @@ Everything here is decided before the engine is paused, and without vLLM.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from roll.data.seeds import derive_seed
 from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMismatch, WeightReceipt
@@ -95,14 +97,13 @@ def bucket_info(bucket: WeightBucket) -> dict[str, Any]:
     }
 
 
-def sample_of(layout: Layout, version: int) -> Layout:
-    """Some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one tensor)."""
-    names = sorted(layout, key=lambda name: derive_seed(version, name))
-    sample: Layout = {}
+def sample_of(tensors: Mapping[str, torch.Tensor], version: int) -> list[str]:
+    """Names of some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one)."""
+    sample: list[str] = []
     size = 0
-    for name in names:
-        size += math.prod(layout[name][1]) * 4
+    for name in sorted(tensors, key=lambda name: derive_seed(version, name)):
+        size += tensors[name].nbytes
         if sample and size > _INSPECTED_BYTES:
             break
-        sample[name] = layout[name]
+        sample.append(name)
     return sample

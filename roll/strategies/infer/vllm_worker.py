@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll.strategies.infer.base import WeightBucket
 from roll.strategies.infer.mapped_memory import end_with, map_file
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND
+from roll.strategies.infer.vllm_publication import Layout, sample_of
 from roll.strategies.weights import tensor_checksum, views
 
 Shape = tuple[int, ...]
@@ -113,18 +114,16 @@ class WorkerCalls:
             return []
         return sorted(engine.wanted - engine.loaded)
 
-    def roll_held_checksums(self, tensors: dict[str, tuple[str, Shape]]) -> dict[str, int]:
-        """Checksums of those tensors that this worker holds in the layout of a checkpoint.
-
-        ``tensors``: Hugging Face name -> (dtype name, shape). What kernels have repacked cannot be read back and is
-        left out.
-        """
-        shapes = {name: tuple(shape) for name, (_, shape) in tensors.items()}
-        return {
-            name: tensor_checksum(tensor)
+    def roll_held_checksums(self, layout: Layout, version: int) -> dict[str, int]:
+        """Checksums of some tensors that this worker holds in the layout of a checkpoint, other ones at each version.
+        What kernels have repacked cannot be read back and is left out."""
+        shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
+        readable = {
+            name: tensor
             for name, tensor in readable_tensors(self.model_runner.get_model(), shapes)
-            if str(tensor.dtype) == f"torch.{tensors[name][0]}"
+            if str(tensor.dtype) == f"torch.{layout[name][0]}"
         }
+        return {name: tensor_checksum(readable[name]) for name in sample_of(readable, version)}
 
 
 def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -317,7 +317,7 @@ def test_held_checksums_come_from_the_engine_itself(published, vllm_model):
     """Ask for tensors that differ from those held: embeddings and norms are readable, and show what is really there."""
     other = make_model(4)
     shapes = {name: ("float32", tuple(tensor.shape)) for name, tensor in other.named_parameters()}
-    (held,) = published.run(published.strategy._engine.collective_rpc, "roll_held_checksums", None, (shapes,))
+    (held,) = published.run(published.strategy._engine.collective_rpc, "roll_held_checksums", None, (shapes, 1))
     expected = {name: tensor_checksum(tensor) for name, tensor in vllm_model.named_parameters()}
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"} <= held.keys()
     assert all(expected[name] == checksum for name, checksum in held.items())
