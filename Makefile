@@ -81,11 +81,11 @@ bench-offpolicy: venv
 bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
-# About 12 GiB, and a minute or two.
-# vLLM against hf_infer; about ten minutes.
+# About ten minutes.
 bench-engines: venv-for-tests
-	$(RUN) benchmarks/engines.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/engines.py
 
+# About 12 GiB, and a minute or two.
 bench-publication: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_publication.py
 
@@ -99,6 +99,7 @@ bench: venv
 	$(MAKE) bench-offpolicy
 	$(MAKE) bench-losses
 	$(MAKE) bench-publication
+	$(MAKE) bench-engines
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data
