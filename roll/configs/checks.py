@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     rules_devices.weights_can_travel,
     rules_devices.weights_can_be_pushed,
     rules_devices.engine_reads_its_model_arguments,
+    rules_devices.vllm_samples_at_the_temperature,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

@@ -149,6 +149,19 @@ def engine_reads_its_model_arguments(config: RLVRConfig) -> Iterator[ConfigProbl
         )
 
 
+def vllm_samples_at_the_temperature(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """vLLM raises small temperatures to 0.01, and would record log-probabilities of another distribution."""
+    if config.actor_infer.strategy_args.strategy_name != "vllm":
+        return
+    arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
+    if config.validation is not None:
+        arguments["validation.generating_args"] = config.validation.generating_args
+    for path, generating in arguments.items():
+        if 0 < generating.temperature < 0.01:
+            message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
+            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+
+
 def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The devices of generation make whole engines."""
     path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine

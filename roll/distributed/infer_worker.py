@@ -150,7 +150,7 @@ class InferWorker(Worker):
 
         Seconds: ``fetch`` (beside decoding), ``load``, and ``stall`` (from the end of the last step before to the
         order for the next one). Raises `AttestationError` or `WeightMismatch` naming the tensor, with the old weights
-        still in use.
+        still in use if what came was wrong, and paused if what is then held is.
         """
         started = time.perf_counter()
         prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)

@@ -21,7 +21,7 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
 from roll.distributed.infer_worker import EngineSpec, LoadPlan, RequestFailed
 from roll.distributed.responses import PartialResponse
-from roll.distributed.transports.engine_push import PushTarget
+from roll.distributed.transports.engine_push import EngineCallFailed, PushTarget
 from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
@@ -441,7 +441,8 @@ class InferencePool:
             self._router.mark_live(replica.name, publication.version)
 
     async def _push(self, replica: Replica, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
-        """Have the trainer put its weights into a paused replica. A replica that this fails for is replaced."""
+        """Have the trainer put its weights into a paused replica. A replica that does not take them is replaced; what
+        goes wrong in the trainer ends the run."""
         await self._change(replica, "begin_push", self._settings.in_flight)
         target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
         pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
@@ -454,8 +455,11 @@ class InferencePool:
                 self.weight_source.disconnect(replica.name)
                 cause = death.result().cause if death.done() else f"no push of weights ended within {seconds:g} s"
                 raise replica.give_up(cause)
-            if isinstance(pushing.exception(), WorkerFailed):
-                raise replica.give_up(str(pushing.exception()))
+            failure = pushing.exception()
+            if isinstance(failure, WorkerFailed) and failure.error_type == EngineCallFailed.__name__:
+                raise replica.give_up(str(failure))
+            if isinstance(failure, WorkerDied):
+                raise RuntimeError(f"weights could not be pushed: {failure}") from failure
             pushing.result()
         finally:
             pushing.cancel()

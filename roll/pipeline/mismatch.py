@@ -29,7 +29,7 @@ class MismatchAlarm:
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Judge training step ``step`` (counted from 1) by its metrics. NaN is above every limit. Raises
-        `MismatchTooLarge` if the alarm stops the run, else says so once."""
+        `MismatchTooLarge` if the alarm stops the run, else warns."""
         value = metrics.get("mismatch/abs_mean")
         if value is None or value <= self.limit:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def transport_spec(config: RLVRConfig, run: RunDirectory) -> TransportSpec:
     """How weights travel in this run. Files go into a folder that no other run uses."""
     chosen = config.weight_update.checkpoint_dir
     root = run.root.absolute()
-    directory = run.weights.absolute() if chosen is None else Path(chosen).absolute() / f"{config.exp_name}-{root.name}"
+    own_name = f"{config.exp_name}-{root.name}-{uuid.uuid4().hex[:8]}"
+    directory = run.weights.absolute() if chosen is None else Path(chosen).absolute() / own_name
     update = config.weight_update
     return TransportSpec(
         name=derived.weight_transport(config),

@@ -20,12 +20,13 @@ class Trainer:
         self.pushes: list[tuple[str, int]] = []
         self.open: dict[str, asyncio.Event] = {}
         self.fails_for: str | None = None
+        self.error_type = "EngineCallFailed"
 
     async def push(self, version, target):
         self.pushes.append((target.name, version))
         if target.name == self.fails_for:
             self.fails_for = None
-            raise WorkerFailed("actor_train/0", "push", "the transfer broke", "RuntimeError")
+            raise WorkerFailed("actor_train/0", "push", "the transfer broke", self.error_type)
         closed = self.open[target.name] = asyncio.Event()
         await target.actor.worker.transfer_step("update", version)
         if target.actor._death.done():
@@ -81,7 +82,18 @@ def test_a_replica_that_dies_while_it_is_pushed_to_is_disconnected_and_comes_bac
     run_virtual(scenario())
 
 
-def test_a_push_that_fails_on_the_trainers_side_replaces_the_replica(monkeypatch):
+def test_a_fault_of_the_trainer_ends_the_run_and_no_replica(monkeypatch):
+    async def scenario():
+        async with PushingPool(monkeypatch) as local:
+            local.trainer.fails_for, local.trainer.error_type = "actor_infer/0", "OutOfMemoryError"
+            with pytest.raises(WorkerFailed, match="the transfer broke"):
+                await local.publish(1)
+            assert local.pool.restarts == 0
+
+    run_virtual(scenario())
+
+
+def test_a_push_that_its_engine_does_not_take_replaces_the_replica(monkeypatch):
     async def scenario():
         async with PushingPool(monkeypatch) as local:
             local.trainer.fails_for = "actor_infer/0"

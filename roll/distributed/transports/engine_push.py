@@ -51,6 +51,10 @@ class RemoteCalls(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
+class EngineCallFailed(RuntimeError):
+    """A transfer stopped because its engine did not take a call: the fault of the engine, not of the trainer."""
+
+
 class RayEngineCalls:
     """`RemoteCalls` on an engine worker. They block: the transfer runs in a thread of its own."""
 
@@ -73,7 +77,10 @@ class RayEngineCalls:
     def _call(self, step: str, payload: Any) -> None:
         import ray
 
-        ray.get(self._actor.invoke.remote("transfer_step", step, payload), timeout=self._timeout_seconds)
+        try:
+            ray.get(self._actor.invoke.remote("transfer_step", step, payload), timeout=self._timeout_seconds)
+        except Exception as error:
+            raise EngineCallFailed(f"{step}: {type(error).__name__}: {error}") from error
 
 
 class DeviceHalves:

@@ -22,10 +22,14 @@ class AdmissionGate:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, request_id: str) -> bool:
-        """Wait for a place; true with one, false if the request was turned away. Give a place back with `leave`."""
+    async def enter(self, request_id: str, *, first: bool = False) -> bool:
+        """Wait for a place; true with one, false if the request was turned away. Give a place back with `leave`.
+        ``first``: before all others, for one that had a place."""
         entry = (request_id, asyncio.get_running_loop().create_future())
-        self._waiting.append(entry)
+        if first:
+            self._waiting.appendleft(entry)
+        else:
+            self._waiting.append(entry)
         self._admit()
         try:
             return await entry[1]
@@ -45,7 +49,8 @@ class AdmissionGate:
         """End the waiting of these requests."""
         for entry in [entry for entry in self._waiting if entry[0] in request_ids]:
             self._waiting.remove(entry)
-            entry[1].set_result(False)
+            if not entry[1].done():
+                entry[1].set_result(False)
 
     def turn_all_away(self) -> None:
         """End the waiting of every request."""

@@ -11,18 +11,20 @@ import os
 import select
 import signal
 import threading
+import weakref
 
 import numpy as np
 
 
 class MemoryFile:
-    """Anonymous shared memory of this process."""
+    """Anonymous shared memory of this process, given up with the object; mappings of other processes stay valid."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._descriptor = os.memfd_create("roll")
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
+        weakref.finalize(self, os.close, self._descriptor)
 
     @property
     def path(self) -> str:
@@ -33,10 +35,6 @@ class MemoryFile:
     def data(self) -> np.ndarray:
         """uint8 ``[size]``, writable."""
         return np.frombuffer(self._memory, dtype=np.uint8)
-
-    def close(self) -> None:
-        """Give the memory up; mappings of other processes stay valid."""
-        os.close(self._descriptor)
 
 
 def map_file(path: str, offset: int, size: int) -> np.ndarray:
@@ -51,7 +49,10 @@ def map_file(path: str, offset: int, size: int) -> np.ndarray:
 
 def end_with(owner_pid: int) -> None:
     """Have this process killed as soon as another one of this host has ended, however that happened."""
-    owner = os.pidfd_open(owner_pid)
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def wait() -> None:
         select.select([owner], [], [])

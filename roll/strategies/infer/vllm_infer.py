@@ -36,7 +36,7 @@ from roll.strategies.infer.hf_engine import check_request
 from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
 from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
 from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
-from roll.strategies.infer.vllm_options import BUCKET_BACKEND, WEIGHT_BACKENDS, engine_arguments
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE, WEIGHT_BACKENDS, engine_arguments
 from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare
 from roll.strategies.infer.vllm_requests import prompt_input, sampling_params, watches_strings
 from roll.strategies.infer.vllm_response import Response
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_FAREWELL_SECONDS = 5.0
+"""Most that a shutdown waits for aborted requests to end."""
 Result = TypeVar("Result")
 TransferStep = Literal["init", "start", "update", "finish"]
 
@@ -79,6 +81,8 @@ class VLLMInferStrategy:
         self._engine: AsyncLLM | None = None
         self._running: dict[str, Response] = {}
         self._known: set[str] = set()
+        self._aborted: set[str] = set()
+        """Requests aborted between being let in and being known to vLLM."""
         self._numbers = itertools.count()
         self._drains: list[asyncio.Future[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,8 +118,12 @@ class VLLMInferStrategy:
         )
         _set_environment(arguments)
         self._engine = _start_engine(arguments)
-        self._gate = AdmissionGate(self._engine.vllm_config.scheduler_config.max_num_seqs)
-        await self._answer(self._engine.collective_rpc("roll_end_with", args=(os.getpid(),)))
+        places = self._engine.vllm_config.scheduler_config.max_num_seqs
+        if places < 2:
+            await self.shutdown()
+            raise ValueError("vLLM's max_num_seqs must be 2 or more: one place is kept for scoring")
+        # A score follows an update, which must not wait for requests that have not begun.
+        self._gate, self._scoring = AdmissionGate(places - 1), asyncio.Semaphore(1)
         await self._answer(self._engine.update_weight_version("0"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -154,16 +162,20 @@ class VLLMInferStrategy:
         """End these requests now; unknown ids are ignored."""
         engine = self._live_engine()
         self._gate.turn_away(set(request_ids))
-        inside = [self._running[name].engine_id for name in request_ids if name in self._running]
+        self._aborted |= {name for name in request_ids if name in self._known and name not in self._running}
+        inside = [self._running[name] for name in request_ids if name in self._running]
+        for response in inside:
+            # vLLM ignores names that it does not know yet; such a request ends at its first message.
+            response.aborted = True
         if inside:
-            await self._answer(engine.abort(inside))
+            await self._answer(engine.abort([response.engine_id for response in inside]))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
         raises ``RuntimeError``.
 
-        With `keep`, requests keep their caches; later ones do not share what was cached before, because their cache
-        key names the version with which they began.
+        With `keep`, requests that have tokens keep their caches; later ones do not share what was cached before,
+        because their cache key names the version with which they began.
         """
         engine = self._live_engine()
         if mode not in ("keep", "resume", "drain"):
@@ -191,7 +203,9 @@ class VLLMInferStrategy:
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
         """Check a publication beside whatever runs. The engine copies it in `load_weights`."""
         self._prepared = None
-        self._prepared = await asyncio.to_thread(prepare, list(buckets), version, self._shapes)
+        self._prepared = await asyncio.to_thread(
+            lambda: prepare(list(buckets), version, self._shapes)
+        )
         return self._prepared.receipt
 
     async def load_weights(self, version: int) -> WeightReceipt:
@@ -226,6 +240,7 @@ class VLLMInferStrategy:
         if step == "init":
             await self._answer(engine.init_weight_transfer_engine(WeightTransferInitRequest(payload)))
         elif step == "start":
+            await self._begin_again(engine)
             await self._answer(engine.start_weight_update())
         elif step == "update":
             await self._answer(engine.update_weights(WeightTransferUpdateRequest(payload)))
@@ -302,9 +317,7 @@ class VLLMInferStrategy:
         self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
         self._gate.turn_all_away()
         if not engine.errored:
-            await engine.abort([response.engine_id for response in self._running.values()])
-            while self._running:
-                await asyncio.sleep(0)
+            await self._end_all(engine)
         # On the loop itself, because vLLM ends its own tasks there before its processes go, and reports a death else.
         engine.shutdown()
 
@@ -316,36 +329,45 @@ class VLLMInferStrategy:
             raise ValueError(f"request {name!r} cannot run: another one with this id is running")
         check_request(request, self._spec.max_length, self._vocabulary)
         params = sampling_params(request, self._eos_token_ids)
-        response = Response(request, f"{name}:{next(self._numbers)}", self._stop_string_matcher(request))
+        matcher = self._stop_string_matcher(request)
         self._known.add(name)
+        had_a_place = False
         try:
-            if not await self._gate.enter(name):
-                return
-            try:
-                self._running[name] = response
-                self._tick()
-                async with aclosing(self._inside(engine, response, params)) as updates:
-                    async for update in updates:
-                        yield update
-            finally:
-                del self._running[name]
-                self._tick()
-                self._gate.leave()
+            while await self._gate.enter(name, first=had_a_place) and name not in self._aborted:
+                response = Response(request, f"{name}:{next(self._numbers)}", matcher)
+                try:
+                    self._running[name] = response
+                    self._tick()
+                    async with aclosing(self._inside(engine, response, params)) as updates:
+                        async for update in updates:
+                            yield update
+                finally:
+                    del self._running[name]
+                    self._tick()
+                    self._gate.leave()
+                if not response.begins_again:
+                    return
+                had_a_place = True
         finally:
             self._known.discard(name)
+            self._aborted.discard(name)
 
     async def _inside(
         self, engine: AsyncLLM, response: Response, params: VLLMSamplingParams
     ) -> AsyncIterator[Response]:
-        """Run a request in vLLM."""
+        """Run a request in vLLM, to its end or until it is to begin again."""
         prompt = prompt_input(response.request, self._version)
         try:
             # Leaving the iteration is what aborts the request inside vLLM.
             async with aclosing(engine.generate(prompt, params, response.engine_id)) as outputs:
                 async for output in outputs:
+                    if response.begins_again and not response.aborted:
+                        return
                     (completion,) = output.outputs
                     self._generated_tokens += len(completion.token_ids)
                     stopped = response.add(completion, self._version)
+                    if response.aborted and response.finish_reason is None:
+                        response.finish_reason, stopped = "abort", True
                     yield response
                     if stopped:
                         return
@@ -407,9 +429,28 @@ class VLLMInferStrategy:
             await self._answer(engine.resume_generation())
             self._gate.open()
 
+    async def _begin_again(self, engine: AsyncLLM) -> None:
+        """Take requests without a token out of vLLM, whose caches may hold their prompts as old weights saw them. They
+        enter again, before all others, when the engine goes on."""
+        waiting = [response for response in self._running.values() if not response.token_ids]
+        for response in waiting:
+            response.begins_again = True
+        if waiting:
+            await self._answer(engine.abort([response.engine_id for response in waiting]))
+
+    async def _end_all(self, engine: AsyncLLM) -> None:
+        """Abort what runs, and give it a moment to say so."""
+        for response in self._running.values():
+            response.aborted = True
+        await engine.abort([response.engine_id for response in self._running.values()])
+        deadline = asyncio.get_running_loop().time() + _FAREWELL_SECONDS
+        while self._running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+
     async def _load(self, engine: AsyncLLM, prepared: Prepared) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        await self._begin_again(engine)
         await self._answer(engine.start_weight_update())
         for bucket in prepared.buckets:
             await self._answer(engine.update_weights(WeightTransferUpdateRequest(bucket_info(bucket))))
@@ -440,19 +481,16 @@ class VLLMInferStrategy:
         engine = self._live_engine()
         params = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         name = f"score:{next(self._numbers)}"
-        if not await self._gate.enter(name):
-            raise EngineFailed("the engine was shut down")
+        values = np.zeros(len(tokens), dtype=np.float32)
         try:
-            values = np.zeros(len(tokens), dtype=np.float32)
-            async for output in engine.generate(tokens_input(tokens.tolist()), params, name):
-                if output.prompt_logprobs is not None:
-                    pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
-                    values[1:] = [position[token].logprob for token, position in pairs]
-            return values
+            async with self._scoring:
+                async for output in engine.generate(tokens_input(tokens.tolist()), params, name):
+                    if output.prompt_logprobs is not None:
+                        pairs = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
+                        values[1:] = [position[token].logprob for token, position in pairs]
         except _vllm_failures() as error:
             raise _engine_failed(engine, error) from error
-        finally:
-            self._gate.leave()
+        return values
 
     async def _answer(self, call: Awaitable[Result]) -> Result:
         """What vLLM answers; a dead engine in the project's own terms."""
@@ -473,6 +511,7 @@ class VLLMInferStrategy:
 
 def _set_environment(arguments: dict[str, Any]) -> None:
     """What vLLM takes from the environment of the process, which is the engine's own."""
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if arguments["weight_transfer_config"]["backend"] == "ipc":

@@ -14,9 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from roll.configs.errors import ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem
 
 EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WorkerCalls"
+OWNER_VARIABLE = "ROLL_ENGINE_OWNER"
+"""Environment variable with the id of the process that vLLM's processes must not outlive."""
 BUCKET_BACKEND = "roll_buckets"
 """Name under which `vllm_worker` registers how buckets of weights are loaded."""
 
@@ -36,6 +38,8 @@ _RESERVED = {
     "max_model_len": "`sequence_length`",
     "logprobs_mode": "nothing: log-probabilities are those of the distribution that was sampled from",
     "tensor_parallel_size": "`num_gpus_per_engine`",
+    "pipeline_parallel_size": "`num_gpus_per_engine`: the model is split over these by tensor parallelism",
+    "data_parallel_size": "more devices in `device_mapping`: each `num_gpus_per_engine` of them are an engine",
     "worker_extension_cls": "nothing: the run needs it to attest weights",
     "weight_transfer_config": "`weight_update.transport`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
@@ -47,11 +51,8 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
     """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
     known = engine_argument_names()
     if known is None:
-        return [
-            ConfigProblem(
-                path, "vLLM is not installed", "`pip install vllm` on a machine with GPUs; on a CPU see the README"
-            )
-        ]
+        remedy = "`pip install vllm` on a machine with GPUs; on a CPU `make venv-for-tests` (docs/engines.md)"
+        return [ConfigProblem(path, "vLLM is not installed", remedy)]
     problems = []
     for key in strategy_config:
         if key in _RESERVED:
@@ -118,7 +119,18 @@ def engine_arguments(
 def _cpu_defaults(
     strategy_config: dict[str, Any], max_length: int, tensor_parallel_size: int, cache_bytes_per_token: int
 ) -> dict[str, Any]:
-    """No compilation (it takes longer to start than a small run takes), and memory for the requests that can run."""
+    """No compilation (it takes longer to start than a small run takes), and memory for the requests that can run.
+    Raises ``ConfigError`` for what a CPU engine does not survive."""
+    if strategy_config.get("enable_chunked_prefill"):
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    "actor_infer.strategy_args.strategy_config.enable_chunked_prefill",
+                    "vLLM's CPU engine ends when the prompt of a seeded request is computed in parts",
+                    "remove this key",
+                )
+            ]
+        )
     requests = strategy_config.get("max_num_seqs", 256)
     defaults: dict[str, Any] = {
         "enforce_eager": True,

@@ -1,8 +1,8 @@
 """One request inside vLLM, as its tokens arrive.
 
-vLLM reports a few tokens at a time and says which weights made which of them when the request ends; until then the
-version held at arrival stands in. Stop strings are looked for here, token by token and over the seam of a continued
-response, as every other engine of this project does it.
+vLLM reports a few tokens at a time and says which weights made which of them when the request ends; until then a
+version that is never too new stands in. Stop strings are looked for here, token by token and over the seam of a
+continued response, as every other engine of this project does it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,25 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    streamed: int = 0
+    aborted: bool = False
+    """Somebody asked for its end."""
+    begins_again: bool = False
+    """It had no token when weights were replaced under cached prompts, and is to enter vLLM anew."""
+    _last_version: int | None = None
+    """What the engine held at the last message."""
 
     def add(self, output: CompletionOutput, version: int) -> bool:
         """Take new tokens in, the engine holding ``version``. True if a stop string ends the request in vLLM's place.
 
-        Raises `EngineFailed` if vLLM gave the request up.
+        vLLM holds a few tokens back, so the first message after an update may bring some of the version before: until
+        the request ends and vLLM tells which, all of them count as older. Raises `EngineFailed` if vLLM gave the
+        request up.
         """
         self.token_ids += output.token_ids
         self.logprobs += _sampled_logprobs(output)
-        self.versions += [version] * len(output.token_ids)
+        oldest = version if self._last_version is None else self._last_version
+        self.versions += [oldest] * len(output.token_ids)
+        self._last_version = version
         if output.weight_versions:
             self.versions = versions_of(output.weight_versions, len(self.token_ids))
         if output.finish_reason is not None:

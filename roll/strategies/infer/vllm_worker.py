@@ -8,6 +8,7 @@ engine's owner) has filled, never unpickled; vLLM's layer-wise reload puts them 
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll.strategies.infer.base import WeightBucket
 from roll.strategies.infer.mapped_memory import end_with, map_file
-from roll.strategies.infer.vllm_options import BUCKET_BACKEND
+from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE
 from roll.strategies.infer.vllm_publication import Layout, sample_of
 from roll.strategies.weights import tensor_checksum, views
 
@@ -96,15 +97,15 @@ def _repack_shared(model: torch.nn.Module) -> None:
                 method.process_weights_after_loading(module)
 
 
+# A worker whose owner was killed, be it while the engine starts, would hold its memory and devices for ever.
+if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
+    end_with(int(os.environ[OWNER_VARIABLE]))
+
 WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine)
 
 
 class WorkerCalls:
     """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker."""
-
-    def roll_end_with(self, owner_pid: int) -> None:
-        """A worker whose owner was killed would hold its memory and devices for ever; it ends with it."""
-        end_with(owner_pid)
 
     def roll_unloaded_parameters(self) -> list[str]:
         """Parameters of the engine's model that the last update did not touch. Empty for quantised models, whose

@@ -44,6 +44,43 @@ def test_nobody_enters_a_shut_gate_and_everyone_when_it_opens():
     run_virtual(scenario())
 
 
+def test_turning_away_those_who_have_given_up_turns_the_others_away_too():
+    async def scenario():
+        gate = AdmissionGate(1)
+        assert await gate.enter("a")
+        visits = {name: asyncio.create_task(gate.enter(name)) for name in "bc"}
+        await asyncio.sleep(0)
+        visits["b"].cancel()
+        gate.turn_away({"b", "c"})
+        assert await visits["c"] is False
+        await asyncio.wait([visits["b"]])
+        gate.leave()
+        assert await gate.enter("d")
+
+    run_virtual(scenario())
+
+
+def test_one_that_had_a_place_enters_before_the_others():
+    async def scenario():
+        gate = AdmissionGate(1)
+        gate.shut()
+        order = []
+        for name, first in (("a", False), ("b", False), ("c", True)):
+
+            async def visit(name=name, first=first):
+                await gate.enter(name, first=first)
+                order.append(name)
+                gate.leave()
+
+            asyncio.ensure_future(visit())
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.sleep(1)
+        assert order == ["c", "a", "b"]
+
+    run_virtual(scenario())
+
+
 def test_those_turned_away_hold_no_place():
     async def scenario():
         gate = AdmissionGate(1)

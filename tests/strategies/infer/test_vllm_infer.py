@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -410,6 +413,94 @@ def test_scores_are_log_probabilities_at_temperature_one(published, vllm_model):
         expected = logprobs[range(len(tokens) - 1), tokens[1:].tolist()].numpy()
         assert score.dtype == np.float32 and score[0] == 0
         assert_close(score[1:], expected)
+
+
+def test_a_score_does_not_wait_for_requests_that_wait_for_a_place(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = [
+            asyncio.create_task(strategy.generate(request(f"r{i}", 150, seed=i, ignore_eos=True))) for i in range(160)
+        ]
+        await begun(strategy, 2)
+        await strategy.score([np.array([5, 6, 7, 8], dtype=np.int32)])
+        waiting = strategy.stats()["waiting"]
+        await strategy.abort([f"r{i}" for i in range(160)])
+        await asyncio.gather(*running)
+        return waiting
+
+    assert published.run(scenario) == 160 - 64
+
+
+def test_versions_told_before_the_end_are_never_newer_than_the_true_ones(published):
+    strategy = published.strategy
+
+    async def scenario():
+        running = [
+            asyncio.create_task(strategy.generate(request(f"r{i}", 100 + i, seed=i, ignore_eos=True))) for i in range(8)
+        ]
+        told: dict[str, list[np.ndarray]] = {f"r{i}": [] for i in range(8)}
+        for seed in (1, 2):
+            await begun(strategy, 30 * seed)
+            await published.load(make_model(seed), published.version + 1)
+            published.version += 1
+            for _ in range(3):
+                await asyncio.sleep(0.02)
+                for name, chunk in (await strategy.progress({})).items():
+                    told[name].append(chunk.versions)
+        return told, {each.request_id: each for each in await asyncio.gather(*running)}
+
+    told, completions = published.run(scenario)
+    for name, versions in told.items():
+        true = completions[name].versions
+        assert len(set(true)) == 3
+        for each in versions:
+            assert (np.diff(each) >= 0).all() and (each <= true[: len(each)]).all()
+
+
+def test_an_abort_is_heeded_however_early_it_comes(published):
+    strategy = published.strategy
+
+    async def scenario(turns):
+        task = asyncio.create_task(strategy.generate(request("a", 180, ignore_eos=True)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await strategy.abort(["a"])
+        return await task
+
+    for turns in range(1, 8):
+        completion = published.run(scenario, turns)
+        assert completion.finish_reason == "abort" and len(completion.token_ids) < 180
+
+
+def test_publications_that_had_to_be_staged_leave_nothing_open(published):
+    model = make_model(1)
+    published.publish(model)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        published.publish(model)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_weights_are_drawn_beside_the_event_loop(published):
+    """A transport may block while it fetches; requests go on meanwhile."""
+    buckets = buckets_of(make_model(1))
+
+    def slow():
+        released.wait(30)
+        yield from buckets
+
+    released = threading.Event()
+
+    async def scenario():
+        preparing = asyncio.create_task(published.strategy.prepare_weights(slow(), published.version + 1))
+        completion = await published.strategy.generate(request("a", 20, ignore_eos=True))
+        released.set()
+        await preparing
+        return completion
+
+    assert len(published.run(scenario).token_ids) == 20
 
 
 def test_progress_gives_the_tokens_beyond_those_known(published):

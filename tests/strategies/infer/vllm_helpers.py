@@ -20,6 +20,8 @@ from roll.strategies.weights import pack_buckets
 VOCABULARY = 96
 EOS = 95
 MAX_LENGTH = 192
+PLACES = 64
+"""Requests that run at once; one place more is kept for scores."""
 LETTERS = [chr(0x4E00 + token) for token in range(VOCABULARY)]
 """The text of each token."""
 Result = TypeVar("Result")
@@ -59,7 +61,7 @@ class RunningEngine:
             dtype="float32",
             attn_implementation="sdpa",
             max_length=MAX_LENGTH,
-            strategy_config={"max_num_seqs": 64, **strategy_config},
+            strategy_config={"max_num_seqs": PLACES + 1, **strategy_config},
         )
         self.run(self.strategy.start)
         self.version = 0
