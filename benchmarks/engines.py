@@ -30,8 +30,8 @@ from roll.strategies.infer.base import GenerateRequest, InferStrategy, SamplingP
 
 VOCABULARY = 4096
 MAX_LENGTH = 512
-SIZES = {"small": (128, 4), "middle": (384, 8), "large": (768, 12)}
-"""Name -> (width, layers)."""
+SIZES = {"small": (128, 4, 256), "middle": (384, 8, 96), "large": (768, 12, 32)}
+"""Name -> (width, layers, requests)."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,12 @@ def main() -> None:
     figures: dict[str, object] = {}
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            parameters = make_model(Path(folder), *SIZES[size])
-            requests = 256 if size == "small" else 128
-            figures[f"{parameters / 1e6:.1f} M"] = asyncio.run(compare(Path(folder), arguments, requests))
+            width, layers, requests = SIZES[size]
+            parameters = make_model(Path(folder), width, layers)
+            name = f"{parameters / 1e6:.1f} M"
+            figures[name] = asyncio.run(compare(Path(folder), arguments, requests))
+            for kind, rates in figures[name].items():
+                print(name, kind, rates, flush=True)
     settings = {"threads": arguments.threads, "rows": arguments.rows, "repeats": arguments.repeats}
     print(json.dumps({"benchmark": "engines", **settings, **figures}))
 

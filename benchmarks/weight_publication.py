@@ -1,10 +1,10 @@
-"""What it costs to publish weights: end to end against a plain copy of the same bytes, and who stands still for how long.
+"""What publishing weights costs: end to end against a plain copy of the same bytes, and who stands still for how long.
 
-A synthetic model of about 1 GiB, made on the spot, in the product's own processes: one trainer rank, `hf_infer`
-replicas, the pool, the double buffer. Publications are timed one after the other, each whole: from the wish to gather
-to the last replica's attested load. They are timed with idle engines, and again while requests run; the copy they are
-compared with (`np.copyto` between warm buffers) runs in this process before each of them, under the same conditions; the
-best of several counts. The first publications are left out: they touch each buffer's memory for the first time.
+A synthetic model of about 1 GiB, made on the spot, in the product's own processes: one trainer rank, the replicas,
+the pool, the double buffer. Publications are timed one after the other, each whole: from the wish to gather to the
+last replica's attested load. They are timed with idle engines, and again while requests run; the copy they are
+compared with (`np.copyto` between warm buffers) runs in this process before each of them, under the same conditions;
+the best of several counts. The first publications are left out: they touch each buffer's memory for the first time.
 
     python benchmarks/weight_publication.py --transports shared_memory object_store
 """
@@ -41,12 +41,14 @@ WARM_UP = 3
 DEADLINE_SECONDS = 600.0
 VOCABULARY = 1024
 GIB = 1024**3
+MAX_LENGTH = 4096
 
 
 @dataclass(frozen=True)
 class Setting:
     """What is measured."""
 
+    engine: str
     transport: str
     replicas: int
     bucket_bytes: int
@@ -95,7 +97,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
             "actor_infer",
             setting.replicas,
             lambda index: worker(InferWorker, "actor_infer", index, setting.replicas, index + 1),
-            EngineSpec("hf_infer", {}, str(model), "float32", "sdpa", False, 4096),
+            EngineSpec(setting.engine, {}, str(model), "float32", "sdpa", False, MAX_LENGTH),
             PoolSettings(
                 transport=setting.transport,
                 in_flight="keep",
@@ -105,6 +107,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
                 publish_timeout_seconds=DEADLINE_SECONDS,
                 load_bucket_bytes=setting.bucket_bytes,
                 dual_buffer=True,
+                silence_timeout_seconds=DEADLINE_SECONDS,
             ),
             print,
         )
@@ -133,7 +136,7 @@ async def publish(trainer: TrainerGroup, pool: InferencePool, version: int, buck
         "total": time.perf_counter() - started,
         "training blocked": gathered - started,
         **publication.seconds,
-        **loaded,
+        **loaded.seconds,
         "gib": publication.total_bytes / GIB,
     }
 
@@ -208,6 +211,7 @@ def figures(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", default="hf_infer", choices=("hf_infer", "vllm"))
     parser.add_argument("--layers", type=int, default=4, help="of 256 MiB each")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--bucket-mb", type=float, default=256.0)
@@ -222,6 +226,7 @@ def main() -> None:
         for transport in arguments.transports:
             for requests in (0, arguments.requests):
                 setting = Setting(
+                    arguments.engine,
                     transport,
                     arguments.replicas,
                     int(arguments.bucket_mb * 2**20),
