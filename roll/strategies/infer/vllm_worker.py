@@ -97,8 +97,8 @@ def _repack_shared(model: torch.nn.Module) -> None:
                 method.process_weights_after_loading(module)
 
 
-# A worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's engine process
-# waits for its owner, and ends by itself after some minutes.)
+# A worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's engine
+# process waits for its owner, and ends by itself after some minutes.)
 if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
     end_with(int(os.environ[OWNER_VARIABLE]))
 
