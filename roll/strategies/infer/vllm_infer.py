@@ -119,9 +119,6 @@ class VLLMInferStrategy:
         _set_environment(arguments)
         self._engine = _start_engine(arguments)
         places = self._engine.vllm_config.scheduler_config.max_num_seqs
-        if places < 2:
-            await self.shutdown()
-            raise ValueError("vLLM's max_num_seqs must be 2 or more: one place is kept for scoring")
         # A score follows an update, which must not wait for requests that have not begun.
         self._gate, self._scoring = AdmissionGate(places - 1), asyncio.Semaphore(1)
         await self._answer(self._engine.update_weight_version("0"))
@@ -333,19 +330,21 @@ class VLLMInferStrategy:
         self._known.add(name)
         had_a_place = False
         try:
-            while await self._gate.enter(name, first=had_a_place) and name not in self._aborted:
+            while await self._gate.enter(name, first=had_a_place):
                 response = Response(request, f"{name}:{next(self._numbers)}", matcher)
                 try:
+                    if name in self._aborted:
+                        return
                     self._running[name] = response
                     self._tick()
                     async with aclosing(self._inside(engine, response, params)) as updates:
                         async for update in updates:
                             yield update
                 finally:
-                    del self._running[name]
+                    self._running.pop(name, None)
                     self._tick()
                     self._gate.leave()
-                if not response.begins_again:
+                if response.aborted or not response.begins_again:
                     return
                 had_a_place = True
         finally:

@@ -61,6 +61,8 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean `{nearest[0]}`?" if nearest else "see the engine arguments in vLLM's documentation"
             problems.append(ConfigProblem(f"{path}.{key}", "vLLM has no such engine argument", hint))
+    if strategy_config.get("max_num_seqs") == 1:
+        problems.append(ConfigProblem(f"{path}.max_num_seqs", "one place is kept for scoring", "write 2 or more"))
     return problems
 
 

@@ -19,6 +19,7 @@ from tests.strategies.infer.vllm_helpers import (
     EOS,
     LETTERS,
     MAX_LENGTH,
+    PLACES,
     VOCABULARY,
     assert_close,
     buckets_of,
@@ -471,6 +472,7 @@ def test_an_abort_is_heeded_however_early_it_comes(published):
     for turns in range(1, 8):
         completion = published.run(scenario, turns)
         assert completion.finish_reason == "abort" and len(completion.token_ids) < 180
+    assert strategy._gate._free == PLACES
 
 
 def test_publications_that_had_to_be_staged_leave_nothing_open(published):

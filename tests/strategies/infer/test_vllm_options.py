@@ -44,6 +44,11 @@ def test_checking_options_imports_no_engine():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_an_engine_without_a_place_for_requests_is_refused():
+    (problem,) = check_options({"max_num_seqs": 1}, PATH)
+    assert problem.path == f"{PATH}.max_num_seqs"
+
+
 def test_unknown_arguments_are_reported_with_the_nearest_name():
     problems = check_options({"max_num_sequences": 8, "gpu_memory_utilisation": 0.5, "max_num_seqs": 8}, PATH)
     assert [problem.path for problem in problems] == [f"{PATH}.max_num_sequences", f"{PATH}.gpu_memory_utilisation"]
