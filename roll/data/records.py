@@ -49,6 +49,14 @@ class Sample:
     reward: float = 0.0
     """Score after normalisation and penalties."""
     metrics: dict[str, float] = field(default_factory=dict)
+    episode: int | None = None
+    """Which episode of its group this is a part of; None: a sample is its own episode."""
+    turns: np.ndarray | None = None
+    """int32 ``[length]``: the episode's turn that each sampled token belongs to, from 0; elsewhere -1."""
+    turn_rewards: np.ndarray | None = None
+    """float32 ``[length]``: at the last sampled token of each turn the turn's reward, penalties included; else 0."""
+    turn_states: np.ndarray | None = None
+    """int64 ``[length]``: at the sampled tokens of each turn the id of the state it acted in; elsewhere -1."""
 
     @property
     def response_tokens(self) -> int:
