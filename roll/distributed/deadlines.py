@@ -16,12 +16,12 @@ class StoppableDeadlines:
         """As of the last stop, or as given."""
 
     @asynccontextmanager
-    async def limit(self, seconds: float) -> AsyncIterator[None]:
+    async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
         """Like `asyncio.timeout`: raises `TimeoutError` if the block takes longer, stops not counted."""
         async with asyncio.timeout(None if self._stopped else seconds) as deadline:
             self._seconds_left[deadline] = seconds
             try:
-                yield
+                yield deadline
             finally:
                 del self._seconds_left[deadline]
 

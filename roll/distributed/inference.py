@@ -254,13 +254,17 @@ class InferencePool:
         self._spec = spec
         self._settings = settings
         self._on_event = on_event
-        self._router = Router(self._names)
+        self._deadlines = StoppableDeadlines()
+        self._router = Router(self._names, limit=self._deadlines.limit)
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
         self.buffers = WeightBuffers(halves=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
-        self._asleep = False
-        self._deadlines = StoppableDeadlines()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._starting = 0
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
         self.restarts = 0
         self.reissued = 0
         """Requests issued again after a death."""
@@ -335,14 +339,16 @@ class InferencePool:
         return loaded
 
     async def offload_states(self) -> None:
-        """Put every replica to sleep: its requests wait, its weights and caches leave the devices."""
-        self._asleep = True
+        """Put every replica to sleep: its requests wait, its weights and caches leave the devices. One that is just
+        starting gets there first, within the deadline of its start: before, it cannot leave them."""
+        self._awake.clear()
         self._deadlines.stop()
+        await self._none_starting.wait()
         await self._settle_all()
 
     async def load_states(self) -> None:
         """Wake every replica."""
-        self._asleep = False
+        self._awake.set()
         await self._settle_all()
         self._deadlines.resume()
 
@@ -365,6 +371,19 @@ class InferencePool:
             replica.handle.kill()
 
     async def _start_replica(self, index: int) -> None:
+        """Start a replica with the present weights, on devices that are the engines' until it is there."""
+        while not self._awake.is_set():
+            await self._awake.wait()
+        self._starting += 1
+        self._none_starting.clear()
+        try:
+            await self._start_here(index)
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._none_starting.set()
+
+    async def _start_here(self, index: int) -> None:
         handle = self._start_worker(index)
         silence_seconds = self._settings.silence_timeout_seconds
         replica = Replica(handle, silence_seconds=silence_seconds, on_death=self._report_death)
@@ -490,8 +509,8 @@ class InferencePool:
 
     async def _settle(self, replica: Replica) -> None:
         """Let a replica sleep or wake as the pool does; one that has just been restarted may be behind."""
-        if replica.asleep != self._asleep:
-            method = "sleep" if self._asleep else "wake"
+        if replica.asleep == self._awake.is_set():
+            method = "wake" if self._awake.is_set() else "sleep"
             await self._change(replica, method)
             replica.asleep = method == "sleep"
 

@@ -37,11 +37,10 @@ async def run_rlvr(prepared: Prepared, recorder: RunRecorder) -> None:
     config = prepared.config
     placement = Placement(config.cluster)
     await placement.reserve()
-    roles = Roles(prepared, placement, recorder.run, recorder.event)
+    locks = build_device_locks(_devices_of_roles(config))
+    roles = Roles(prepared, placement, locks, recorder.run, recorder.event)
     try:
         await roles.start()
-        locks = build_device_locks(_devices_of_roles(config))
-        register_residents(locks, roles)
         gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
         context = build_context(prepared, roles, locks, gate, recorder)
         graph = StageGraph(build_stages(prepared, context))
@@ -189,16 +188,6 @@ def background_tasks(
     if roles.reference is not None:
         tasks.append(("watch/reference", roles.reference.watch))
     return tasks
-
-
-def register_residents(locks: dict[str, DeviceLock], roles: Roles) -> None:
-    """Tell each lock whose states are on its devices. All models are loaded at the start; of roles that share devices
-    only the one that takes the lock first keeps its states there."""
-    residents = {"actor_train": roles.trainer, "actor_infer": roles.pool, "reference": roles.reference}
-    for role, lock in locks.items():
-        resident = residents[role]
-        if resident is not None:
-            lock.register(role, resident)
 
 
 def _devices_of_roles(config: RLVRConfig) -> dict[str, list[int]]:

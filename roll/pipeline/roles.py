@@ -1,7 +1,9 @@
 """The running roles of an RLVR run: started together, killed together.
 
 Starting them at once matters: each process spends seconds on imports, and the slowest one decides when the first step
-can begin. Whatever happens while they start or run, `shutdown` leaves no process behind.
+can begin. Roles that share devices load their models in turn, each gone from the devices before the next one comes:
+an engine that sizes its caches by what is free must not find a trainer there. Whatever happens while they start or run,
+`shutdown` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from roll.configs import derived
@@ -23,6 +25,7 @@ from roll.distributed.train_worker import TrainerSpec, TrainWorker
 from roll.distributed.trainers import TrainerGroup
 from roll.distributed.transports.base import TransportSpec
 from roll.distributed.worker import Worker, split_devices
+from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.preflight import Prepared
 from roll.rewards.pool import RewardPool
 from roll.tracking.run_directory import RunDirectory
@@ -32,11 +35,17 @@ class Roles:
     """Every worker process of a run."""
 
     def __init__(
-        self, prepared: Prepared, placement: Placement, run: RunDirectory, on_event: Callable[[str], None]
+        self,
+        prepared: Prepared,
+        placement: Placement,
+        locks: Mapping[str, DeviceLock],
+        run: RunDirectory,
+        on_event: Callable[[str], None],
     ) -> None:
         self._prepared = prepared
         self._config: RLVRConfig = prepared.config
         self._placement = placement
+        self._locks = locks
         self._log_dir = str(run.logs.absolute())
         self._transport = transport_spec(self._config, run)
         self._groups: list[WorkerGroup] = []
@@ -46,11 +55,11 @@ class Roles:
         self.reference: TrainerGroup | None = None
 
     async def start(self) -> None:
-        """Start every process and load every model."""
+        """Start every process and load every model. Of roles that share devices the last to load stays there."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             trainer = tasks.create_task(self._start_trainer("actor_train", config.actor_train, forward_only=False))
-            tasks.create_task(self.pool.start())
+            tasks.create_task(self._start_pool())
             reference = None
             if config.reference is not None:
                 reference = tasks.create_task(self._start_trainer("reference", config.reference, forward_only=True))
@@ -104,6 +113,11 @@ class Roles:
         )
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
+    async def _start_pool(self) -> None:
+        async with self._locks["actor_infer"].hold("actor_infer"):
+            await self.pool.start()
+            self._locks["actor_infer"].register("actor_infer", self.pool)
+
     async def _start_trainer(self, role: str, config: WorkerConfig, *, forward_only: bool) -> TrainerGroup:
         devices = parse_device_mapping(config.device_mapping)
         worker_class = self._prepared.worker_classes.get(role, TrainWorker)
@@ -117,16 +131,17 @@ class Roles:
         trainer = TrainerGroup(
             group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
         )
-        await trainer.start(
-            TrainerSpec(
-                config=config,
-                model_path=derived.model_path(self._config, config),
-                total_optimizer_steps=derived.total_optimizer_steps(self._config),
-                forward_only=forward_only,
-                seed=self._config.seed,
-                transport=self._transport,
-            )
+        spec = TrainerSpec(
+            config=config,
+            model_path=derived.model_path(self._config, config),
+            total_optimizer_steps=derived.total_optimizer_steps(self._config),
+            forward_only=forward_only,
+            seed=self._config.seed,
+            transport=self._transport,
         )
+        async with self._locks[role].hold(role):
+            await trainer.start(spec)
+            self._locks[role].register(role, trainer)
         return trainer
 
     def _start_worker(

@@ -8,8 +8,8 @@ a deadline with an error that says what became of each replica. Nothing here tal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 
@@ -44,12 +44,18 @@ class ReplicaState:
 class Router:
     """Least-loaded routing with sticky episodes. Ties go to the replica named first."""
 
-    def __init__(self, replica_ids: Iterable[str]) -> None:
-        """Replicas begin as not live; `mark_live` opens them. Raises `ValueError` without names or with equal ones."""
+    def __init__(
+        self,
+        replica_ids: Iterable[str],
+        limit: Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]] = asyncio.timeout,
+    ) -> None:
+        """Replicas begin as not live; `mark_live` opens them. ``limit`` is the clock of `acquire`'s deadlines. Raises
+        `ValueError` without names or with equal ones."""
         names = list(replica_ids)
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a router needs distinct replica names, at least one; got {names}")
         self._replicas = {name: ReplicaState() for name in names}
+        self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -119,7 +125,7 @@ class Router:
         with `forget`. Raises `NoReplica` at the deadline. Cancelled while waiting, it holds nothing.
         """
         try:
-            async with asyncio.timeout(timeout) as deadline:
+            async with self._limit(timeout) as deadline:
                 while (replica_id := self._choose(sticky_key, min_version)) is None:
                     await self._wait_for_change()
         except TimeoutError:

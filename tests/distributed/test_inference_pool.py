@@ -114,7 +114,7 @@ def test_a_request_that_cannot_be_handed_over_fails_at_once(monkeypatch):
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("slept_after", [0.5, START_SECONDS - 0.5, START_SECONDS + 0.5, START_SECONDS + 3])
+@pytest.mark.parametrize("slept_after", [0.0, 0.5, START_SECONDS - 0.5, START_SECONDS + 0.5, START_SECONDS + 3])
 @pytest.mark.parametrize("awake_after", [0.25, LOAD_SECONDS, 20.0])
 def test_devices_may_change_hands_at_any_moment_of_a_restart(monkeypatch, slept_after, awake_after):
     async def scenario():
@@ -124,9 +124,9 @@ def test_devices_may_change_hands_at_any_moment_of_a_restart(monkeypatch, slept_
             local.handles[0].kill()
             await asyncio.sleep(slept_after)
             await local.pool.offload_states()
-            awake = [handle.engine for handle in local.handles[1:] if hasattr(handle.worker, "_strategy")]
-            assert all(engine.asleep for engine in awake if engine.version or slept_after > START_SECONDS)
+            assert all(handle.engine.asleep for handle in local.handles[1:])
             await asyncio.sleep(awake_after)
+            assert all(handle.engine.asleep for handle in local.handles[1:])
             await local.pool.load_states()
             assert (await running).finish_reason == "length"
             assert not local._running.done(), local._running.exception()
@@ -136,18 +136,35 @@ def test_devices_may_change_hands_at_any_moment_of_a_restart(monkeypatch, slept_
     run_virtual(scenario())
 
 
-def test_a_replica_that_dies_on_its_way_to_sleep_is_not_taken_for_live(monkeypatch):
+def test_an_engine_that_dies_while_its_devices_are_lent_out_starts_when_they_are_back(monkeypatch):
     async def scenario():
         async with LocalPool(monkeypatch) as local:
             running = asyncio.create_task(local.pool.generate(request()))
             await asyncio.sleep(1)
             await local.pool.offload_states()
+            local.handles[0].kill()
+            await asyncio.sleep(1000)
+            assert len(local.handles) == 1
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert local.pool.restarts == 1 and local.handles[1].engine.moves == []
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_dies_on_its_way_to_sleep_is_not_taken_for_live(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
 
             def die_at_sleep(handle):
                 handle.dies_at = "sleep" if len(local.handles) == 2 else None
 
             local.prepare_next = die_at_sleep
             local.handles[0].kill()
+            await asyncio.sleep(1)
+            await local.pool.offload_states()
             await asyncio.sleep(60)
             await local.pool.load_states()
             assert (await running).finish_reason == "length"

@@ -1,5 +1,6 @@
 """Engine processes with something wrong, named in the configurations of tests as `odd_engines:Name`."""
 
+import asyncio
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from roll.distributed.infer_worker import InferWorker
 from roll.strategies.infer.base import Completion
@@ -45,10 +47,41 @@ class KilledTwice(InferWorker):
         return await super().load_weights(*args)
 
     def _die_once(self, rank):
-        marker = Path(self.identity.log_dir) / f"killed-{rank}"
-        if self.identity.rank == rank and not marker.exists():
-            marker.touch()
+        if first_time(self.identity, rank):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledTwiceWithVLLM(InferWorker):
+    """Of the first replica vLLM's process is killed while it generates, after its third version; the second one is
+    killed itself while it takes its third version. Each only once in a run."""
+
+    async def start(self, spec):
+        await super().start(spec)
+        self._loads = 0
+        self._watching = asyncio.ensure_future(self._kill_engine())
+
+    async def _kill_engine(self):
+        while self._loads < 3 or not await super().progress({}):
+            await asyncio.sleep(0)
+        if first_time(self.identity, rank=0):
+            engines = [child for child in psutil.Process().children() if child.name().startswith("VLLM::EngineCor")]
+            assert len(engines) == 1
+            engines[0].kill()
+
+    async def load_weights(self, *args):
+        self._loads += 1
+        if self._loads == 3 and first_time(self.identity, rank=1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().load_weights(*args)
+
+
+def first_time(identity, rank):
+    """Whether this is the replica ``rank`` and was not asked this before; remembered over deaths."""
+    marker = Path(identity.log_dir) / f"killed-{rank}"
+    if identity.rank != rank or marker.exists():
+        return False
+    marker.touch()
+    return True
 
 
 class ShiftedRecord(InferWorker):

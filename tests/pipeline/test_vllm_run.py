@@ -1,15 +1,12 @@
-"""A whole run with vLLM as its engine: learning, attested and compared, its engine killed on the way."""
+"""Whole runs with vLLM: learning, attested and compared, engines killed on the way, and devices shared."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from runs import run_pipeline
+from runs import FinishedRun, run_pipeline
 from tiny import CHARACTERS, make_task, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
@@ -42,55 +39,64 @@ def vllm_task(tmp_path_factory) -> Path:
     return folder
 
 
-def kill_engine_after(metrics: Path, step: int, killed: list[int]) -> None:
-    """Kill vLLM's engine process, by its id, once this step has been recorded."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) > step:
-            break
-        time.sleep(0.1)
-    for process in psutil.Process().children(recursive=True):
-        if process.name().startswith("VLLM::EngineCor") and process.parent().name().startswith("ray::"):
-            process.kill()
-            killed.append(process.pid)
-            return
-
-
-@pytest.mark.timeout(400)
-def test_a_run_with_vllm_learns_and_survives_the_death_of_its_engine(vllm_task, ray_cluster, monkeypatch):
-    config = tiny_config(
-        vllm_task,
-        max_steps=STEPS,
+def vllm_config(folder: Path, **changes):
+    return tiny_config(
+        folder,
         async_generation_ratio=1,
         actor_infer__strategy_args__strategy_name="vllm",
         actor_infer__strategy_args__strategy_config={"max_num_seqs": 64},
         actor_train__training_args__learning_rate=5e-3,
-        weight_update__canary_interval=5,
         mismatch_alarm=1e-4,
         mismatch_action="stop",
+        **changes,
     )
-    killed: list[int] = []
-    watcher: list[threading.Thread] = []
 
-    def start_watching(out: Path) -> None:
-        thread = threading.Thread(target=kill_engine_after, args=(out / "metrics.jsonl", 3, killed), daemon=True)
-        thread.start()
-        watcher.append(thread)
 
-    run = run_pipeline(vllm_task, ray_cluster, config, before=start_watching)
-    watcher[0].join(10)
+@pytest.mark.timeout(600)
+def test_a_run_with_vllm_learns_although_one_replica_dies_generating_and_one_at_an_update(vllm_task, ray_cluster):
+    config = vllm_config(
+        vllm_task,
+        max_steps=STEPS,
+        cluster__num_devices_per_node=3,
+        actor_infer__device_mapping=[1, 2],
+        actor_infer__worker_cls="odd_engines:KilledTwiceWithVLLM",
+        weight_update__canary_interval=5,
+    )
+    run = run_pipeline(vllm_task, ray_cluster, config)
     steps = run.metrics
-    assert killed and steps[-1]["engine/restarts"] == 1
+    assert {path.name for path in (run.folder / "logs").glob("killed-*")} == {"killed-0", "killed-1"}
+    assert steps[-1]["engine/restarts"] == 2
     assert len(steps) == STEPS and run.summary["status"] == "success"
-    ledger = run.summary["ledger"]
-    assert ledger["consumed"] == STEPS * 8
-    assert ledger["issued"] == ledger["consumed"] + ledger["buffered"] + ledger["in_flight"]
+    assert_balanced(run)
     compared = [row for row in read_metrics(run.folder / "metrics.jsonl") if "mismatch/canary_abs_mean" in row]
     assert len(compared) >= STEPS / 5 and all(row["mismatch/canary_abs_mean"] < 1e-5 for row in compared)
     assert max(step["lag/max"] for step in steps) == 1
     first, last = (sum(step["reward/mean"] for step in part) / 10 for part in (steps[:10], steps[-10:]))
     assert last > first + 0.15
     assert_stages_account_for_the_run(run.folder)
+
+
+@pytest.mark.timeout(300)
+def test_vllm_shares_the_device_of_the_trainer(vllm_task, ray_cluster):
+    config = vllm_config(
+        vllm_task,
+        max_steps=6,
+        cluster__num_devices_per_node=1,
+        actor_infer__device_mapping=[0],
+        weight_update__canary_interval=1,
+    )
+    run = run_pipeline(vllm_task, ray_cluster, config)
+    assert len(run.metrics) == 6 and run.summary["status"] == "success"
+    assert_balanced(run)
+    assert run.summary["lag/max"] == 1
+    assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)
+
+
+def assert_balanced(run: FinishedRun) -> None:
+    """Every batch was whole, and no group is unaccounted for."""
+    ledger = run.summary["ledger"]
+    assert ledger["consumed"] == len(run.metrics) * 8
+    assert ledger["issued"] == ledger["consumed"] + ledger["buffered"] + ledger["in_flight"]
 
 
 def assert_stages_account_for_the_run(folder: Path) -> None:

@@ -33,6 +33,11 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on to `max_new_tokens` whatever is sampled."""
 
+    @property
+    def watches_text(self) -> bool:
+        """Whether a text may end the response."""
+        return bool(self.stop_strings) and not self.ignore_eos
+
 
 @dataclass(frozen=True)
 class GenerateRequest:

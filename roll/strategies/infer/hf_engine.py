@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,7 +32,7 @@ from roll.strategies.infer.base import (
 from roll.strategies.infer.kv_cache import LENGTH_MULTIPLE, SlotCache, round_up
 from roll.strategies.infer.rows import ActiveRequest, RequestTable
 from roll.strategies.infer.sampling import RowSampling, counter_uniforms, sample
-from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
+from roll.strategies.infer.stop_strings import StopStrings
 from roll.strategies.weights import copy_with_checksum, tensor_checksum, views
 
 _ROW_MULTIPLE = 8
@@ -88,7 +88,7 @@ class HFEngine:
         model: PreTrainedModel,
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
-        load_tokenizer: Callable[[], Decoder],
+        stop_strings: StopStrings,
     ) -> None:
         self.version = 0
         self.counters = EngineCounters()
@@ -96,8 +96,7 @@ class HFEngine:
         self._device = model.device
         self._limits = limits
         self._eos_token_ids = tuple(eos_token_ids)
-        self._load_tokenizer = load_tokenizer
-        self._tokenizer: Decoder | None = None
+        self._stop_strings = stop_strings
         config = model.config.get_text_config(decoder=True)
         self._vocabulary = config.vocab_size
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
@@ -139,8 +138,7 @@ class HFEngine:
         it; other requests are not touched."""
         check_request(request, self._limits.max_length, self._vocabulary)
         active = ActiveRequest(key, request, streaming)
-        if request.sampling.stop_strings and not request.sampling.ignore_eos:
-            active.matcher = self._stop_string_matcher(request)
+        active.matcher = self._stop_strings.matcher(request)
         self._waiting.append(active)
 
     def abort(self, keys: Iterable[int]) -> None:
@@ -271,20 +269,6 @@ class HFEngine:
         logprobs = np.zeros(len(token_ids), dtype=np.float32)
         logprobs[1:] = token_logprobs(logits, tokens[1:]).cpu().numpy()
         return logprobs
-
-    def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher:
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = self._load_tokenizer()
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
-                    f"{error}"
-                ) from error
-        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
-        if request.first_token_index:
-            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
-        return matcher
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, first come first served, and prefill their prompts together."""

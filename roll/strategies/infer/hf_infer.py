@@ -28,8 +28,10 @@ from roll.strategies.infer.base import (
 )
 from roll.strategies.infer.engine_thread import EngineReport, EngineThread, engine_failed_from
 from roll.strategies.infer.hf_engine import EngineLimits, HFEngine, StagedWeights
-from roll.strategies.infer.hf_model import ModelSpec, default_eos_token_ids, load_model, load_tokenizer
+from roll.strategies.infer.hf_model import load_model
 from roll.strategies.infer.hf_options import HFInferConfig
+from roll.strategies.infer.model_facts import ModelSpec, eos_token_ids, load_tokenizer
+from roll.strategies.infer.stop_strings import StopStrings
 
 
 @dataclass
@@ -190,13 +192,13 @@ class HFInferStrategy:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         model = load_model(self._spec)
-        eos_token_ids = self._eos_token_ids
-        if eos_token_ids is None:
-            eos_token_ids = default_eos_token_ids(model, self._spec)
+        end_tokens = self._eos_token_ids
+        if end_tokens is None:
+            end_tokens = eos_token_ids(self._spec, model.config)
         limits = EngineLimits(
             self._spec.max_length, self._config.max_running_requests, self._config.max_prefill_tokens
         )
-        return HFEngine(model, limits, eos_token_ids, lambda: load_tokenizer(self._spec))
+        return HFEngine(model, limits, end_tokens, StopStrings(lambda: load_tokenizer(self._spec)))
 
     def _live_thread(self) -> EngineThread:
         if self._thread is None:

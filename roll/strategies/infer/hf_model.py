@@ -7,30 +7,16 @@ longest sequence) are refused by name before anything is generated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.strategies.infer.attention import SLOT_SDPA, register_slot_sdpa
+from roll.strategies.infer.model_facts import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Which model, where and how."""
-
-    model_path: str
-    device: str
-    dtype: str
-    attn_implementation: str
-    max_length: int
-    trust_remote_code: bool = False
 
 
 def load_model(spec: ModelSpec) -> PreTrainedModel:
@@ -88,27 +74,6 @@ def check_supported(model: PreTrainedModel, max_length: int) -> None:
             f"{max_length} tokens are more than the model's {config.max_position_embeddings} positions",
             f"at most {config.max_position_embeddings}",
         )
-
-
-def default_eos_token_ids(model: PreTrainedModel, spec: ModelSpec) -> tuple[int, ...]:
-    """End tokens: of the generation configuration, else of the model configuration, else of the tokenizer."""
-    for eos in (model.generation_config.eos_token_id, model.config.get_text_config(decoder=True).eos_token_id):
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    try:
-        tokenizer = load_tokenizer(spec)
-    except (OSError, ValueError):
-        return ()
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-
-
-def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model. Raises ``OSError`` or ``ValueError`` if there is none (transformers itself would
-    make up an empty one for a folder without)."""
-    folder = Path(spec.model_path)
-    if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
-        raise OSError(f"{folder} holds no tokenizer_config.json")
-    return AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
 
 
 def _problem(path: str, message: str, remedy: str) -> ConfigError:

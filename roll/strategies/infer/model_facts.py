@@ -1,13 +1,35 @@
 """What can be known of a model from its files, without loading its weights.
 
 Names and shapes come from the transformers class on the meta device, which is what a trainer publishes; end tokens come
-from where transformers would look for them.
+from where transformers would look for them, so that every engine ends a response at the same ones.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, where and how."""
+
+    model_path: str
+    device: str
+    dtype: str
+    attn_implementation: str
+    max_length: int
+    trust_remote_code: bool = False
 
 
 def load_config(model_path: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -22,18 +44,33 @@ def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def eos_token_ids(model_path: str, config: PretrainedConfig) -> tuple[int, ...]:
-    """End tokens: of the generation configuration, else of the model configuration; empty if neither names one."""
-    candidates = []
-    try:
-        candidates.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
-    except OSError:
-        pass  # A model without generation_config.json is complete.
-    candidates.append(config.get_text_config(decoder=True).eos_token_id)
-    for eos in candidates:
+def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
+    """End tokens: of the generation configuration, else of the model configuration, else of the tokenizer; empty if
+    none of them names one."""
+    for eos in (_generation_eos(spec.model_path), config.get_text_config(decoder=True).eos_token_id):
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    return ()
+    try:
+        tokenizer = load_tokenizer(spec)
+    except (OSError, ValueError):
+        return ()
+    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+
+def _generation_eos(model_path: str) -> int | list[int] | None:
+    try:
+        return GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        return None  # A model without generation_config.json is complete.
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model. Raises ``OSError`` or ``ValueError`` if there is none (transformers itself would
+    make up an empty one for a folder without)."""
+    folder = Path(spec.model_path)
+    if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
+        raise OSError(f"{folder} holds no tokenizer_config.json")
+    return AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:

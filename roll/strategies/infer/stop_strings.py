@@ -6,8 +6,10 @@ several tokens; so a few tokens before the new ones are decoded along, and unfin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
+
+from roll.strategies.infer.base import GenerateRequest
 
 _UNFINISHED = "\ufffd"
 
@@ -42,3 +44,29 @@ class StopStringMatcher:
             self._context_start, self._settled = self._settled, len(self._token_ids)
             self._tail = recent[max(len(recent) - self._tail_length, 0) :]
         return matched
+
+
+class StopStrings:
+    """The matchers of an engine's requests; the tokenizer is loaded for the first that needs one."""
+
+    def __init__(self, load_tokenizer: Callable[[], Decoder]) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Decoder | None = None
+
+    def matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
+        """A matcher that has seen what earlier attempts produced; None if no text may end the response. Raises
+        ``ValueError`` if the model has no tokenizer."""
+        if not request.sampling.watches_text:
+            return None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._load_tokenizer()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
+                    f"{error}"
+                ) from error
+        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
+        if request.first_token_index:
+            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
+        return matcher

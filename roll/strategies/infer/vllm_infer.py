@@ -33,12 +33,18 @@ from roll.strategies.infer.base import (
 )
 from roll.strategies.infer.busy_clock import BusyClock
 from roll.strategies.infer.hf_engine import check_request
-from roll.strategies.infer.hf_model import ModelSpec, load_tokenizer
-from roll.strategies.infer.model_facts import cache_bytes_per_token, eos_token_ids, load_config, parameter_shapes
-from roll.strategies.infer.stop_strings import Decoder, StopStringMatcher
+from roll.strategies.infer.model_facts import (
+    ModelSpec,
+    cache_bytes_per_token,
+    eos_token_ids,
+    load_config,
+    load_tokenizer,
+    parameter_shapes,
+)
+from roll.strategies.infer.stop_strings import StopStrings
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE, WEIGHT_BACKENDS, engine_arguments
 from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare
-from roll.strategies.infer.vllm_requests import prompt_input, sampling_params, watches_strings
+from roll.strategies.infer.vllm_requests import prompt_input, sampling_params
 from roll.strategies.infer.vllm_response import Response
 
 if TYPE_CHECKING:
@@ -90,7 +96,7 @@ class VLLMInferStrategy:
         self._asleep = False
         self._version = 0
         self._prepared: Prepared | None = None
-        self._tokenizer: Decoder | None = None
+        self._stop_strings = StopStrings(lambda: load_tokenizer(self._spec))
         self._generated_tokens = 0
         self._clock = BusyClock()
 
@@ -103,7 +109,7 @@ class VLLMInferStrategy:
         self._shapes = parameter_shapes(config, spec.trust_remote_code)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
         if self._eos_token_ids is None:
-            self._eos_token_ids = eos_token_ids(spec.model_path, config)
+            self._eos_token_ids = eos_token_ids(spec, config)
         arguments = engine_arguments(
             self._strategy_config,
             model_path=spec.model_path,
@@ -326,7 +332,7 @@ class VLLMInferStrategy:
             raise ValueError(f"request {name!r} cannot run: another one with this id is running")
         check_request(request, self._spec.max_length, self._vocabulary)
         params = sampling_params(request, self._eos_token_ids)
-        matcher = self._stop_string_matcher(request)
+        matcher = self._stop_strings.matcher(request)
         self._known.add(name)
         had_a_place = False
         try:
@@ -372,22 +378,6 @@ class VLLMInferStrategy:
                         return
         except _vllm_failures() as error:
             raise _engine_failed(engine, error) from error
-
-    def _stop_string_matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
-        if not watches_strings(request.sampling):
-            return None
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = load_tokenizer(self._spec)
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
-                    f"{error}"
-                ) from error
-        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
-        if request.first_token_index:
-            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
-        return matcher
 
     async def _drain(self, engine: AsyncLLM) -> None:
         """Wait until what runs has ended, unless somebody interrupts."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from roll.data.seeds import derive_seed
-from roll.strategies.infer.base import GenerateRequest, SamplingParams
+from roll.strategies.infer.base import GenerateRequest
 from roll.strategies.infer.vllm_options import stream_interval
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> V
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=stream_interval(watches_strings(sampling)),
+        stream_interval=stream_interval(sampling.watches_text),
     )
 
 
@@ -49,11 +49,6 @@ def prompt_input(request: GenerateRequest, version: int) -> TokensInput:
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(request.prompt_token_ids.tolist(), cache_salt=f"version {version}")
-
-
-def watches_strings(sampling: SamplingParams) -> bool:
-    """Whether a text may end the response."""
-    return bool(sampling.stop_strings) and not sampling.ignore_eos
 
 
 def _seed(request: GenerateRequest) -> int:

@@ -7,7 +7,9 @@ import numpy as np
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
 from roll.strategies.infer.hf_engine import EngineLimits, HFEngine
 from roll.strategies.infer.hf_infer import HFInferStrategy
-from roll.strategies.infer.hf_model import ModelSpec, load_model
+from roll.strategies.infer.hf_model import load_model
+from roll.strategies.infer.model_facts import ModelSpec
+from roll.strategies.infer.stop_strings import StopStrings
 
 VOCABULARY = 40
 EOS = 1
@@ -31,7 +33,7 @@ def make_strategy(path: str, max_length: int = 128, eos_token_ids=(EOS,), **stra
 
 def make_engine(path: str, max_length: int = 128, rows: int = 64, prefill: int = 1024, attention: str = "sdpa"):
     model = load_model(ModelSpec(path, "cpu", "float32", attention, max_length))
-    return HFEngine(model, EngineLimits(max_length, rows, prefill), (EOS,), no_tokenizer)
+    return HFEngine(model, EngineLimits(max_length, rows, prefill), (EOS,), StopStrings(no_tokenizer))
 
 
 def make_request(name: str, prompt, max_new_tokens: int = 16, first_token_index: int = 0, **sampling):

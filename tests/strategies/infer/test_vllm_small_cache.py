@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import torch
 
-from tests.strategies.infer.vllm_helpers import RunningEngine, assert_close, make_model, request
+from tests.strategies.infer.vllm_helpers import PLACES, RunningEngine, assert_close, buckets_of, make_model, request
 
 BLOCK_TOKENS = 128
 
@@ -28,12 +28,21 @@ def test_requests_that_vllm_itself_had_queued_see_nothing_that_old_weights_compu
         ]
         while not any(len(each.token_ids) > 4 for each in engine.strategy._running.values()):
             await asyncio.sleep(0.002)
-        assert not all(each.token_ids for each in engine.strategy._running.values())
-        await engine.load(second, 1, "keep")
-        return await asyncio.gather(*running)
+        queued = [name for name, each in engine.strategy._running.items() if not each.token_ids]
+        await engine.strategy.prepare_weights(buckets_of(second), 1)
+        await engine.strategy.pause("keep")
+        await engine.strategy.load_weights(1)
+        # They are to begin again; what is aborted now must not.
+        await engine.strategy.abort(queued[-2:])
+        await engine.strategy.resume()
+        return queued, await asyncio.gather(*running)
 
-    completions = engine.run(scenario)
+    queued, completions = engine.run(scenario)
+    assert engine.strategy._gate._free == PLACES
     engine.close()
+    aborted = [each for each in completions if each.request_id in queued[-2:]]
+    assert [(each.finish_reason, len(each.token_ids)) for each in aborted] == [("abort", 0)] * 2
+    completions = [each for each in completions if each.request_id not in queued[-2:]]
     late = [each for each in completions if set(each.versions) == {1}]
     assert len(late) > 3
     for completion in completions:
