@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll.algorithms.moments import Groups, RunningMoments, group_deviation, group_mean, group_range, group_tensor
 
-MomentsOf = Literal["none", "batch", "group", "running"]
+MomentsOf = Literal["none", "batch", "group", "tag", "running"]
 """Whose mean or deviation rewards are normalised by."""
 
 
@@ -82,6 +82,7 @@ def shape_rewards(
     truncated: Tensor,
     settings: RewardShaping,
     running: RunningMoments | None = None,
+    tags: Groups | None = None,
 ) -> ShapedRewards:
     """Clip, length penalty, normalise; and the masks, from raw scores. All tensors ``[batch]``.
 
@@ -103,7 +104,7 @@ def shape_rewards(
     if "running" in (settings.mean, settings.std) and running is not None:
         running.update(rewards)
         metrics |= {"running_mean": running.mean, "running_std": running.deviation}
-    rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, settings.eps)
+    rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, settings.eps, tags)
     keep = _kept(scores, numbers, truncated, settings)
     if settings.drop_truncated or settings.drop_zero_variance or settings.difficulty is not None:
         metrics["kept_share"] = _mean(keep)
@@ -124,13 +125,14 @@ def normalize_rewards(
     std: MomentsOf = "none",
     running: RunningMoments | None = None,
     eps: float = 1e-6,
+    tags: Groups | None = None,
 ) -> Tensor:
     """(reward - mean) / (deviation + eps), ``[batch]``, each of the two taken from its own place.
 
     ``none`` subtracts 0, or divides by nothing. Deviations are unbiased (n - 1). Where the deviation is 0 (a group of
     one, equal rewards) nothing can be told apart, and the result is exactly 0 whatever the mean. ``running`` is only
-    read. float64 if the rewards are, else float32. ``ValueError`` for an unknown place, for running moments that are
-    missing or have seen nothing, or ``eps`` <= 0.
+    read, ``tag`` takes the samples of equal ``tags``. float64 if the rewards are, else float32. ``ValueError`` for an
+    unknown place, for running moments that are missing or have seen nothing, for missing tags, or ``eps`` <= 0.
     """
     if not eps > 0:
         raise ValueError(f"eps must be above 0, not {eps}")
@@ -138,9 +140,9 @@ def normalize_rewards(
     values = rewards.detach().double()
     result = values
     if mean != "none":
-        result = values - _moments(mean, values, numbers, running)[0]
+        result = values - _moments(mean, values, numbers, running, tags)[0]
     if std != "none":
-        deviation = _moments(std, values, numbers, running)[1]
+        deviation = _moments(std, values, numbers, running, tags)[1]
         result = torch.where(deviation > 0, result / (deviation + eps), torch.zeros_like(result))
     return result.to(_result_dtype(rewards))
 
@@ -212,15 +214,20 @@ def _kept(scores: Tensor, groups: Tensor, truncated: Tensor, settings: RewardSha
     return keep
 
 
-def _moments(of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None) -> tuple[Tensor, Tensor]:
+def _moments(
+    of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None, tags: Groups | None
+) -> tuple[Tensor, Tensor]:
     """Mean and deviation for each value, ``[batch]``."""
     if of == "running":
         if running is None or running.count == 0:
             raise ValueError("running moments are asked for, but there are none yet")
         return torch.full_like(values, running.mean), torch.full_like(values, running.deviation)
-    if of not in ("batch", "group"):
-        raise ValueError(f"unknown moments {of!r}; valid: none, batch, group, running")
-    together = groups if of == "group" else torch.zeros_like(groups)
+    if of not in ("batch", "group", "tag"):
+        raise ValueError(f"unknown moments {of!r}; valid: none, batch, group, tag, running")
+    if of == "tag" and tags is None:
+        raise ValueError("moments by tag are asked for, but no tags are given")
+    together = {"batch": torch.zeros_like(groups), "group": groups, "tag": tags}[of]
+    together = group_tensor(together, values)
     return group_mean(values, together), group_deviation(values, together)
 
 

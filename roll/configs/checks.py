@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from roll.configs import rules_data, rules_devices, rules_keys, rules_training
+from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_training
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import PipelineConfig, RLVRConfig
+from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 
-Rule = Callable[[RLVRConfig], Iterator[ConfigProblem]]
-
-RULES: tuple[Rule, ...] = (
+COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
     rules_keys.unread_keys_are_left_alone,
     rules_keys.inert_keys_are_left_alone,
     rules_keys.roll_names_fit,
@@ -24,10 +23,6 @@ RULES: tuple[Rule, ...] = (
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
     rules_data.models_exist,
-    rules_data.prompts_exist,
-    rules_data.prompt_settings_fit,
-    rules_data.rewards_are_complete,
-    rules_data.validation_is_complete,
     rules_devices.cluster_can_be_reached,
     rules_devices.gpus_are_visible,
     rules_devices.devices_exist,
@@ -47,32 +42,51 @@ RULES: tuple[Rule, ...] = (
     rules_training.schedule_is_clear,
     rules_training.mismatch_can_be_measured,
 )
+RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
+    rules_keys.inert_rlvr_keys_are_left_alone,
+    rules_data.prompts_exist,
+    rules_data.prompt_settings_fit,
+    rules_data.rewards_are_complete,
+    rules_data.validation_is_complete,
+)
+AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = (
+    rules_keys.inert_agentic_keys_are_left_alone,
+    rules_envs.environments_are_named,
+    rules_envs.tags_are_known,
+    rules_envs.groups_are_enough,
+    rules_envs.turns_fit,
+    rules_envs.validation_is_complete,
+)
+OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": RLVR_RULES,
+    "agentic": AGENTIC_RULES,
+}
 
 
-def check_config(config: PipelineConfig) -> RLVRConfig:
+def check_config(config: PipelineConfig) -> PipelineConfig:
     """The configuration, if it can work; else `ConfigError` with every reason. Reads files and the environment only."""
-    if not isinstance(config, RLVRConfig):
-        message = f"the pipeline `{config.pipeline}` is not part of this version; only its keys are known"
-        raise ConfigError([ConfigProblem("pipeline", message, "use `rlvr`, the pipeline that is available")])
     problems = list(rules_keys.numbers_are_in_range(config))
     sane = _with_defaults_at(config, [problem.path for problem in problems])
     reported = {problem.path for problem in problems}
-    problems += [problem for rule in RULES for problem in rule(sane) if problem.path not in reported]
+    rules = (*COMMON_RULES, *OWN_RULES[config.pipeline])
+    problems += [problem for rule in rules for problem in rule(sane) if problem.path not in reported]
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def config_warnings(config: RLVRConfig) -> list[str]:
+def config_warnings(config: PipelineConfig) -> list[str]:
     """What works but is often not meant, for a configuration that passed `check_config`."""
+    own = rules_envs.env_warnings(config) if isinstance(config, AgenticConfig) else rules_data.data_warnings(config)
     return [
         *rules_devices.device_warnings(config),
-        *rules_data.data_warnings(config),
+        *own,
+        *rules_data.model_warnings(config),
         *rules_training.training_warnings(config),
     ]
 
 
-def _with_defaults_at(config: RLVRConfig, paths: list[str]) -> RLVRConfig:
+def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:
     """A copy with the numbers at ``paths`` back at their defaults, so that the other rules can do arithmetic."""
     sane = copy.deepcopy(config)
     for path in paths:

@@ -11,63 +11,71 @@ import sys
 from typing import Any
 
 from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.schema import ROLES, ROLL_KNOBS, RLVRConfig, WorkerConfig
+from roll.configs.schema import (
+    ROLES,
+    ROLL_KNOBS,
+    AgenticConfig,
+    EnvManagerConfig,
+    PipelineConfig,
+    ValidationSettings,
+    WorkerConfig,
+)
 
 MEBIBYTE = 1024 * 1024
 LONGEST_CANARY = 64
 """Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
 
 
-def present_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """The roles of this run that own devices, by name."""
     roles = dict(zip(ROLES, (config.actor_train, config.actor_infer, config.reference), strict=True))
     return {name: role for name, role in roles.items() if role is not None}
 
 
-def uses_kl(config: RLVRConfig) -> bool:
+def uses_kl(config: PipelineConfig) -> bool:
     """Whether a term needs the reference policy."""
     return config.use_kl_loss or config.add_token_level_kl
 
 
-def pg_variant_args(config: RLVRConfig) -> dict[str, Any]:
+def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:
     """Knobs of the policy loss: `pg_variant_args` and what stands under ROLL's names."""
     given = {knob: vars(config.actor_train)[name] for name, (_, knob) in ROLL_KNOBS.items()}
     return {**config.actor_train.pg_variant_args, **{knob: value for knob, value in given.items() if value is not None}}
 
 
-def may_be_stale(config: RLVRConfig) -> bool:
+def may_be_stale(config: PipelineConfig) -> bool:
     """Whether a token can be older than the weights that train on it."""
     return least_staleness(config) > 0
 
 
-def model_path(config: RLVRConfig, role: WorkerConfig) -> str:
+def model_path(config: PipelineConfig, role: WorkerConfig) -> str:
     """Folder or hub name of a role's model."""
     return role.model_args.model_name_or_path or config.pretrain
 
 
-def total_devices(config: RLVRConfig) -> int:
+def total_devices(config: PipelineConfig) -> int:
     """Devices of the cluster; they are numbered from 0."""
     return config.cluster.num_nodes * config.cluster.num_devices_per_node
 
 
-def train_ranks(config: RLVRConfig) -> int:
+def train_ranks(config: PipelineConfig) -> int:
     """Ranks of the trainer, one per device."""
     return len(parse_device_mapping(config.actor_train.device_mapping))
 
 
-def engine_replicas(config: RLVRConfig) -> int:
+def engine_replicas(config: PipelineConfig) -> int:
     """Generation engines, each on ``num_gpus_per_engine`` devices."""
     return len(parse_device_mapping(config.actor_infer.device_mapping)) // config.actor_infer.num_gpus_per_engine
 
 
-def shares_devices(config: RLVRConfig, role: str) -> bool:
+def shares_devices(config: PipelineConfig, role: str) -> bool:
     """Whether another role uses a device of this one."""
     mappings = {name: set(parse_device_mapping(each.device_mapping)) for name, each in present_roles(config).items()}
     own = mappings.pop(role)
     return any(own & others for others in mappings.values())
 
 
-def weight_transport(config: RLVRConfig, platform: str = sys.platform) -> str:
+def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> str:
     """How weights travel, `auto` resolved: through shared memory where one Linux node has trainer and engines."""
     chosen = config.weight_update.transport
     if chosen != "auto":
@@ -75,64 +83,106 @@ def weight_transport(config: RLVRConfig, platform: str = sys.platform) -> str:
     return "shared_memory" if platform == "linux" and len(publication_nodes(config)) == 1 else "object_store"
 
 
-def publication_nodes(config: RLVRConfig) -> set[int]:
+def publication_nodes(config: PipelineConfig) -> set[int]:
     """Nodes between which weights travel."""
     mappings = (config.actor_train.device_mapping, config.actor_infer.device_mapping)
     devices = [device for mapping in mappings for device in parse_device_mapping(mapping)]
     return {device // config.cluster.num_devices_per_node for device in devices}
 
 
-def gather_bucket_bytes(config: RLVRConfig) -> int:
+def gather_bucket_bytes(config: PipelineConfig) -> int:
     """Largest bucket that the trainer packs."""
     return max(1, int(config.weight_update.param_update_gather_bucket_size_mb * MEBIBYTE))
 
 
-def load_bucket_bytes(config: RLVRConfig) -> int:
+def load_bucket_bytes(config: PipelineConfig) -> int:
     """Most bytes that an engine is handed at a time."""
     return max(1, int(config.weight_update.param_update_load_bucket_size_mb * MEBIBYTE))
 
 
-def samples_per_step(config: RLVRConfig) -> int:
-    """Samples of one training step: prompts times samples per prompt."""
-    return config.rollout_batch_size * config.num_return_sequences_in_group
+def group_size(config: PipelineConfig) -> int:
+    """Samples of one group: responses to a prompt, or episodes of a seed."""
+    if isinstance(config, AgenticConfig):
+        return config.train_env_manager.group_size
+    return config.num_return_sequences_in_group
 
 
-def optimizer_batch_size(config: RLVRConfig) -> int:
-    """Samples of one optimizer step over all ranks; those of a training step unless accumulation is configured."""
+def group_size_key(config: PipelineConfig) -> str:
+    """The key that sets it."""
+    return "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group"
+
+
+def samples_per_step(config: PipelineConfig) -> int:
+    """Samples (or episodes) of one training step: groups times samples per group."""
+    return config.rollout_batch_size * group_size(config)
+
+
+def counts_steps(config: PipelineConfig) -> bool:
+    """Whether episodes may fall into as many samples as they have turns, so that a batch has no fixed number."""
+    return isinstance(config, AgenticConfig) and any(
+        env.env_manager_cls != "trajectory" for env in config.custom_envs.values()
+    )
+
+
+def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int]:
+    """Tag -> its share of successive groups, in order."""
+    tags = manager.tags or list(config.custom_envs)
+    return dict(zip(tags, manager.num_groups_partition or [1] * len(tags), strict=True))
+
+
+def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
+    """Sampling of validation; None without it."""
+    if isinstance(config, AgenticConfig):
+        return config.validation if config.val_env_manager is not None else None
+    return config.validation
+
+
+def reward_weights(config: AgenticConfig, counted_in_turns: bool) -> tuple[float, float]:
+    """Weights of the episode's reward and of the rewards of its turns, for an estimator that counts in turns or not."""
+    episode, step = config.episode_reward_weight, config.step_reward_weight
+    defaults = (0.0, 1.0) if counted_in_turns else (1.0, 0.0)
+    return (defaults[0] if episode is None else episode, defaults[1] if step is None else step)
+
+
+def optimizer_batch_size(config: PipelineConfig, samples: int | None = None) -> int:
+    """Samples of one optimizer step over all ranks; unless accumulation is configured those of a training step, whose
+    number may be given where it is not fixed."""
     arguments = config.actor_train.training_args
     if arguments.gradient_accumulation_steps is None:
-        return samples_per_step(config)
+        return samples_per_step(config) if samples is None else samples
     return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * train_ranks(config)
 
 
-def optimizer_steps_per_step(config: RLVRConfig) -> int:
+def optimizer_steps_per_step(config: PipelineConfig) -> int:
     """Optimizer steps of one training step, all epochs together."""
     return samples_per_step(config) // optimizer_batch_size(config) * config.ppo_epochs
 
 
-def total_optimizer_steps(config: RLVRConfig) -> int:
+def total_optimizer_steps(config: PipelineConfig) -> int:
     """Optimizer steps of the run: the length of the learning rate schedule."""
     return config.max_steps * optimizer_steps_per_step(config)
 
 
-def warmup_steps(config: RLVRConfig) -> int:
+def warmup_steps(config: PipelineConfig) -> int:
     """Optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
     arguments = config.actor_train.training_args
     return arguments.warmup_steps or round(arguments.warmup_ratio * total_optimizer_steps(config))
 
 
-def sequence_length(config: RLVRConfig) -> int:
+def sequence_length(config: PipelineConfig) -> int:
     """Longest prompt plus response in tokens."""
     longest = config.prompt_length + config.response_length
     return longest if config.sequence_length is None else min(config.sequence_length, longest)
 
 
-def max_new_tokens(config: RLVRConfig) -> int:
+def max_new_tokens(config: PipelineConfig) -> int:
     """Longest training response in tokens. A long prompt may leave less: see `sequence_length`."""
+    if isinstance(config, AgenticConfig):
+        return config.response_length
     return config.actor_infer.generating_args.max_new_tokens or config.response_length
 
 
-def least_staleness(config: RLVRConfig) -> int:
+def least_staleness(config: PipelineConfig) -> int:
     """Smallest bound under which a run can go on: ceil(async_generation_ratio) + interval_steps - 1.
 
     A group may start ceil(ratio) steps before it is trained on, with weights up to interval_steps - 1 versions old.
@@ -140,33 +190,33 @@ def least_staleness(config: RLVRConfig) -> int:
     return math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps - 1
 
 
-def resolved_max_staleness(config: RLVRConfig) -> int:
+def resolved_max_staleness(config: PipelineConfig) -> int:
     """Oldest token trained on, in policy versions."""
     return least_staleness(config) if config.max_staleness is None else config.max_staleness
 
 
-def resolved_consumption(config: RLVRConfig) -> str:
+def resolved_consumption(config: PipelineConfig) -> str:
     """``fifo`` or ``ready_first``."""
     return config.consumption or ("ready_first" if config.async_generation_ratio > 0 else "fifo")
 
 
-def groups_ahead(config: RLVRConfig) -> int:
+def groups_ahead(config: PipelineConfig) -> int:
     """Groups in flight beyond the batch being trained: ratio times batch, rounded up."""
     return math.ceil(config.async_generation_ratio * config.rollout_batch_size)
 
 
-def truncates_sampling(config: RLVRConfig) -> bool:
+def truncates_sampling(config: PipelineConfig) -> bool:
     """Whether training samples from less than the whole distribution, of which the trainer knows nothing."""
     sampling = config.actor_infer.generating_args
     return sampling.top_p < 1 or sampling.top_k > 0
 
 
-def canary_length(config: RLVRConfig) -> int:
+def canary_length(config: PipelineConfig) -> int:
     """Tokens of a canary sequence; some engines want room for one token more."""
     return min(LONGEST_CANARY, sequence_length(config) - 1)
 
 
-def canary_tolerance(config: RLVRConfig) -> float:
+def canary_tolerance(config: PipelineConfig) -> float:
     """Largest mean absolute difference of canary log-probabilities, in nats per token."""
     if config.weight_update.canary_tolerance is not None:
         return config.weight_update.canary_tolerance
@@ -174,7 +224,7 @@ def canary_tolerance(config: RLVRConfig) -> float:
     return 1e-3 if dtypes == {"float32"} else 0.1
 
 
-def validation_count(config: RLVRConfig) -> int:
+def validation_count(config: PipelineConfig) -> int:
     """How often validation runs: before the first step, every `eval_steps`, and after the last."""
     if config.eval_steps == 0:
         return 0

@@ -13,7 +13,7 @@ from roll.configs import derived
 from roll.configs.checks import config_warnings
 from roll.configs.device_mapping import compact, parse_device_mapping
 from roll.configs.rules_data import files_of
-from roll.configs.schema import DataArguments, RLVRConfig, WorkerConfig
+from roll.configs.schema import AgenticConfig, DataArguments, EnvManagerConfig, PipelineConfig, WorkerConfig
 from roll.configs.wording import count
 
 
@@ -45,6 +45,8 @@ class Plan:
     validation_data: str
     prompts_per_step: int
     samples_per_prompt: int
+    words: tuple[str, str]
+    """What a group starts from, and what it is made of."""
     samples_per_step: int
     optimizer_batch_size: int
     optimizer_steps_per_step: int
@@ -68,18 +70,18 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
 
-def plan(config: RLVRConfig) -> Plan:
+def plan(config: PipelineConfig) -> Plan:
     """The numbers of a configuration that passed `check_config`."""
-    validation = config.validation
     return Plan(
         exp_name=config.exp_name,
         device=config.cluster.device,
         devices=derived.total_devices(config),
         roles=[_role_plan(config, name, role) for name, role in derived.present_roles(config).items()],
-        training_data=_sources(config.actor_train.data_args),
-        validation_data=_sources(validation.data_args) if validation is not None else "",
+        training_data=_training_data(config),
+        validation_data=_validation_data(config),
         prompts_per_step=config.rollout_batch_size,
-        samples_per_prompt=config.num_return_sequences_in_group,
+        samples_per_prompt=derived.group_size(config),
+        words=("seed", "episode") if isinstance(config, AgenticConfig) else ("prompt", "sample"),
         samples_per_step=derived.samples_per_step(config),
         optimizer_batch_size=derived.optimizer_batch_size(config),
         optimizer_steps_per_step=derived.optimizer_steps_per_step(config),
@@ -104,7 +106,7 @@ def plan(config: RLVRConfig) -> Plan:
     )
 
 
-def _role_plan(config: RLVRConfig, name: str, role: WorkerConfig) -> RolePlan:
+def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig) -> RolePlan:
     owned = {
         other: parse_device_mapping(section.device_mapping) for other, section in derived.present_roles(config).items()
     }
@@ -118,6 +120,32 @@ def _role_plan(config: RLVRConfig, name: str, role: WorkerConfig) -> RolePlan:
         workers=derived.engine_replicas(config) if generates else len(devices),
         worker_word="replica" if generates else "rank",
         shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
+    )
+
+
+def _training_data(config: PipelineConfig) -> str:
+    if isinstance(config, AgenticConfig):
+        return _environments(config, config.train_env_manager)
+    return _sources(config.actor_train.data_args)
+
+
+def _validation_data(config: PipelineConfig) -> str:
+    if isinstance(config, AgenticConfig):
+        manager = config.val_env_manager
+        if manager is None:
+            return ""
+        groups, size = manager.num_env_groups or 0, manager.group_size
+        return f"{count(groups, 'seed')} x {count(size, 'episode')}: {_environments(config, manager)}"
+    return _sources(config.validation.data_args) if config.validation is not None else ""
+
+
+def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:
+    shares = derived.used_tags(config, manager)
+    whole = sum(shares.values())
+    kinds = {tag: config.custom_envs[tag] for tag in shares}
+    return ", ".join(
+        f"{tag} ({kind.env_type}, {shares[tag]} of {count(whole, 'group')}, up to {count(kind.max_steps, 'turn')})"
+        for tag, kind in kinds.items()
     )
 
 
@@ -156,8 +184,8 @@ def _role_text(role: RolePlan) -> str:
 
 def _batch_text(plan: Plan) -> str:
     return (
-        f"{count(plan.prompts_per_step, 'prompt')} x {count(plan.samples_per_prompt, 'sample')} = "
-        f"{count(plan.samples_per_step, 'sample')} a step; "
+        f"{count(plan.prompts_per_step, plan.words[0])} x {count(plan.samples_per_prompt, plan.words[1])} = "
+        f"{count(plan.samples_per_step, plan.words[1])} a step; "
         f"{count(plan.optimizer_steps_per_step // plan.epochs, 'optimizer step')} of {plan.optimizer_batch_size:,}"
         + (f", {plan.epochs} epochs" if plan.epochs > 1 else "")
     )

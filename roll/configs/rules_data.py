@@ -10,7 +10,14 @@ from pathlib import Path
 from roll.configs.derived import model_path, present_roles
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_keys import IMPORT_PATH
-from roll.configs.schema import BUILTIN_VERIFIERS, DataArguments, GeneratingArguments, ReasoningGymSource, RLVRConfig
+from roll.configs.schema import (
+    BUILTIN_VERIFIERS,
+    DataArguments,
+    GeneratingArguments,
+    PipelineConfig,
+    ReasoningGymSource,
+    RLVRConfig,
+)
 from roll.configs.wording import choose_among, count, shown
 
 TRAIN_DATA = "actor_train.data_args"
@@ -29,7 +36,7 @@ def tags_of(name: str, tag_included: list[str]) -> list[str]:
     return tag_included or [name]
 
 
-def models_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Each model that is a folder has its files. A hub name is tried when the model loads."""
     if not config.pretrain and not all(model_path(config, role) for role in present_roles(config).values()):
         yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
@@ -191,9 +198,7 @@ def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "validation", "has no effect: eval_steps is 0", "set `eval_steps` to how often, or remove this section"
         )
-    sampling = config.validation.generating_args
-    if sampling.temperature == 0:
-        yield from _greedy_is_plain(sampling)
+    yield from greedy_is_plain(config.validation.generating_args)
     trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
     for index, source in enumerate(config.validation.data_args.reasoning_gym):
         if source.dataset and (source.dataset, source.config, source.seed) in trained:
@@ -202,13 +207,22 @@ def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{VALIDATION_DATA}.reasoning_gym[{index}].seed", message, remedy)
 
 
-def _greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
+def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
+    """Greedy validation sets nothing that needs a distribution."""
+    if sampling.temperature != 0:
+        return
     neutral = GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
         if vars(sampling)[key] != vars(neutral)[key]:
             message = f"{vars(sampling)[key]} has no effect: temperature 0 is greedy and gives one and the same sample"
             remedy = "set `validation.generating_args.temperature` above 0, or remove this key"
             yield ConfigProblem(f"validation.generating_args.{key}", message, remedy)
+
+
+def model_warnings(config: PipelineConfig) -> Iterator[str]:
+    """Models that work but may not be meant."""
+    if config.actor_infer.model_args.model_name_or_path not in (None, model_path(config, config.actor_train)):
+        yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"
 
 
 def data_warnings(config: RLVRConfig) -> Iterator[str]:
@@ -223,5 +237,3 @@ def data_warnings(config: RLVRConfig) -> Iterator[str]:
     if train.max_samples is not None and train.max_samples < config.rollout_batch_size:
         prompts = count(train.max_samples, "prompt")
         yield f"{TRAIN_DATA}.max_samples keeps {prompts}: a step of {config.rollout_batch_size} repeats them"
-    if config.actor_infer.model_args.model_name_or_path not in (None, model_path(config, config.actor_train)):
-        yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"

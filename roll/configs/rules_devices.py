@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from roll.configs.derived import present_roles, publication_nodes, total_devices
+from roll.configs.derived import present_roles, publication_nodes, total_devices, validation_settings
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import ModelArguments, RLVRConfig
+from roll.configs.schema import ModelArguments, PipelineConfig
 from roll.configs.wording import count, shown
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
 
-def readable_mappings(config: RLVRConfig) -> dict[str, list[int]]:
+def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
     """Devices of each role whose mapping can be read."""
     mappings = {}
     for name, role in present_roles(config).items():
@@ -29,7 +29,7 @@ def readable_mappings(config: RLVRConfig) -> dict[str, list[int]]:
     return mappings
 
 
-def cluster_can_be_reached(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Several nodes need a running cluster, and its address has its form."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address is None:
@@ -51,7 +51,7 @@ def cluster_can_be_reached(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
 
 
-def gpus_are_visible(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def gpus_are_visible(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A run that starts its own cluster on GPUs finds an NVIDIA driver here."""
     cluster = config.cluster
     if cluster.device == "cuda" and cluster.address is None and not sees_gpus(os.environ, Path("/dev")):
@@ -68,7 +68,7 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
     return any(device_files.glob("nvidia[0-9]*")) or (device_files / "dxg").exists()
 
 
-def devices_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Each role names devices that the cluster has."""
     total = total_devices(config)
     for name, role in present_roles(config).items():
@@ -89,7 +89,7 @@ def devices_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, message, remedy)
 
 
-def roles_share_devices_whole(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Two roles are apart, or the one's devices are among the other's: roles that share a device share one lock."""
     for (first, owned), (second, others) in combinations(readable_mappings(config).items(), 2):
         shared = set(owned) & set(others)
@@ -101,7 +101,7 @@ def roles_share_devices_whole(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{second}.device_mapping", message, remedy)
 
 
-def weights_can_travel(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Shared memory reaches from the trainer to every engine; what only files need is not set without files."""
     update, path = config.weight_update, "weight_update.transport"
     mappings = readable_mappings(config)
@@ -118,7 +118,7 @@ def weights_can_travel(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("weight_update.checkpoint_dir", message, remedy)
 
 
-def weights_can_be_pushed(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """vLLM's own transfer goes from GPU to GPU: between different ones (NCCL), or within the same ones (CUDA IPC)."""
     transport, path = config.weight_update.transport, "weight_update.transport"
     if transport not in ("nccl", "cuda_ipc"):
@@ -138,7 +138,7 @@ def weights_can_be_pushed(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, message, "write `nccl`, or `auto`")
 
 
-def engine_reads_its_model_arguments(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """vLLM has its own choice of attention."""
     chosen = config.actor_infer.model_args.attn_implementation
     if config.actor_infer.strategy_args.strategy_name == "vllm" and chosen != ModelArguments().attn_implementation:
@@ -149,20 +149,21 @@ def engine_reads_its_model_arguments(config: RLVRConfig) -> Iterator[ConfigProbl
         )
 
 
-def vllm_samples_at_the_temperature(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """vLLM raises small temperatures to 0.01, and would record log-probabilities of another distribution."""
     if config.actor_infer.strategy_args.strategy_name != "vllm":
         return
     arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
-    if config.validation is not None:
-        arguments["validation.generating_args"] = config.validation.generating_args
+    validation = validation_settings(config)
+    if validation is not None:
+        arguments["validation.generating_args"] = validation.generating_args
     for path, generating in arguments.items():
         if 0 < generating.temperature < 0.01:
             message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
             yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
 
 
-def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The devices of generation make whole engines."""
     path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine
     devices = readable_mappings(config).get("actor_infer", [])
@@ -175,7 +176,7 @@ def engines_divide_devices(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, f"{size}: hf_infer computes on one GPU, the others would idle", "write 1")
 
 
-def device_warnings(config: RLVRConfig) -> Iterator[str]:
+def device_warnings(config: PipelineConfig) -> Iterator[str]:
     """Devices that nobody uses."""
     used = {device for devices in readable_mappings(config).values() for device in devices}
     idle = set(range(total_devices(config))) - used

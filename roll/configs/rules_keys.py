@@ -17,6 +17,7 @@ from roll.configs.schema import (
     ROLL_KNOBS,
     TRAIN_STRATEGIES,
     UNREAD_KEYS,
+    AgenticConfig,
     PipelineConfig,
     RLVRConfig,
     WorkerConfig,
@@ -77,7 +78,7 @@ def reset(config: PipelineConfig, path: str) -> None:
             setattr(section, item.name, default_of(item))
 
 
-def unread_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A role does not set keys that only other roles read."""
     for role, section in present_roles(config).items():
         for key in UNREAD_KEYS[role]:
@@ -100,7 +101,7 @@ def _unread(path: str, value: Any, role: str, key: str) -> ConfigProblem:
     return ConfigProblem(path, message, f"it belongs under {belongs}")
 
 
-def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A key that another setting switches off is not set."""
     if config.reward_pretrain is not None:
         yield ConfigProblem(
@@ -108,8 +109,6 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
             f"{shown(config.reward_pretrain)} has no effect: no reward of this pipeline loads a model",
             "remove it",
         )
-    if config.validation is None and differs_from_default(config, "val_batch_size"):
-        yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
     if not config.use_kl_loss and differs_from_default(config, "kl_loss_coef"):
         yield _inert("kl_loss_coef", config.kl_loss_coef, "`use_kl_loss` is false", "set `use_kl_loss: true`")
     if not config.add_token_level_kl:
@@ -129,13 +128,45 @@ def inert_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
     yield from _inert_batching(config)
 
 
-def _inert_straight_through(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def inert_rlvr_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The same for keys that only this pipeline has."""
+    if config.validation is None and differs_from_default(config, "val_batch_size"):
+        yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
+
+
+def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """The same for keys that only this pipeline has, and for prompts, which episodes do not use."""
+    data = config.actor_train.data_args
+    for item in fields(data):
+        if differs_from_default(data, item.name):
+            reason = "episodes begin with what their environment says"
+            yield _inert(f"actor_train.data_args.{item.name}", vars(data)[item.name], reason, "use `pipeline: rlvr`")
+    if config.template == "chat":
+        for item in fields(config.raw_turns):
+            if differs_from_default(config.raw_turns, item.name):
+                value, remedy = vars(config.raw_turns)[item.name], "set `template: raw`"
+                yield _inert(f"raw_turns.{item.name}", value, "`template` is chat", remedy)
+    for tag, env in config.custom_envs.items():
+        if env.env_manager_cls == "trajectory" and differs_from_default(env, "history_length"):
+            reason, remedy = "a trajectory shows all turns before", "set `env_manager_cls: step`"
+            yield _inert(f"custom_envs.{tag}.history_length", env.history_length, reason, remedy)
+    if config.val_env_manager is None:
+        for item in fields(config.validation):
+            if differs_from_default(config.validation, item.name):
+                value, remedy = vars(config.validation)[item.name], "add `val_env_manager`"
+                yield _inert(f"validation.{item.name}", value, "there is no `val_env_manager`", remedy)
+    elif config.val_env_manager.max_traj_per_env is not None:
+        value = config.val_env_manager.max_traj_per_env
+        yield _inert("val_env_manager.max_traj_per_env", value, "validation plays each group once", "set the groups")
+
+
+def _inert_straight_through(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.kl_estimator == "k3_straight_through" and uses_kl(config) and not config.use_kl_loss:
         reason = "a penalty in the rewards has no gradient, and its value is that of k3"
         yield _inert("kl_estimator", config.kl_estimator, reason, "set `kl_estimator: k3`")
 
 
-def _inert_without_a_switch(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def _inert_without_a_switch(config: PipelineConfig) -> Iterator[ConfigProblem]:
     for switch, wanted, keys in (
         ("kl_controller", "adaptive", ("target_kl", "kl_horizon")),
         ("difficulty_mask", True, ("difficulty_low_threshold", "difficulty_high_threshold")),
@@ -154,7 +185,7 @@ def _inert_without_a_switch(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield _inert(f"length_penalty.{key}", vars(penalty)[key], reason, remedy)
 
 
-def _inert_without_canaries(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def _inert_without_canaries(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.weight_update.canary_interval > 0:
         return
     for key in ("canary_prompts", "canary_tolerance"):
@@ -163,7 +194,7 @@ def _inert_without_canaries(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield _inert(f"weight_update.{key}", value, "`weight_update.canary_interval` is 0", remedy)
 
 
-def roll_names_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A knob under ROLL's name belongs to the chosen policy loss and is given once."""
     actor = config.actor_train
     for name, (loss, knob) in ROLL_KNOBS.items():
@@ -178,7 +209,7 @@ def roll_names_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
-def critic_is_left_out(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def critic_is_left_out(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No value model is configured: no advantage estimator would read it."""
     if config.critic is not None:
         estimator = f"`adv_estimator: {config.adv_estimator}`"
@@ -186,7 +217,7 @@ def critic_is_left_out(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("critic", message, "remove this section")
 
 
-def _inert_when_synchronous(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def _inert_when_synchronous(config: PipelineConfig) -> Iterator[ConfigProblem]:
     ahead = "set `async_generation_ratio` above 0"
     reason = "with async_generation_ratio 0 nothing is generated ahead"
     if config.consumption == "ready_first":
@@ -195,7 +226,7 @@ def _inert_when_synchronous(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield _inert("staleness_policy", config.staleness_policy, f"{reason}, so no group is ever late", ahead)
 
 
-def _inert_batching(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def _inert_batching(config: PipelineConfig) -> Iterator[ConfigProblem]:
     actor = config.actor_train
     if actor.use_dynamic_batching_in_train:
         arguments, key = actor.training_args, "per_device_train_batch_size"
@@ -232,7 +263,7 @@ def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
     return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", f"{remedy}, or remove this key")
 
 
-def names_are_known(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Strategies are registered for their role, import paths have their form, no tracker is listed twice."""
     for name, role in present_roles(config).items():
         known = INFER_STRATEGIES if name == "actor_infer" else TRAIN_STRATEGIES
@@ -251,7 +282,7 @@ def names_are_known(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trackers", f"{shown(config.trackers)} names a tracker twice", "name each once")
 
 
-def output_can_be_written(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The run's folder can be made."""
     if config.output_dir is None:
         if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):

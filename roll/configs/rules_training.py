@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from roll.configs.derived import (
     canary_length,
+    counts_steps,
+    group_size,
+    group_size_key,
     least_staleness,
     max_new_tokens,
     optimizer_batch_size,
@@ -16,15 +19,16 @@ from roll.configs.derived import (
     total_optimizer_steps,
     truncates_sampling,
     uses_kl,
+    validation_settings,
     warmup_steps,
 )
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
-from roll.configs.schema import UNREAD_KEYS, GeneratingArguments, RLVRConfig
+from roll.configs.schema import UNREAD_KEYS, GeneratingArguments, PipelineConfig
 from roll.configs.wording import count
 
 
-def staleness_is_possible(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The bound leaves room for what the ratio generates ahead, and weights are published at all."""
     interval, least = config.weight_update.interval_steps, least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
@@ -42,10 +46,10 @@ def staleness_is_possible(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("weight_update.interval_steps", message, f"set at most {config.max_steps}")
 
 
-def batches_divide(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Every rank gets samples, and optimizer steps divide the batch."""
     samples, mappings = samples_per_step(config), readable_mappings(config)
-    batch = f"{config.rollout_batch_size} x {config.num_return_sequences_in_group} = {count(samples, 'sample')}"
+    batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
     for role in ("actor_train", "reference"):
         ranks = len(mappings.get(role, []))
         if samples < ranks:
@@ -53,6 +57,11 @@ def batches_divide(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
     accumulation = config.actor_train.training_args.gradient_accumulation_steps
     if accumulation is None or "actor_train" not in mappings:
+        return
+    if counts_steps(config):
+        message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
+        path = "actor_train.training_args.gradient_accumulation_steps"
+        yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
         return
     size = optimizer_batch_size(config)
     if samples % size:
@@ -65,46 +74,47 @@ def batches_divide(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("actor_train.training_args.gradient_accumulation_steps", message, remedy)
 
 
-def lengths_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Prompts, responses and sequences fit into each other."""
     if config.sequence_length is not None and config.sequence_length <= config.prompt_length:
         message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
         remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
         yield ConfigProblem("sequence_length", message, remedy)
     yield from _response_fits("actor_infer.generating_args", config.actor_infer.generating_args, config)
-    if config.validation is not None:
-        yield from _response_fits("validation.generating_args", config.validation.generating_args, config)
+    validation = validation_settings(config)
+    if validation is not None:
+        yield from _response_fits("validation.generating_args", validation.generating_args, config)
 
 
-def _response_fits(path: str, sampling: GeneratingArguments, config: RLVRConfig) -> Iterator[ConfigProblem]:
+def _response_fits(path: str, sampling: GeneratingArguments, config: PipelineConfig) -> Iterator[ConfigProblem]:
     tokens = sampling.max_new_tokens
     if tokens is not None and tokens > config.response_length:
         message = f"{tokens} is more than response_length {config.response_length}"
         yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
 
 
-def sampling_varies(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The samples of a group can differ, and what drops equal ones has something to compare, and does it once."""
-    sampling, size = config.actor_infer.generating_args, config.num_return_sequences_in_group
+    sampling, size, key = config.actor_infer.generating_args, group_size(config), group_size_key(config)
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
         yield ConfigProblem("actor_infer.generating_args.temperature", message, "set it above 0, for example 1.0")
     if sampling.num_return_sequences != 1:
         path = "actor_infer.generating_args.num_return_sequences"
         message = f"{sampling.num_return_sequences} has no effect in training"
-        yield ConfigProblem(path, message, "set `num_return_sequences_in_group` instead")
+        yield ConfigProblem(path, message, f"set `{key}` instead")
     if size == 1 and config.group_filter == "zero_variance":
         message = "zero_variance would drop every group: each has 1 sample"
-        yield ConfigProblem("group_filter", message, "set `num_return_sequences_in_group` to at least 2, or `none`")
+        yield ConfigProblem("group_filter", message, f"set `{key}` to at least 2, or `none`")
     if config.zero_variance_mask and size == 1:
         message = "true would leave every group out of the loss: each has 1 sample"
-        yield ConfigProblem("zero_variance_mask", message, "set at least 2 `num_return_sequences_in_group`, or false")
+        yield ConfigProblem("zero_variance_mask", message, f"set `{key}` to at least 2, or false")
     elif config.zero_variance_mask and config.group_filter == "zero_variance":
         message = "true has no effect: `group_filter: zero_variance` drops such groups before training"
         yield ConfigProblem("zero_variance_mask", message, "keep one of the two")
 
 
-def kl_has_a_reference(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A KL term and the reference come together."""
     if config.reference is None:
         for key in ("use_kl_loss", "add_token_level_kl"):
@@ -116,7 +126,7 @@ def kl_has_a_reference(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
 
 
-def rewards_keep_a_meaning(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Shaping leaves something to learn from."""
     if config.difficulty_mask and config.difficulty_low_threshold > config.difficulty_high_threshold:
         low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
@@ -130,25 +140,26 @@ def rewards_keep_a_meaning(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if penalty is not None and penalty.buffer is not None and penalty.buffer > max_new_tokens(config):
         message = f"{penalty.buffer} is more than the longest response of {count(max_new_tokens(config), 'token')}"
         yield ConfigProblem("length_penalty.buffer", message, f"set at most {max_new_tokens(config)}")
-    if config.num_return_sequences_in_group == 1:
+    if group_size(config) == 1:
+        key = group_size_key(config)
         if penalty is not None and penalty.kind == "relative":
             message = "relative compares the lengths of a group, and a group has 1 sample"
-            remedy = "set `num_return_sequences_in_group` to at least 2, or `kind: overlong`"
+            remedy = f"set `{key}` to at least 2, or `kind: overlong`"
             yield ConfigProblem("length_penalty.kind", message, remedy)
-        for key in ("norm_mean_type", "norm_std_type"):
-            if vars(config)[key] == "group":
+        for norm in ("norm_mean_type", "norm_std_type"):
+            if vars(config)[norm] == "group":
                 message = "group, but a group has 1 sample: nothing to compare"
-                yield ConfigProblem(key, message, "set `num_return_sequences_in_group` to at least 2, or `batch`")
+                yield ConfigProblem(norm, message, f"set `{key}` to at least 2, or `batch`")
 
 
-def kl_controller_can_move(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adaptive controller multiplies, so it must not begin at 0."""
     if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
         message = "0 with an adaptive controller, which multiplies it: it would stay 0"
         yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
 
 
-def schedule_is_clear(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Warm-up is given in one way."""
     arguments = config.actor_train.training_args
     if arguments.warmup_steps and arguments.warmup_ratio:
@@ -156,7 +167,7 @@ def schedule_is_clear(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("actor_train.training_args.warmup_ratio", message, "keep one of the two")
 
 
-def mismatch_can_be_measured(config: RLVRConfig) -> Iterator[ConfigProblem]:
+def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """What compares trainer and engine has something to compare."""
     if config.mismatch_alarm is not None and truncates_sampling(config):
         message = (
@@ -170,7 +181,7 @@ def mismatch_can_be_measured(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("weight_update.canary_interval", message, "set 0, or allow longer sequences")
 
 
-def training_warnings(config: RLVRConfig) -> Iterator[str]:
+def training_warnings(config: PipelineConfig) -> Iterator[str]:
     """Arithmetic that works but may not be meant."""
     if truncates_sampling(config):
         yield (
@@ -204,7 +215,7 @@ def training_warnings(config: RLVRConfig) -> Iterator[str]:
         yield "init_kl_coef is 0: the KL divergence is measured but weighs nothing"
 
 
-def _budget_warnings(config: RLVRConfig) -> Iterator[str]:
+def _budget_warnings(config: PipelineConfig) -> Iterator[str]:
     for name, role in present_roles(config).items():
         for mode, dynamic, budget in (
             ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),

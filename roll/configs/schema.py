@@ -347,10 +347,9 @@ class RewardConfig:
 
 
 @dataclass
-class ValidationConfig:
-    """Validation prompts and their own sampling parameters."""
+class ValidationSettings:
+    """How validation is sampled and when."""
 
-    data_args: DataArguments = option(factory=DataArguments, help="Validation prompts.")
     generating_args: ValidationGeneratingArguments = option(
         factory=ValidationGeneratingArguments, help="Sampling in validation; greedy by default."
     )
@@ -360,6 +359,13 @@ class ValidationConfig:
     timeout_seconds: float = option(
         1800.0, help="Longest time for one validation before the run fails.", range=POSITIVE
     )
+
+
+@dataclass
+class ValidationConfig(ValidationSettings):
+    """Validation prompts and their own sampling parameters."""
+
+    data_args: DataArguments = option(factory=DataArguments, help="Validation prompts.")
 
 
 @dataclass
@@ -441,29 +447,83 @@ class LengthPenaltyConfig:
 
 @dataclass
 class EnvManagerConfig:
-    """A set of environments that run side by side."""
+    """A set of environments: how many, which, and how their episodes are grouped."""
 
-    num_env_groups: int = option(1, help="Groups of environments.", range=COUNT)
-    group_size: int = option(1, help="Environments of one group; they share a seed.", range=COUNT)
-    group_size_redundancy: int = option(0, help="Extra environments per group, against failures.", range=NOT_NEGATIVE)
-    tags: list[str] = option(factory=list, help="Tags of `custom_envs` used.")
-    num_groups_partition: list[int] = option(factory=list, help="Groups of each tag.")
-    max_traj_per_env: int | None = option(None, help="Episodes of one environment per step.", range=COUNT)
-    format_penalty: float = option(0.0, help="Penalty for an action that cannot be parsed.", range=ANY_FINITE)
+    num_env_groups: int | None = option(
+        None,
+        help="Training: groups of episodes that run at once; default: all that may have started. Validation: groups in "
+        "all, one seed each.",
+        range=COUNT,
+    )
+    group_size: int = option(1, help="Episodes of one group; they share tag and seed.", range=COUNT)
+    group_size_redundancy: int = option(
+        0,
+        help="Episodes of a group that may fail (environment raised, hung, died): each is replaced by a new one. "
+        "Unlike in ROLL they do not start with the others, so slow episodes are not left out for being slow.",
+        range=NOT_NEGATIVE,
+    )
+    tags: list[str] = option(factory=list, help="Tags of `custom_envs` used. Default: all, in their order.")
+    num_groups_partition: list[int] = option(
+        factory=list,
+        help="Share of each tag: of as many successive groups as these numbers add up to, each tag gets its number. "
+        "Default: 1 each.",
+    )
+    max_traj_per_env: int | None = option(
+        None,
+        help="Groups that one of the `num_env_groups` plays in a training step at most, in the mean; a configuration "
+        "that needs more is refused.",
+        range=COUNT,
+    )
+    format_penalty: float = option(
+        0.0, help="Added to the reward of a turn whose action is not valid: 0 or less.", range=Range(at_most=0)
+    )
 
 
 @dataclass
 class CustomEnvConfig:
     """One kind of environment; the key under `custom_envs` is its tag."""
 
-    env_type: str = option("", help="Registered environment.")
+    env_type: str = option(
+        "",
+        help="A built-in environment, a gymnasium id, the name of an entry point of the group `roll.environments`, or "
+        "an import path `package.module:Class`. See `docs/environments.md`.",
+    )
     env_config: dict[str, Any] = option(factory=dict, help="Keyword arguments of the environment.")
     max_steps: int = option(10, help="Longest episode in turns.", range=COUNT)
     max_tokens_per_step: int | None = option(
-        None, help="Longest response of one turn in tokens. Default: what `response_length` leaves.", range=COUNT
+        None,
+        help="Longest response of one turn in tokens. Default: `generating_args.max_new_tokens`, or what the sequence "
+        "leaves.",
+        range=COUNT,
     )
-    env_manager_cls: str | None = option(
-        None, help="Import path of an environment manager class to use in place of the built-in one."
+    env_manager_cls: str = option(
+        "trajectory",
+        help="`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; or "
+        "the import path of an environment manager of one's own.",
+    )
+    history_length: int = option(
+        1, help="Turns before the present one that the prompt of a turn shows (`step` only).", range=NOT_NEGATIVE
+    )
+    reset_timeout_seconds: float = option(60.0, help="Longest time of a reset.", range=POSITIVE)
+    step_timeout_seconds: float = option(60.0, help="Longest time of a step.", range=POSITIVE)
+
+
+@dataclass
+class RawTurnsConfig:
+    """What stands between the turns of a model without a chat template."""
+
+    before_observation: str = option("\n", help="Text between a response and the next observation.")
+    after_observation: str = option("\n", help="Text between an observation and the response.")
+
+
+@dataclass
+class EnvWorkersConfig:
+    """The processes that hold the environments of training and validation."""
+
+    num_workers: int = option(1, help="Worker processes.", range=COUNT)
+    max_sessions: int = option(4096, help="Episodes in progress at most, over all workers.", range=COUNT)
+    max_restarts: int = option(
+        16, help="Worker processes replaced over the run before it fails.", range=NOT_NEGATIVE
     )
 
 
@@ -473,7 +533,7 @@ class PipelineConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    pipeline: Literal["rlvr", "agentic"] = option("rlvr", help="Which pipeline runs; this version has `rlvr`.")
+    pipeline: Literal["rlvr", "agentic"] = option("rlvr", help="Which pipeline runs: `rlvr` or `agentic`.")
     exp_name: str = option("run", help="Name of the experiment.")
     seed: int = option(42, help="Every random choice derives from it.", range=SEED)
     output_dir: str | None = option(
@@ -500,15 +560,14 @@ class PipelineConfig:
         4, help="Readable rollouts written to `samples.jsonl` per step and per validation.", range=NOT_NEGATIVE
     )
 
-    rollout_batch_size: int = option(64, help="Prompts (groups) per training step.", range=COUNT)
-    val_batch_size: int = option(256, help="Validation requests in flight at a time.", range=COUNT)
-    prompt_length: int = option(512, help="Longest prompt in tokens.", range=COUNT)
-    response_length: int = option(512, help="Longest response in tokens.", range=COUNT)
-    sequence_length: int | None = option(None, help="Longest prompt plus response. Default: their sum.", range=COUNT)
-    num_return_sequences_in_group: int = option(8, help="Samples per prompt in training.", range=COUNT)
-    is_num_return_sequences_expand: bool = option(
-        True, help="Send the samples of a group as separate requests, which may run on different replicas."
+    rollout_batch_size: int = option(64, help="Groups (prompts, or environment seeds) per training step.", range=COUNT)
+    prompt_length: int = option(
+        512, help="Longest prompt in tokens; of an episode, what precedes its first response.", range=COUNT
     )
+    response_length: int = option(
+        512, help="Longest response in tokens; of an episode, all that follows its prompt.", range=COUNT
+    )
+    sequence_length: int | None = option(None, help="Longest prompt plus response. Default: their sum.", range=COUNT)
 
     async_generation_ratio: float = option(
         0.0, help="Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed.",
@@ -577,10 +636,12 @@ class PipelineConfig:
     reward_clip: float | None = option(
         None, help="Scores are clipped to plus and minus this before anything else.", range=POSITIVE
     )
-    norm_mean_type: Literal["none", "group", "batch", "running"] = option(
-        "none", help="Whose mean is subtracted from the rewards, before the advantage estimator sees them."
+    norm_mean_type: Literal["none", "group", "tag", "batch", "running"] = option(
+        "none",
+        help="Whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: of all "
+        "samples in the batch with the same domain tag.",
     )
-    norm_std_type: Literal["none", "group", "batch", "running"] = option(
+    norm_std_type: Literal["none", "group", "tag", "batch", "running"] = option(
         "none", help="By whose standard deviation the rewards are divided."
     )
     length_penalty: LengthPenaltyConfig | None = option(None, help="A penalty on long responses.")
@@ -620,19 +681,48 @@ class PipelineConfig:
 class RLVRConfig(PipelineConfig):
     """Prompts with verifiable rewards."""
 
-    pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs; this version has `rlvr`.")
+    pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs.")
+    val_batch_size: int = option(256, help="Validation requests in flight at a time.", range=COUNT)
+    num_return_sequences_in_group: int = option(8, help="Samples per prompt in training.", range=COUNT)
+    is_num_return_sequences_expand: bool = option(
+        True, help="Send the samples of a group as separate requests, which may run on different replicas."
+    )
     rewards: dict[str, RewardConfig] = option(factory=dict, help="Verifiers by name.")
     validation: ValidationConfig | None = option(None, help="Validation prompts. Needed with `eval_steps`.")
 
 
 @dataclass
 class AgenticConfig(PipelineConfig):
-    """Multi-turn episodes in environments. Its keys are known and typed; this version does not run it."""
+    """Multi-turn episodes in environments."""
 
-    pipeline: Literal["agentic"] = option("agentic", help="Which pipeline runs; this version has `rlvr`.")
-    train_env_manager: EnvManagerConfig = option(factory=EnvManagerConfig, help="Environments of training.")
-    val_env_manager: EnvManagerConfig | None = option(None, help="Environments of validation.")
+    pipeline: Literal["agentic"] = option("agentic", help="Which pipeline runs.")
+    template: Literal["chat", "raw"] = option(
+        "chat",
+        help="`chat`: the tokenizer's chat template writes what stands between turns; `raw`: observations follow "
+        "responses as text, see `raw_turns`.",
+    )
+    raw_turns: RawTurnsConfig = option(factory=RawTurnsConfig, help="Between the turns of `template: raw`.")
     custom_envs: dict[str, CustomEnvConfig] = option(factory=dict, help="Kinds of environments by tag.")
+    train_env_manager: EnvManagerConfig = option(
+        factory=lambda: EnvManagerConfig(group_size=8), help="Environments of training."
+    )
+    val_env_manager: EnvManagerConfig | None = option(
+        None, help="Environments of validation. Needed with `eval_steps`."
+    )
+    validation: ValidationSettings = option(factory=ValidationSettings, help="Sampling of validation.")
+    env_workers: EnvWorkersConfig = option(factory=EnvWorkersConfig, help="Processes that hold the environments.")
+    episode_reward_weight: float | None = option(
+        None,
+        help="Weight of the episode's reward, given at its last token. Default: 1, or 0 for estimators that count in "
+        "turns.",
+        range=NOT_NEGATIVE,
+    )
+    step_reward_weight: float | None = option(
+        None,
+        help="Weight of each turn's own reward, given at the turn's last token. Default: 0, or 1 for estimators that "
+        "count in turns.",
+        range=NOT_NEGATIVE,
+    )
 
 
 ROLES = ("actor_train", "actor_infer", "reference")

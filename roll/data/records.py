@@ -79,8 +79,20 @@ class Group:
     """Score of a greedy response to the prompt, which is not trained on; None: not asked for."""
 
     @property
+    def episodes(self) -> list[list[Sample]]:
+        """The samples of each episode, in order; a sample that names no episode is its own."""
+        parts: list[list[Sample]] = []
+        for sample in self.samples:
+            if parts and sample.episode is not None and parts[-1][0].episode == sample.episode:
+                parts[-1].append(sample)
+            else:
+                parts.append([sample])
+        return parts
+
+    @property
     def scores(self) -> np.ndarray:
-        return np.array([sample.score for sample in self.samples], dtype=np.float64)
+        """float64 ``[episodes]``."""
+        return np.array([parts[0].score for parts in self.episodes], dtype=np.float64)
 
 
 @dataclass
@@ -88,7 +100,8 @@ class SampleBatch:
     """Samples as flat arrays, cheap to ship and to slice: the form a trainer receives.
 
     ``tokens`` maps a name to an array ``[total_tokens]`` (always ``token_ids``, ``response_mask``; for training also
-    ``behaviour_logprobs``, ``versions``, ``advantages``, and what the objective names), ``per_sample`` maps a name to
+    ``behaviour_logprobs``, ``versions``, ``advantages``, and what the objective names; of episodes also ``turns``,
+    ``turn_rewards`` and ``turn_states``, see `Sample`), ``per_sample`` maps a name to
     an array ``[samples]``. ``loss_mask`` (bool) is the part of the response mask that is trained on, where not all of
     it is. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
     """
@@ -120,7 +133,9 @@ class SampleBatch:
         """Flatten samples; ``per_sample`` gets ``scores`` and ``rewards`` (float32)."""
         if not samples:
             raise ValueError("a batch needs at least one sample")
-        names = ("token_ids", "response_mask", "behaviour_logprobs", "versions")
+        names = ["token_ids", "response_mask", "behaviour_logprobs", "versions"]
+        if all(sample.turns is not None for sample in samples):
+            names += ["turns", "turn_rewards", "turn_states"]
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
             tokens={name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
@@ -128,6 +143,19 @@ class SampleBatch:
                 "scores": np.array([sample.score for sample in samples], dtype=np.float32),
                 "rewards": np.array([sample.reward for sample in samples], dtype=np.float32),
             },
+        )
+
+    def joined(self, parts: Sequence[int] | np.ndarray) -> SampleBatch:
+        """Neighbouring samples as one: each of ``parts`` says how many. Token fields are shared with this batch, sample
+        fields are those of the first."""
+        parts = np.asarray(parts, dtype=np.int64)
+        if parts.sum() != len(self) or (len(parts) and parts.min() < 1):
+            raise ValueError(f"{parts.tolist()} are no parts of {len(self)} samples")
+        first = np.concatenate([[0], np.cumsum(parts)])[:-1]
+        return SampleBatch(
+            lengths=np.add.reduceat(self.lengths, first) if len(first) else self.lengths,
+            tokens=self.tokens,
+            per_sample={name: values[first] for name, values in self.per_sample.items()},
         )
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleBatch:

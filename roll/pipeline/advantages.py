@@ -26,23 +26,30 @@ class AdvantageSettings:
     kl_controller: KLController | None
     """Weight of the KL penalty in the token rewards; None: no penalty."""
     kl_estimator: str
+    episode_weight: float = 1.0
+    """Weight of an episode's (or a response's) shaped reward, at its last token."""
+    turn_weight: float = 0.0
+    """Weight of the rewards of turns, at the last token of each."""
 
 
 def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
     """Shape the rewards and fill ``advantages`` (float32 ``[total_tokens]``) into the batch; samples that shaping
     leaves out leave the loss mask. Returns metrics over the sampled tokens."""
-    data = batch.data
     metrics = _shape(batch, settings)
+    # Estimators see episodes, in however many samples they come to the trainer.
+    data = batch.data.joined([len(parts) for parts in batch.episodes])
     mask = torch.from_numpy(data.padded("response_mask", fill=False))
     penalty = settings.kl_controller
     logprobs = torch.from_numpy(data.padded("behaviour_logprobs")) if penalty else None
     reference = torch.from_numpy(data.padded("reference_logprobs")) if penalty else None
-    baselines = [group.baseline_score for group in batch.groups for _ in group.samples]
+    baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
+    in_turns = "turns" in data.tokens
+    turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
     padded = estimate_advantages(
         settings.estimator,
-        torch.from_numpy(data.per_sample["rewards"]),
+        settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
         mask,
-        batch.group_of_sample,
+        batch.group_of_episode,
         logprobs=logprobs,
         reference_logprobs=reference,
         kl_coef=penalty.coef if penalty else 0.0,
@@ -50,6 +57,11 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         whitened=settings.whitened,
         clip=settings.advantage_clip,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
+        turn_rewards=settings.turn_weight * torch.from_numpy(data.padded("turn_rewards"))
+        if in_turns and settings.turn_weight
+        else None,
+        turns=turns,
+        states=_states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))) if in_turns else None,
     ).numpy()
     if penalty:
         divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
@@ -69,19 +81,29 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
 
 
 def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
-    """From scores to rewards; samples left out of training leave the loss mask."""
-    data, samples = batch.data, batch.samples
+    """From scores (and the penalties of turns) to rewards; episodes left out of training leave the loss mask."""
+    data, episodes = batch.data, batch.episodes
+    parts = [len(samples) for samples in episodes]
     shaped = shape_rewards(
-        torch.from_numpy(data.per_sample["scores"]),
-        torch.from_numpy(batch.group_of_sample),
-        torch.tensor([sample.response_tokens for sample in samples]),
-        torch.tensor([sample.finish_reason == "length" for sample in samples]),
+        torch.tensor([samples[0].reward for samples in episodes], dtype=torch.float32),
+        torch.from_numpy(batch.group_of_episode),
+        torch.tensor([sum(sample.response_tokens for sample in samples) for samples in episodes]),
+        torch.tensor([any(sample.finish_reason == "length" for sample in samples) for samples in episodes]),
         settings.shaping,
         settings.reward_moments,
+        tags=torch.from_numpy(batch.tag_of_episode),
     )
-    data.per_sample["rewards"] = shaped.rewards.float().numpy()
-    for sample, reward in zip(samples, shaped.rewards.tolist(), strict=True):
-        sample.reward = reward
+    data.per_sample["rewards"] = np.repeat(shaped.rewards.float().numpy(), parts)
+    for samples, reward in zip(episodes, shaped.rewards.tolist(), strict=True):
+        for sample in samples:
+            sample.reward = reward
     if not shaped.keep.all():
-        batch.leave_out(np.repeat(shaped.keep.numpy(), data.lengths))
+        batch.leave_out(np.repeat(np.repeat(shaped.keep.numpy(), parts), data.lengths))
     return {f"reward/{name}": value for name, value in shaped.metrics.items()}
+
+
+def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
+    """State of each turn, int64 ``[batch, turns]``, from that of its tokens ``[batch, seq]``; -1: there is none."""
+    number = int(turns.max()) + 1 if turns.numel() else 0
+    states = token_states.new_full((len(turns), number + 1), -1)
+    return states.scatter(1, torch.where(turns < 0, number, turns).long(), token_states)[:, :number]

@@ -21,7 +21,7 @@ from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.rules_keys import differs_from_default
-from roll.configs.schema import ROLL_KNOBS, RLVRConfig
+from roll.configs.schema import ROLL_KNOBS, PipelineConfig
 from roll.pipeline.advantages import AdvantageSettings
 
 MOST_LAGS_REPORTED = 8
@@ -39,7 +39,7 @@ class Algorithms:
     advantages: AdvantageSettings
 
 
-def build_algorithms(config: RLVRConfig) -> Algorithms:
+def build_algorithms(config: PipelineConfig) -> Algorithms:
     """Raises `ConfigError` with every wrong name and knob, or else with every combination that cannot be meant."""
     problems: list[ConfigProblem] = []
     correction = _attempt(
@@ -79,13 +79,13 @@ def _attempt(
         return None
 
 
-def _policy_paths(config: RLVRConfig) -> tuple[str, str, dict[str, str]]:
+def _policy_paths(config: PipelineConfig) -> tuple[str, str, dict[str, str]]:
     actor = config.actor_train
     given = {knob: f"actor_train.{name}" for name, (_, knob) in ROLL_KNOBS.items() if vars(actor)[name] is not None}
     return "actor_train.pg_variant", "actor_train.pg_variant_args", given
 
 
-def _objective(config: RLVRConfig, correction: Correction | None) -> PolicyObjective:
+def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
     oldest = derived.resolved_max_staleness(config)
     return PolicyObjective(
         max_response_length=derived.max_new_tokens(config),
@@ -104,11 +104,11 @@ def _objective(config: RLVRConfig, correction: Correction | None) -> PolicyObjec
     )
 
 
-def _correction(config: RLVRConfig) -> Correction | None:
+def _correction(config: PipelineConfig) -> Correction | None:
     return parse_correction(config.train_infer_correction) if config.train_infer_correction else None
 
 
-def _advantages(config: RLVRConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
+def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
     controller = None
     if config.add_token_level_kl:
         controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
@@ -123,7 +123,7 @@ def _advantages(config: RLVRConfig, estimator: AdvantageEstimator) -> AdvantageS
     )
 
 
-def _shaping(config: RLVRConfig) -> RewardShaping:
+def _shaping(config: PipelineConfig) -> RewardShaping:
     longest = derived.max_new_tokens(config)
     penalty = config.length_penalty
     return RewardShaping(
@@ -148,7 +148,7 @@ def _shaping(config: RLVRConfig) -> RewardShaping:
 
 
 def _policy_problems(
-    config: RLVRConfig, objective: PolicyObjective, correction: Correction | None
+    config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
     """Corrections that are missing, act twice, or act on nothing."""
     traits, name = objective.traits, config.actor_train.pg_variant
@@ -173,7 +173,7 @@ def _policy_problems(
 
 
 def _weight_problems(
-    config: RLVRConfig, traits: PolicyLossTraits, correction: Correction | None
+    config: PipelineConfig, traits: PolicyLossTraits, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
     """A weight for a distance that the loss weighs already, or of tokens where the loss knows responses only."""
     if correction is None or correction.weight is None:
@@ -189,7 +189,7 @@ def _weight_problems(
         yield ConfigProblem(f"{path}.level", message, "set `level: sequence` or `level: geometric`")
 
 
-def _why_uncorrected(config: RLVRConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
+def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
     """Why the loss would take samples of an older policy for fresh ones; None if it does not, or there are none."""
     steps = derived.optimizer_steps_per_step(config)
     if not traits.uses_anchor and steps > 1:
@@ -202,7 +202,7 @@ def _why_uncorrected(config: RLVRConfig, traits: PolicyLossTraits, weighted: boo
     return f"{reason}, and tokens are up to {staleness} versions old"
 
 
-def _anchor_problems(config: RLVRConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
+def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
     """Recomputed log-probabilities that would make no difference, or take a loss's own correction away."""
     if config.old_logprobs != "recompute":
         return
@@ -220,7 +220,7 @@ def _anchor_problems(config: RLVRConfig, traits: PolicyLossTraits, weighted: boo
 
 
 def _estimator_problems(
-    config: RLVRConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
+    config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
 ) -> Iterator[ConfigProblem]:
     """Estimators that need what this pipeline does not have, or would see nothing."""
     traits, name = estimator.traits, config.adv_estimator
@@ -248,7 +248,7 @@ def _estimator_problems(
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
 
 
-def _normalisation_problems(config: RLVRConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
     """Rewards normalised by what the estimator takes out anyway. Penalties in token rewards give a scale a meaning."""
     kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "group")}
     cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}

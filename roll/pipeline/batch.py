@@ -45,9 +45,20 @@ class TrainingBatch:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
-    def group_of_sample(self) -> np.ndarray:
-        """int64 ``[samples]``: position in ``groups`` of each sample's group."""
-        return np.repeat(np.arange(len(self.groups)), [len(group.samples) for group in self.groups])
+    def episodes(self) -> list[list[Sample]]:
+        """The samples of each episode of each group, in order."""
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @property
+    def group_of_episode(self) -> np.ndarray:
+        """int64 ``[episodes]``: position in ``groups`` of each episode's group."""
+        return np.repeat(np.arange(len(self.groups)), [len(group.episodes) for group in self.groups])
+
+    @property
+    def tag_of_episode(self) -> np.ndarray:
+        """int64 ``[episodes]``: number of the domain tag of each episode's prompt."""
+        names, tags = np.unique([group.prompt.domain for group in self.groups], return_inverse=True)
+        return tags[self.group_of_episode]
 
     @property
     def lags(self) -> np.ndarray:
@@ -75,10 +86,11 @@ class TrainingBatch:
     def _oldest_version(self, group: Group) -> int:
         return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
 
-    def describe_rollouts(self) -> None:
-        """Add the metrics that rollouts have: rewards, lengths, lags."""
-        scores = self.data.per_sample["scores"]
-        lengths = np.array([sample.response_tokens for sample in self.samples], dtype=np.float64)
+    def describe_rollouts(self, detail: str = "reward") -> None:
+        """Add the metrics that rollouts have: rewards, lengths, lags; those of the samples under ``detail``."""
+        episodes = self.episodes
+        scores = np.array([parts[0].score for parts in episodes], dtype=np.float32)
+        lengths = np.array([sum(part.response_tokens for part in parts) for parts in episodes], dtype=np.float64)
         lags = self.lags
         per_group = [group.scores for group in self.groups]
         self.metrics.update(
@@ -91,14 +103,14 @@ class TrainingBatch:
                 "response/length_mean": float(lengths.mean()),
                 "response/length_max": float(lengths.max()),
                 "response/truncated_share": float(
-                    np.mean([sample.finish_reason == "length" for sample in self.samples])
+                    np.mean([any(part.finish_reason == "length" for part in parts) for parts in episodes])
                 ),
                 "lag/mean": float(lags.mean()) if lags.size else 0.0,
                 "lag/max": float(lags.max()) if lags.size else 0.0,
             }
         )
         self.metrics.update(self._domain_rewards())
-        self.metrics.update(self._verifier_metrics())
+        self.metrics.update(self._sample_metrics(detail))
 
     def _domain_rewards(self) -> dict[str, float]:
         domains = sorted({group.prompt.domain for group in self.groups})
@@ -109,10 +121,10 @@ class TrainingBatch:
             for domain in domains
         }
 
-    def _verifier_metrics(self) -> dict[str, float]:
+    def _sample_metrics(self, detail: str) -> dict[str, float]:
         names = sorted({name for sample in self.samples for name in sample.metrics})
         return {
-            f"reward/{name}": float(
+            f"{detail}/{name}": float(
                 np.mean([sample.metrics[name] for sample in self.samples if name in sample.metrics])
             )
             for name in names

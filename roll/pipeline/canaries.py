@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from roll.configs import derived
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import PipelineConfig
 from roll.data.canaries import canary_sequences
-from roll.data.records import Prompt, SampleBatch
+from roll.data.records import SampleBatch
 from roll.distributed.canaries import CanaryScores
 from roll.distributed.trainers import TrainerGroup
 
@@ -40,8 +40,8 @@ class Canaries:
         return CanaryScores(version, self._sequences, logprobs, self._tolerance)
 
 
-def build_canaries(config: RLVRConfig, prompts: Sequence[Prompt]) -> Canaries | None:
-    """None with `weight_update.canary_interval: 0`."""
+def build_canaries(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> Canaries | None:
+    """``prompts`` int32 ``[prompt]`` each. None with `weight_update.canary_interval: 0`."""
     update = config.weight_update
     if update.canary_interval == 0:
         return None

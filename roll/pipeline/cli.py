@@ -22,7 +22,7 @@ from roll.configs.checks import check_config
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import dump_config, load_config
 from roll.configs.plan import plan, render
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
 from roll.tracking.run_directory import RunDirectory
 
@@ -99,7 +99,7 @@ def _refusal(path: str, error: ConfigError) -> str:
     return "\n\n".join([f"{path} cannot run ({problems}); nothing was started", *map(str, error.problems)])
 
 
-def _create_run_directory(config: RLVRConfig) -> RunDirectory:
+def _create_run_directory(config: PipelineConfig) -> RunDirectory:
     try:
         run = RunDirectory.create(config.output_dir, config.exp_name)
     except (OSError, ValueError) as error:
@@ -114,7 +114,7 @@ def _create_run_directory(config: RLVRConfig) -> RunDirectory:
 def _run(prepared: Prepared, run: RunDirectory, started: float) -> int:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
-    from roll.pipeline.rlvr import run_rlvr
+    from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
     configure_logging(run.logs, "driver", console=True)
@@ -123,7 +123,7 @@ def _run(prepared: Prepared, run: RunDirectory, started: float) -> int:
     try:
         with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
             _interrupt_on_terminate()
-            asyncio.run(run_rlvr(prepared, recorder))
+            asyncio.run(run_pipeline(prepared, recorder))
     except KeyboardInterrupt:
         status = recorder.close("interrupted", "interrupted by a signal")
     except Exception as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import RLVRConfig
-from roll.data.records import Group, Prompt
+from roll.configs.schema import PipelineConfig
+from roll.data.records import Group
 from roll.distributed.inference import InferencePool
 from roll.distributed.trainers import TrainerGroup
 from roll.pipeline.advantages import AdvantageSettings
@@ -17,7 +18,7 @@ from roll.pipeline.canaries import Canaries
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.mismatch import MismatchAlarm
 from roll.pipeline.recorder import RunRecorder
-from roll.pipeline.validation import Validator
+from roll.pipeline.rollout_side import RolloutSide, Validator
 from roll.rollout.scheduler import RolloutScheduler
 
 
@@ -25,11 +26,12 @@ from roll.rollout.scheduler import RolloutScheduler
 class RunContext:
     """Everything a stage may need."""
 
-    config: RLVRConfig
-    scheduler: RolloutScheduler[Prompt, Group]
+    config: PipelineConfig
+    scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
     reference: TrainerGroup | None
     pool: InferencePool
+    side: RolloutSide
     validator: Validator | None
     locks: dict[str, DeviceLock]
     recorder: RunRecorder
@@ -40,7 +42,6 @@ class RunContext:
     """None: trainer and engines are never compared."""
     mismatch_alarm: MismatchAlarm | None
     max_staleness: int
-    optimizer_batch_size: int
     train_temperature: float
     checkpoint_dir: Path
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import PipelineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class MismatchAlarm:
         logger.warning(text)
 
 
-def build_alarm(config: RLVRConfig) -> MismatchAlarm | None:
+def build_alarm(config: PipelineConfig) -> MismatchAlarm | None:
     """None without `mismatch_alarm`."""
     if config.mismatch_alarm is None:
         return None

@@ -1,7 +1,7 @@
 """Everything that can be known to be wrong before Ray or a model starts.
 
-The configuration's own checks come first; then what it names is looked up: the cluster, prompts, verifiers,
-algorithms, stages, worker classes, engine options. All problems are reported at once.
+The configuration's own checks come first; then what it names is looked up: the cluster, what rollouts need (of each
+pipeline in a module of its own), algorithms, stages, worker classes, engine options. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import ClusterConfig, RLVRConfig
-from roll.data.dataset import load_prompts
+from roll.configs.schema import AgenticConfig, ClusterConfig, PipelineConfig
 from roll.data.imports import import_object
-from roll.data.records import Prompt
 from roll.data.tokenizer import load_tokenizer
-from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
     from roll.distributed.worker import Worker
     from roll.pipeline.advantages import AdvantageSettings
     from roll.pipeline.algorithms import Algorithms
+    from roll.pipeline.rollout_side import RolloutPlan
     from roll.pipeline.stage import Stage
 
 Value = TypeVar("Value")
@@ -41,10 +38,9 @@ CLUSTER_PROBE_SECONDS = 3.0
 class Prepared:
     """A configuration with everything it names found and checked."""
 
-    config: RLVRConfig
+    config: PipelineConfig
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[Prompt]
-    validation_prompts: list[Prompt]
+    rollouts: RolloutPlan
     objective: PolicyObjective
     advantages: AdvantageSettings
     correction: Correction | None
@@ -52,7 +48,7 @@ class Prepared:
     worker_classes: dict[str, type[Worker]]
 
 
-class _Problems:
+class Problems:
     """Collects problems, so that one wrong thing does not hide another."""
 
     def __init__(self) -> None:
@@ -70,23 +66,13 @@ class _Problems:
             raise ConfigError(self.found)
 
 
-def prepare(config: RLVRConfig) -> Prepared:
-    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of cluster, data, verifiers
-    and algorithms, or else with all of engines, stages and worker classes, whose libraries take long to import."""
-    problems = _Problems()
+def prepare(config: PipelineConfig) -> Prepared:
+    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of cluster, rollouts and
+    algorithms, or else with all of engines, stages and worker classes, whose libraries take long to import."""
+    problems = Problems()
     problems.attempt(lambda: _check_cluster(config.cluster))
-    verifiers = {
-        name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
-        for name, reward in config.rewards.items()
-    }
     tokenizer = problems.attempt(lambda: _tokenizer(config))
-    prompts: list[Prompt] = []
-    validation_prompts: list[Prompt] = []
-    if tokenizer is not None:
-        prompts = problems.attempt(lambda: _prompts(config, tokenizer)) or []
-        validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
-    if prompts and not problems.found:
-        problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
+    rollouts = _plan_rollouts(config, tokenizer, problems)
     algorithms = problems.attempt(lambda: _algorithms(config))
     problems.raise_any()
     problems.attempt(lambda: _check_strategies(config))
@@ -98,8 +84,7 @@ def prepare(config: RLVRConfig) -> Prepared:
     return Prepared(
         config=config,
         tokenizer=tokenizer,
-        prompts=prompts,
-        validation_prompts=validation_prompts,
+        rollouts=rollouts,
         objective=algorithms.objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,
@@ -108,7 +93,20 @@ def prepare(config: RLVRConfig) -> Prepared:
     )
 
 
-def _algorithms(config: RLVRConfig) -> Algorithms:
+def _plan_rollouts(
+    config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> RolloutPlan | None:
+    """What only this pipeline names; None where a problem was found."""
+    if isinstance(config, AgenticConfig):
+        from roll.pipeline.agentic_preflight import plan_agentic
+
+        return plan_agentic(config, tokenizer, problems)
+    from roll.pipeline.rlvr_preflight import plan_rlvr
+
+    return plan_rlvr(config, tokenizer, problems)
+
+
+def _algorithms(config: PipelineConfig) -> Algorithms:
     from roll.pipeline.algorithms import build_algorithms
 
     return build_algorithms(config)
@@ -127,7 +125,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         raise ConfigError([ConfigProblem("cluster.address", message, remedy)]) from error
 
 
-def _tokenizer(config: RLVRConfig) -> PreTrainedTokenizerBase:
+def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
     """The trained policy's."""
     arguments = config.actor_train.model_args
     return load_tokenizer(
@@ -137,7 +135,7 @@ def _tokenizer(config: RLVRConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _check_strategies(config: RLVRConfig) -> None:
+def _check_strategies(config: PipelineConfig) -> None:
     """Options that an engine does not know are an error here, not in a worker."""
     from roll.strategies.infer import infer_option_check
     from roll.strategies.train import train_option_check
@@ -152,14 +150,14 @@ def _check_strategies(config: RLVRConfig) -> None:
         raise ConfigError(problems)
 
 
-def _stage_classes(config: RLVRConfig) -> dict[str, type[Stage]]:
+def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
     from roll.pipeline.registry import resolve_stages
     from roll.pipeline.stages import STAGE_ORDER
 
     return resolve_stages({name: name for name in STAGE_ORDER}, config.stages)
 
 
-def _worker_classes(config: RLVRConfig) -> dict[str, type[Worker]]:
+def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
     """Classes of the user's own, by role."""
     paths = {name: role.worker_cls for name, role in derived.present_roles(config).items() if role.worker_cls}
     if not paths:
@@ -185,45 +183,3 @@ def _worker_classes(config: RLVRConfig) -> dict[str, type[Worker]]:
     if problems:
         raise ConfigError(problems)
     return classes
-
-
-def _prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    return load_prompts(
-        config.actor_train.data_args,
-        tokenizer,
-        prompt_length=config.prompt_length,
-        path="actor_train.data_args",
-        seed=config.seed,
-    )
-
-
-def _validation_prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    if config.validation is None:
-        return []
-    return load_prompts(
-        config.validation.data_args,
-        tokenizer,
-        prompt_length=config.prompt_length,
-        path="validation.data_args",
-        seed=config.seed,
-    )
-
-
-def _judgement_problems(
-    config: RLVRConfig, verifiers: dict[str, Verifier], prompts: list[Prompt], validation_prompts: list[Prompt]
-) -> list[ConfigProblem]:
-    """Every prompt needs a reward that can judge it, and every reward's domain needs prompts."""
-    routes = route_domains(config.rewards)
-    problems = check_prompts(routes, verifiers, prompts, "actor_train.data_args")
-    problems += check_prompts(routes, verifiers, validation_prompts, "validation.data_args")
-    present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
-    problems += [
-        ConfigProblem(
-            f"rewards.{reward}.tag_included",
-            f"no prompt has the domain {domain!r}",
-            f"the prompts have the domains {', '.join(present)}",
-        )
-        for domain, reward in sorted(routes.items())
-        if domain not in present
-    ]
-    return problems

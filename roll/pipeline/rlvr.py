@@ -1,194 +1,110 @@
-"""RLVR, top to bottom: start the roles, wire the stages, let them run.
-
-The synchronous, the one-step-off and the fully asynchronous run are this code; they differ in how far the scheduler may
-run ahead. Colocated and split runs are this code; they differ in which roles share a device lock.
-"""
+"""The rollout side of RLVR: prompts are sampled, responses are judged by reward workers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from roll.configs import derived
-from roll.configs.device_mapping import parse_device_mapping
+import numpy as np
+
 from roll.configs.schema import GeneratingArguments, RLVRConfig
 from roll.data.interleave import PromptStream
 from roll.data.records import Group, Prompt
-from roll.distributed.placement import Placement
-from roll.pipeline.canaries import build_canaries
-from roll.pipeline.channel import Channel
-from roll.pipeline.context import RunContext
-from roll.pipeline.device_lock import DeviceLock, build_device_locks
-from roll.pipeline.engine_gate import EngineGate
-from roll.pipeline.mismatch import build_alarm
-from roll.pipeline.preflight import Prepared
-from roll.pipeline.recorder import RunRecorder
-from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_function import Generator, RolloutFunction, has_score_variance
-from roll.pipeline.stage import Stage, StageGraph
-from roll.pipeline.stages import STAGE_ORDER, announce, gather, publish
-from roll.pipeline.stall import watch_for_stall
-from roll.pipeline.validation import Validator
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan, Ticket
-from roll.strategies.infer.base import SamplingParams
+from roll.pipeline.rollout_function import RolloutFunction
+from roll.pipeline.rollout_side import Generator
+from roll.pipeline.sampling import sampling_params
+from roll.pipeline.validation import PromptValidator
+from roll.rewards.pool import RewardPool
+from roll.rollout.scheduler import Ticket
+
+if TYPE_CHECKING:
+    from roll.pipeline.preflight import Prepared
 
 
-async def run_rlvr(prepared: Prepared, recorder: RunRecorder) -> None:
-    """Run to the last step. Raises the first failure, which names its cause."""
-    config = prepared.config
-    placement = Placement(config.cluster)
-    await placement.reserve()
-    locks = build_device_locks(_devices_of_roles(config))
-    roles = Roles(prepared, placement, locks, recorder.run, recorder.event)
-    try:
-        await roles.start()
-        gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-        context = build_context(prepared, roles, locks, gate, recorder)
-        graph = StageGraph(build_stages(prepared, context))
-        try:
-            await graph.run(background=background_tasks(context, roles, gate), first=lambda: publish_initial(context))
-        finally:
-            recorder.ledger = context.scheduler.ledger.counts()
-    finally:
-        await roles.shutdown()
+class RewardProcesses:
+    """The reward pool, which looks after its processes by itself, as part of a run."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self.pool = pool
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def shutdown(self) -> None:
+        await self.pool.shutdown()
 
 
-async def publish_initial(context: RunContext) -> None:
-    """Version 0: the engine gets the trainer's weights and is validated before anything is generated."""
-    async with context.locks["actor_train"].hold("actor_train"):
-        canaries = await gather(context, 0)
-    metrics = await publish(context, 0, canaries)
-    context.recorder.before_training({**metrics, **await announce(context, 0)})
-    context.recorder.start_clock()
-    context.scheduler.resume_admission()
+class RLVRSide:
+    """See `RolloutSide`."""
 
+    sample_metrics = "reward"
 
-def build_context(
-    prepared: Prepared, roles: Roles, locks: dict[str, DeviceLock], gate: EngineGate, recorder: RunRecorder
-) -> RunContext:
-    """Wire services and settings. Admission starts paused, until version 0 is published."""
-    config = prepared.config
-    rollout = build_rollout(prepared, roles, gate, config.actor_infer.generating_args, "train")
-    scheduler = build_scheduler(prepared, rollout)
-    scheduler.pause_admission()
-    return RunContext(
-        config=config,
-        scheduler=scheduler,
-        trainer=roles.trainer,
-        reference=roles.reference,
-        pool=roles.pool,
-        validator=build_validator(prepared, roles, gate),
-        locks=locks,
-        recorder=recorder,
-        objective=prepared.objective,
-        advantages=prepared.advantages,
-        correction=prepared.correction,
-        canaries=build_canaries(config, prepared.prompts),
-        mismatch_alarm=build_alarm(config),
-        max_staleness=derived.resolved_max_staleness(config),
-        optimizer_batch_size=derived.optimizer_batch_size(config),
-        train_temperature=config.actor_infer.generating_args.temperature,
-        checkpoint_dir=recorder.run.checkpoints,
-    )
+    def __init__(self, prepared: Prepared, prompts: Sequence[Prompt], validation_prompts: Sequence[Prompt]) -> None:
+        if not isinstance(prepared.config, RLVRConfig):
+            raise TypeError(f"this is the rollout side of rlvr, not of {prepared.config.pipeline}")
+        self._prepared = prepared
+        self._config = prepared.config
+        self._prompts = prompts
+        self._validation_prompts = validation_prompts
+        self._pool = RewardPool(self._config.rewards)
+        self.workers = RewardProcesses(self._pool)
 
+    def canary_prompts(self) -> list[np.ndarray]:
+        """The training prompts."""
+        return [prompt.token_ids for prompt in self._prompts]
 
-def build_scheduler(prepared: Prepared, rollout: RolloutFunction) -> RolloutScheduler[Prompt, Group]:
-    """The scheduler over the run's prompts."""
-    config = prepared.config
-    plan = SchedulePlan(
-        batch_size=config.rollout_batch_size,
-        max_steps=config.max_steps,
-        ratio=config.async_generation_ratio,
-        max_staleness=derived.resolved_max_staleness(config),
-        order=derived.resolved_consumption(config),
-        staleness_policy=config.staleness_policy,
-        max_group_retries=config.max_group_retries,
-        max_consecutive_refunds=config.max_consecutive_refunds,
-    )
-    data_args = config.actor_train.data_args
-    prompts = PromptStream(
-        prepared.prompts,
-        seed=config.seed,
-        shuffle=data_args.shuffle,
-        domain_interleave_probs=data_args.domain_interleave_probs,
-    )
+    def source(self) -> Iterator[Prompt]:
+        """The training prompts, interleaved by domain, shuffled at each epoch."""
+        data_args = self._config.actor_train.data_args
+        return iter(
+            PromptStream(
+                self._prompts,
+                seed=self._config.seed,
+                shuffle=data_args.shuffle,
+                domain_interleave_probs=data_args.domain_interleave_probs,
+            )
+        )
 
-    def run_group(ticket: Ticket[Prompt]) -> Awaitable[Group]:
-        return rollout(ticket.group_id, ticket.item, ticket.start_version)
+    def rollout(self, generator: Generator) -> Callable[[Ticket[Prompt]], Awaitable[Group]]:
+        """Sample a prompt and judge the responses."""
+        function = self._function(generator, self._config.actor_infer.generating_args, "train")
 
-    group_filter = has_score_variance if config.group_filter == "zero_variance" else None
-    return RolloutScheduler(plan, prompts, run_group, group_filter=group_filter)
+        def run_group(ticket: Ticket[Prompt]) -> Awaitable[Group]:
+            return function(ticket.group_id, ticket.item, ticket.start_version)
 
+        return run_group
 
-def build_rollout(
-    prepared: Prepared, roles: Roles, generator: Generator, arguments: GeneratingArguments, purpose: str
-) -> RolloutFunction:
-    """How a group comes about, in training or in validation."""
-    config = prepared.config
-    training = purpose == "train"
-    return RolloutFunction(
-        generator=generator,
-        judge=roles.rewards,
-        decoder=prepared.tokenizer,
-        sampling=sampling_params(arguments, config.response_length),
-        samples_per_group=config.num_return_sequences_in_group if training else arguments.num_return_sequences,
-        run_seed=config.seed,
-        purpose=purpose,
-        separate_requests=config.is_num_return_sequences_expand,
-        greedy_baseline=training and prepared.advantages.estimator.traits.needs_greedy_baseline,
-    )
+    def validator(self, generator: Generator) -> PromptValidator | None:
+        """Over the validation prompts."""
+        validation = self._config.validation
+        if validation is None:
+            return None
+        return PromptValidator(
+            self._validation_prompts,
+            self._function(generator, validation.generating_args, "validation"),
+            batch_size=self._config.val_batch_size,
+            timeout_seconds=validation.timeout_seconds,
+        )
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing: each reward's share is in the metrics of samples."""
+        return {}
 
-def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
-    """The engine's parameters for the configured ones; the seed is set per request."""
-    return SamplingParams(
-        max_new_tokens=arguments.max_new_tokens or response_length,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        stop_strings=tuple(arguments.stop_strings),
-        ignore_eos=arguments.ignore_eos,
-    )
-
-
-def build_validator(prepared: Prepared, roles: Roles, gate: EngineGate) -> Validator | None:
-    config = prepared.config
-    if config.validation is None:
-        return None
-    return Validator(
-        prepared.validation_prompts,
-        build_rollout(prepared, roles, gate, config.validation.generating_args, "validation"),
-        batch_size=config.val_batch_size,
-        timeout_seconds=config.validation.timeout_seconds,
-    )
-
-
-def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
-    """The stages joined by channels of one batch each; the reference stage only where a reference is used."""
-    names = [name for name in STAGE_ORDER if name != "reference" or context.reference is not None]
-    stages: list[Stage] = []
-    inbox: Channel | None = None
-    for name in names:
-        outbox = Channel(f"after {name}") if name != names[-1] else None
-        stages.append(prepared.stage_classes[name](context, inbox, outbox))
-        inbox = outbox
-    return stages
-
-
-def background_tasks(
-    context: RunContext, roles: Roles, gate: EngineGate
-) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-    """What runs beside the stages: the scheduler, the engine and its gate, and whoever watches for trouble."""
-    tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-        ("scheduler", context.scheduler.run),
-        ("engine", roles.pool.run),
-        ("gate", gate.run),
-        ("watch/actor_train", roles.trainer.watch),
-        ("stall", lambda: watch_for_stall(context)),
-    ]
-    if roles.reference is not None:
-        tasks.append(("watch/reference", roles.reference.watch))
-    return tasks
-
-
-def _devices_of_roles(config: RLVRConfig) -> dict[str, list[int]]:
-    return {name: parse_device_mapping(role.device_mapping) for name, role in derived.present_roles(config).items()}
+    def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
+        """How a group comes about, in training or in validation."""
+        config, training = self._config, purpose == "train"
+        return RolloutFunction(
+            generator=generator,
+            judge=self._pool,
+            decoder=self._prepared.tokenizer,
+            sampling=sampling_params(arguments, config.response_length),
+            samples_per_group=config.num_return_sequences_in_group if training else arguments.num_return_sequences,
+            run_seed=config.seed,
+            purpose=purpose,
+            separate_requests=config.is_num_return_sequences_expand,
+            greedy_baseline=training and self._prepared.advantages.estimator.traits.needs_greedy_baseline,
+        )

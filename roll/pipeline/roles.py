@@ -1,4 +1,4 @@
-"""The running roles of an RLVR run: started together, killed together.
+"""The running roles of a run: started together, killed together.
 
 Starting them at once matters: each process spends seconds on imports, and the slowest one decides when the first step
 can begin. Roles that share devices load their models in turn, each gone from the devices before the next one comes:
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.schema import RLVRConfig, WorkerConfig
+from roll.configs.schema import PipelineConfig, WorkerConfig
 from roll.distributed.group import WorkerGroup, WorkerHandle, start_group, start_worker
 from roll.distributed.infer_worker import EngineSpec, InferWorker
 from roll.distributed.inference import InferencePool, PoolSettings
@@ -27,7 +27,7 @@ from roll.distributed.transports.base import TransportSpec
 from roll.distributed.worker import Worker, split_devices
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.preflight import Prepared
-from roll.rewards.pool import RewardPool
+from roll.pipeline.rollout_side import WorkerProcesses
 from roll.tracking.run_directory import RunDirectory
 
 
@@ -39,18 +39,19 @@ class Roles:
         prepared: Prepared,
         placement: Placement,
         locks: Mapping[str, DeviceLock],
+        workers: WorkerProcesses,
         run: RunDirectory,
         on_event: Callable[[str], None],
     ) -> None:
         self._prepared = prepared
-        self._config: RLVRConfig = prepared.config
+        self._config: PipelineConfig = prepared.config
         self._placement = placement
         self._locks = locks
         self._log_dir = str(run.logs.absolute())
         self._transport = transport_spec(self._config, run)
         self._groups: list[WorkerGroup] = []
         self.pool = self._build_pool(on_event)
-        self.rewards = RewardPool(self._config.rewards)
+        self._workers = workers
         self.trainer: TrainerGroup
         self.reference: TrainerGroup | None = None
 
@@ -63,7 +64,7 @@ class Roles:
             reference = None
             if config.reference is not None:
                 reference = tasks.create_task(self._start_trainer("reference", config.reference, forward_only=True))
-            tasks.create_task(self.rewards.start())
+            tasks.create_task(self._workers.start())
         self.trainer = trainer.result()
         self.pool.buffers.on_free = self.trainer.release
         self.pool.weight_source = self.trainer
@@ -74,7 +75,7 @@ class Roles:
         self.pool.kill()
         for group in self._groups:
             group.kill()
-        await self.rewards.shutdown()
+        await self._workers.shutdown()
         self._placement.release()
         if self._transport.name == "checkpoint":
             # The trainer was killed, and could not delete what it published last.
@@ -158,7 +159,7 @@ class Roles:
         )
 
 
-def transport_spec(config: RLVRConfig, run: RunDirectory) -> TransportSpec:
+def transport_spec(config: PipelineConfig, run: RunDirectory) -> TransportSpec:
     """How weights travel in this run. Files go into a folder that no other run uses."""
     chosen = config.weight_update.checkpoint_dir
     root = run.root.absolute()

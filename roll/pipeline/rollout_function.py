@@ -14,19 +14,9 @@ import numpy as np
 
 from roll.data.records import Group, Prompt, Sample
 from roll.data.seeds import derive_seed
+from roll.pipeline.rollout_side import Generator
 from roll.rewards.records import RewardInput, RewardOutput
 from roll.strategies.infer.base import Completion, GenerateRequest, SamplingParams
-
-
-class Generator(Protocol):
-    """Anything that runs requests."""
-
-    async def generate(
-        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
-    ) -> Completion: ...
-
-    def forget(self, sticky_key: str) -> None:
-        """No request with this key will come any more."""
 
 
 class Judge(Protocol):

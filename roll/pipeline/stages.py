@@ -45,7 +45,8 @@ class RolloutStage(Stage):
         self._next_step += 1
         batch.check_staleness(self.context.max_staleness)
         self.context.scheduler.ledger.check()
-        batch.describe_rollouts()
+        batch.describe_rollouts(self.context.side.sample_metrics)
+        batch.metrics.update(self.context.side.metrics())
         return batch
 
 
@@ -106,7 +107,8 @@ class TrainStage(Stage):
         version = batch.step + 1
         with context.recorder.busy("actor_train"):
             await self._correct(batch)
-            plan = TrainPlan(batch.step, config.ppo_epochs, context.optimizer_batch_size, context.train_temperature)
+            size = derived.optimizer_batch_size(config, len(batch.data))
+            plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
             metrics = await context.trainer.train(batch.data, context.objective, plan)
             if publication_due(context, version):
                 batch.canaries = await gather(context, version)
@@ -200,7 +202,8 @@ async def announce(context: RunContext, version: int) -> dict[str, float]:
     if context.validator is None or not validation_due(context, version):
         context.scheduler.weights_published(version)
         return {}
-    pause = context.config.validation is not None and context.config.validation.mode == "pause"
+    settings = derived.validation_settings(context.config)
+    pause = settings is not None and settings.mode == "pause"
     if pause:
         context.scheduler.pause_admission()
     else:

@@ -29,8 +29,17 @@ class MixedVersions(AssertionError):
     """A validation saw tokens of another version than the one it measures."""
 
 
-class Validator:
-    """Runs the validation set."""
+def check_versions(groups: Sequence[Group], version: int) -> None:
+    """Raise `MixedVersions` unless every sampled token is of this version."""
+    for group in groups:
+        for sample in group.samples:
+            seen = set(np.unique(sample.versions[sample.response_mask]).tolist())
+            if seen - {version}:
+                raise MixedVersions(f"validation of version {version} saw tokens of versions {sorted(seen)}")
+
+
+class PromptValidator:
+    """Runs a validation set of prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], rollout: RolloutFunction, *, batch_size: int, timeout_seconds: float
@@ -53,7 +62,7 @@ class Validator:
                 f"validation of version {version} did not end within {self._timeout_seconds:g} s "
                 "(validation.timeout_seconds)"
             ) from None
-        self._check_versions(groups, version)
+        check_versions(groups, version)
         return ValidationResult(version, self._metrics(groups), groups)
 
     async def _run_all(self) -> list[Group]:
@@ -66,13 +75,6 @@ class Validator:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one(index, prompt)) for index, prompt in enumerate(self._prompts)]
         return [task.result() for task in running]
-
-    def _check_versions(self, groups: Sequence[Group], version: int) -> None:
-        for group in groups:
-            for sample in group.samples:
-                seen = set(np.unique(sample.versions[sample.response_mask]).tolist())
-                if seen - {version}:
-                    raise MixedVersions(f"validation of version {version} saw tokens of versions {sorted(seen)}")
 
     def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         by_domain: dict[str, list[Group]] = defaultdict(list)

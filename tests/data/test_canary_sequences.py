@@ -2,25 +2,21 @@ import numpy as np
 import pytest
 
 from roll.data.canaries import canary_sequences
-from roll.data.records import Prompt
 
 
 def prompts(*token_lists):
-    return [
-        Prompt(f"p:{index}", "math", np.array(tokens, dtype=np.int32), "text")
-        for index, tokens in enumerate(token_lists)
-    ]
+    return [np.array(tokens, dtype=np.int32) for tokens in token_lists]
 
 
 PROMPTS = prompts([1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17], [4], [20, 21])
 
 
 def test_a_sequence_is_the_beginning_of_a_prompt_and_tokens_of_the_prompts():
-    vocabulary = set(np.concatenate([prompt.token_ids for prompt in PROMPTS]).tolist())
+    vocabulary = set(np.concatenate(PROMPTS).tolist())
     found = canary_sequences(PROMPTS, count=4, length=9, seed=1)
     assert all(len(tokens) == 9 and tokens.dtype == np.int32 for tokens in found)
     assert all(set(tokens.tolist()) <= vocabulary for tokens in found)
-    heads = {tuple(prompt.token_ids[:5].tolist()) for prompt in PROMPTS}
+    heads = {tuple(prompt[:5].tolist()) for prompt in PROMPTS}
     assert all(any(tuple(tokens[: len(head)].tolist()) == head for head in heads) for tokens in found)
     assert len({tuple(tokens.tolist()) for tokens in found}) == 4
 

@@ -7,11 +7,10 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.data.records import Prompt
 from roll.pipeline.canaries import Canaries, build_canaries
 
 SEQUENCES = [np.array([1, 2, 3], dtype=np.int32), np.array([4, 5], dtype=np.int32)]
-PROMPTS = [Prompt("p:0", "math", np.arange(4, dtype=np.int32), "text")]
+PROMPTS = [np.arange(4, dtype=np.int32)]
 
 
 class Trainer:

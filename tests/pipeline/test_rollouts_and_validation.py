@@ -10,7 +10,7 @@ import pytest
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.batch import StalenessViolation, TrainingBatch
 from roll.pipeline.rollout_function import RolloutFunction, sample_from_completion
-from roll.pipeline.validation import MixedVersions, Validator
+from roll.pipeline.validation import MixedVersions, PromptValidator
 from roll.rewards.records import RewardOutput
 from roll.rollout.clock import run_virtual
 from roll.strategies.infer.base import Completion, SamplingParams
@@ -104,7 +104,7 @@ def test_samples_that_stay_together_leave_nothing_in_the_router(text):
 
 def validator(engine, prompts, **settings):
     options = {"batch_size": 8, "timeout_seconds": 100.0, **settings}
-    return Validator(prompts, rollout(engine, purpose="validation"), **options)
+    return PromptValidator(prompts, rollout(engine, purpose="validation"), **options)
 
 
 def test_validation_keeps_to_its_budget_and_reports_each_domain():

@@ -7,6 +7,7 @@ from torch import Tensor
 from roll.algorithms.advantages.estimator import AdvantageEstimator
 from roll.algorithms.advantages.whitening import clip_advantages, whiten
 from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_rewards
+from roll.algorithms.masking import keep
 from roll.algorithms.moments import Groups
 
 
@@ -24,6 +25,7 @@ def estimate_advantages(
     clip: float | None = None,
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
     turns: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Tensor:
@@ -31,7 +33,8 @@ def estimate_advantages(
 
     float64 if the rewards are, else float32. With ``logprobs`` and ``reference_logprobs`` (both or neither, else
     ``ValueError``) the KL penalty is part of the token rewards. Whitening comes next, clipping to [-clip, clip] last.
-    The other fields are those of `AdvantageInputs`; ``ValueError`` names one that the estimator lacks.
+    ``turn_rewards`` ``[batch, seq]`` are added to the token rewards. The other fields are those of `AdvantageInputs`;
+    ``ValueError`` names one that the estimator lacks.
     """
     if (logprobs is None) != (reference_logprobs is None):
         raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
@@ -41,6 +44,8 @@ def estimate_advantages(
         token_rewards = kl_penalised_token_rewards(
             rewards, logprobs, reference_logprobs, response_mask, kl_coef, kl_estimator
         )
+    if turn_rewards is not None:
+        token_rewards = token_rewards + keep(turn_rewards, response_mask).to(token_rewards.dtype)
     advantages = estimator(
         token_rewards,
         response_mask,

@@ -1,0 +1,92 @@
+"""What RLVR names: prompts and verifiers, found and checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from roll.configs.errors import ConfigProblem
+from roll.configs.schema import RLVRConfig
+from roll.data.dataset import load_prompts
+from roll.data.records import Prompt
+from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.pipeline.preflight import Prepared, Problems
+    from roll.pipeline.rlvr import RLVRSide
+
+
+@dataclass(frozen=True)
+class RLVRPlan:
+    """See `RolloutPlan`."""
+
+    prompts: list[Prompt]
+    validation_prompts: list[Prompt]
+
+    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> RLVRSide:
+        """See `RolloutPlan.build`."""
+        from roll.pipeline.rlvr import RLVRSide
+
+        return RLVRSide(prepared, self.prompts, self.validation_prompts)
+
+
+def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems) -> RLVRPlan:
+    """Load prompts and find verifiers; what is wrong goes into ``problems``."""
+    verifiers = {
+        name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
+        for name, reward in config.rewards.items()
+    }
+    prompts: list[Prompt] = []
+    validation_prompts: list[Prompt] = []
+    if tokenizer is not None:
+        prompts = problems.attempt(lambda: _prompts(config, tokenizer)) or []
+        validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
+    if prompts and not problems.found:
+        problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
+    return RLVRPlan(prompts, validation_prompts)
+
+
+def _prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    return load_prompts(
+        config.actor_train.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="actor_train.data_args",
+        seed=config.seed,
+    )
+
+
+def _validation_prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if config.validation is None:
+        return []
+    return load_prompts(
+        config.validation.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="validation.data_args",
+        seed=config.seed,
+    )
+
+
+def _judgement_problems(
+    config: RLVRConfig, verifiers: dict[str, Verifier], prompts: list[Prompt], validation_prompts: list[Prompt]
+) -> list[ConfigProblem]:
+    """Every prompt needs a reward that can judge it, and every reward's domain needs prompts."""
+    routes = route_domains(config.rewards)
+    problems = check_prompts(routes, verifiers, prompts, "actor_train.data_args")
+    problems += check_prompts(routes, verifiers, validation_prompts, "validation.data_args")
+    present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
+    problems += [
+        ConfigProblem(
+            f"rewards.{reward}.tag_included",
+            f"no prompt has the domain {domain!r}",
+            f"the prompts have the domains {', '.join(present)}",
+        )
+        for domain, reward in sorted(routes.items())
+        if domain not in present
+    ]
+    return problems

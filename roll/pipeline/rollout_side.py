@@ -1,0 +1,79 @@
+"""What the pipelines do not share: where groups come from and how one comes about.
+
+Everything else (scheduler, engine, trainer, stages, publication) is one code. A pipeline contributes a *plan*, found
+and checked before anything starts, which builds the *side* that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from roll.data.records import Group
+from roll.rollout.scheduler import Ticket
+from roll.strategies.infer.base import Completion, GenerateRequest
+
+if TYPE_CHECKING:
+    from roll.pipeline.preflight import Prepared
+    from roll.pipeline.validation import ValidationResult
+
+
+class Generator(Protocol):
+    """Anything that runs requests."""
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion: ...
+
+    def forget(self, sticky_key: str) -> None:
+        """No request with this key will come any more."""
+
+
+class WorkerProcesses(Protocol):
+    """The processes of a rollout side: reward workers, or environment workers."""
+
+    async def start(self) -> None: ...
+
+    async def run(self) -> None:
+        """Look after them until cancelled; raises what they cannot recover from."""
+
+    async def shutdown(self) -> None: ...
+
+
+class Validator(Protocol):
+    """Measures one policy version."""
+
+    async def run(self, version: int) -> ValidationResult:
+        """Generate and judge the whole validation set."""
+
+
+class RolloutSide(Protocol):
+    """The rollout side of a running pipeline."""
+
+    workers: WorkerProcesses
+    sample_metrics: str
+    """First part of the names of the metrics that samples carry."""
+
+    def canary_prompts(self) -> Sequence[np.ndarray]:
+        """Token sequences (int32) to compare trainer and engines on."""
+
+    def source(self) -> Iterator[Any]:
+        """What each group starts from, in order."""
+
+    def rollout(self, generator: Generator) -> Callable[[Ticket[Any]], Awaitable[Group]]:
+        """How a training group comes about."""
+
+    def validator(self, generator: Generator) -> Validator | None:
+        """None: this run does not validate."""
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of the worker processes, for the record of a step."""
+
+
+class RolloutPlan(Protocol):
+    """What the preflight found for the rollout side."""
+
+    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> RolloutSide:
+        """The side itself. Starts nothing."""
