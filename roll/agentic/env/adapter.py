@@ -62,8 +62,13 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self._instructions = instructions
         self._seen: Any = None
         self._has_begun = False
+        self._is_over = True
         self.observation_space = AnyText()
         self.action_space = AnyText()
+
+    @property
+    def render_mode(self) -> str | None:
+        return "ansi"
 
     @property
     def example_actions(self) -> tuple[str, ...]:
@@ -71,7 +76,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self._seen, info = self.env.reset(seed=seed, options=options)
-        self._has_begun = True
+        self._has_begun, self._is_over = True, False
         text = self.render()
         told = {"state": text}
         if self._instructions:
@@ -80,12 +85,15 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         return text, dict(info) | told
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._is_over:
+            raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
         chosen = self._reader.read(action)
         if chosen is None:
             text = self.render()
             note = f"{self._reader.complaint()}\n" if self._instructions else ""
             return note + text, 0.0, False, False, {"action_is_valid": False, "state": text}
         self._seen, reward, terminated, truncated, info = self.env.step(self._first_action + chosen)
+        self._is_over = bool(terminated or truncated)
         text = self.render()
         told: dict[str, Any] = {"action_is_valid": True, "state": text}
         if self._game is not None:
@@ -95,7 +103,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
     def render(self) -> str:
         """The state as text; coloured parts in brackets, since colours often mark the player."""
         if not self._has_begun:
-            raise gymnasium.error.ResetNeeded("reset the environment before its first step or frame")
+            raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
             return self._game.describe(self.env.unwrapped, self._seen)
         return without_colours(str(self.env.render()))

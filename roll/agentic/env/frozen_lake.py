@@ -18,7 +18,7 @@ from roll.agentic.env.grid import Cell, GridStyle, check_style, moved, reachable
 
 ACTIONS = ("left", "down", "right", "up")
 DIRECTIONS: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
-SYMBOLS = {"player": "P", "frozen": "_", "hole": "O", "goal": "G", "fallen": "X", "arrived": "√"}
+SYMBOLS = {"player": "P", "frozen": "_", "hole": "O", "goal": "G", "fallen": "X", "arrived": "*"}
 DRAWS = 64
 """Random maps looked at for a solvable one before holes are filled."""
 

@@ -39,7 +39,7 @@ def written(rows: Sequence[Sequence[str]], style: GridStyle, names: Mapping[str,
         return "\n".join("".join(row) for row in rows)
     if style == "spaced":
         return "\n".join(" ".join(row) for row in rows)
-    lines = [f"{len(rows)} rows, {len(rows[0])} columns. Places are (row, column), counted from (0, 0) at the top left."]
+    lines = [f"{len(rows)} rows, {len(rows[0])} columns. Places are (row, column), from (0, 0) at the top left."]
     for symbol, name in names.items():
         cells = [(r, c) for r, row in enumerate(rows) for c, each in enumerate(row) if each == symbol]
         if cells:

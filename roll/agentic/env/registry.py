@@ -25,7 +25,7 @@ from pydantic.errors import PydanticUserError
 from roll.agentic.env.adapter import TextAdapter, accepted_options
 from roll.agentic.env.base import BadOption
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.wording import shown
+from roll.configs.wording import nearest, shown
 from roll.data.imports import import_object
 from roll.data.names import nearest_name_hint
 
@@ -222,8 +222,10 @@ def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | 
     try:
         spec = gymnasium.spec(env_id)
     except gymnasium.error.Error as cause:
-        hint = nearest_name_hint(env_type, {*BUILT_IN, *(own or {}), *registration.registry})
-        remedy = f"{hint} Or use an import path `package.module:Class`"
+        ours = {*BUILT_IN, *(own or {})}
+        near = nearest(env_type, {*ours, *registration.registry})
+        hint = f"did you mean `{near}`?" if near else f"{nearest_name_hint(env_type, ours)}."
+        remedy = f"{hint} Or use a gymnasium id, or an import path `package.module:Class`"
         raise _error(path, f"`{env_type}` is no environment", remedy) from cause
     try:
         create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)

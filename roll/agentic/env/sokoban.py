@@ -24,7 +24,7 @@ SYMBOLS = {
     "floor": "_",
     "target": "O",
     "box": "X",
-    "box_on_target": "√",
+    "box_on_target": "*",
     "player": "P",
     "player_on_target": "S",
 }
