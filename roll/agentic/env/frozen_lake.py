@@ -181,7 +181,7 @@ def random_map(size: int, hole_probability: float, random: np.random.Generator) 
 def _read_map(map: Sequence[str]) -> tuple[list[list[str]], Cell]:
     """Rows of `F`, `H` and `G`, and the start. Raises `BadOption`."""
     rows = [list(str(row)) for row in map]
-    if len({len(row) for row in rows}) != 1 or not set("SFHG").issuperset(*rows):
+    if len({len(row) for row in rows}) != 1 or not set().union(*rows) <= set("SFHG"):
         raise BadOption("map", f"{list(map)} is no map", "rows of one length, of the letters S, F, H and G")
     starts = _cells(rows, "S")
     if len(starts) != 1:
