@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Literal
 
-from roll.agentic.env.conformance_checks import CHECKS, run_checks
+from roll.agentic.env.conformance_checks import CHECKS, MAKING, run_checks
 
 Level = Literal["passed", "warning", "failed"]
 
@@ -55,6 +55,18 @@ class ConformanceReport:
 
 
 @dataclass(frozen=True)
+class _Limits:
+    """Seconds that a call may take."""
+
+    call: float
+    making: float
+
+    def of(self, call: str | None) -> float:
+        """``call`` None: between two calls."""
+        return START_SECONDS if call is None else self.making if call == MAKING else self.call
+
+
+@dataclass(frozen=True)
 class _Lost:
     """A process that did not come to its end."""
 
@@ -69,11 +81,13 @@ def check_env(
     episodes: int = 20,
     seed: int = 0,
     deadline_seconds: float = 10.0,
+    make_deadline_seconds: float = 120.0,
 ) -> ConformanceReport:
     """Try an environment as training would, and worse. Takes some seconds.
 
     ``episodes`` with seeds from ``seed`` on are played by most checks. A call of the environment that takes longer than
-    ``deadline_seconds`` counts as hanging. Raises nothing on the environment's account.
+    ``deadline_seconds``, or its making longer than ``make_deadline_seconds`` (it may import much), counts as hanging.
+    Raises nothing on the environment's account.
     """
     try:
         pickle.dumps((env_type, dict(env_config)))
@@ -81,11 +95,12 @@ def check_env(
         message = f"name and options cannot be sent to a worker process ({cause}); use plain values as in YAML"
         return ConformanceReport(env_type, (Finding("pickling", "failed", message),))
     findings = [Finding("pickling", "passed", "name and options can be sent to a worker process")]
+    limits = _Limits(deadline_seconds, make_deadline_seconds)
     waiting = list(CHECKS)
     lost: list[_Lost] = []
     while waiting and len(lost) < MAX_LOST_PROCESSES:
         arguments = (env_type, dict(env_config), max(1, episodes), seed, tuple(waiting))
-        found, loss = _in_a_process(arguments, deadline_seconds)
+        found, loss = _in_a_process(arguments, limits)
         findings += found
         if loss is not None:
             lost.append(loss)
@@ -95,7 +110,7 @@ def check_env(
         if _cannot_be_made(findings):
             break
     findings += [Finding(name, "warning", "was not run, because of what failed before") for name in waiting]
-    return ConformanceReport(env_type, (*findings, _deadline_finding(lost, deadline_seconds)))
+    return ConformanceReport(env_type, (*findings, _process_finding(lost, limits)))
 
 
 def render_report(report: ConformanceReport) -> str:
@@ -113,13 +128,13 @@ def _cannot_be_made(findings: Sequence[Finding]) -> bool:
     return any(finding.name == "make" and not finding.passed for finding in findings)
 
 
-def _deadline_finding(lost: Sequence[_Lost], deadline_seconds: float) -> Finding:
+def _process_finding(lost: Sequence[_Lost], limits: _Limits) -> Finding:
     if lost:
         return Finding("process", "failed", f"{len(lost)} of the processes that held the environment were lost")
-    return Finding("process", "passed", f"each call returned within {deadline_seconds:g} s, and no process was lost")
+    return Finding("process", "passed", f"each call returned within {limits.call:g} s, and no process was lost")
 
 
-def _in_a_process(arguments: tuple[Any, ...], deadline_seconds: float) -> tuple[list[Finding], _Lost | None]:
+def _in_a_process(arguments: tuple[Any, ...], limits: _Limits) -> tuple[list[Finding], _Lost | None]:
     """Run checks in a new process: what they found, and how the process was lost, if it was."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -127,21 +142,21 @@ def _in_a_process(arguments: tuple[Any, ...], deadline_seconds: float) -> tuple[
     process.start()
     theirs.close()
     try:
-        return _listened(ours, process, arguments[-1][0], deadline_seconds)
+        return _listened(ours, process, arguments[-1][0], limits)
     finally:
         _end(process)
         ours.close()
 
 
 def _listened(
-    connection: Connection, process: SpawnProcess, check: str, deadline_seconds: float
+    connection: Connection, process: SpawnProcess, check: str, limits: _Limits
 ) -> tuple[list[Finding], _Lost | None]:
     findings: list[Finding] = []
     call: str | None = None
     while True:
         try:
-            if not connection.poll(START_SECONDS if call is None else deadline_seconds):
-                return findings, _Lost(check, _hung(call, deadline_seconds))
+            if not connection.poll(limits.of(call)):
+                return findings, _Lost(check, _hung(call, limits.of(call)))
             kind, *values = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join(EXIT_SECONDS)
@@ -158,10 +173,10 @@ def _listened(
             return findings, None
 
 
-def _hung(call: str | None, deadline_seconds: float) -> str:
+def _hung(call: str | None, seconds: float) -> str:
     if call is None:
-        return f"nothing was heard for {START_SECONDS:g} s; is something slow imported or kept busy in a thread?"
-    return f"{call} did not return within {deadline_seconds:g} s; give what it waits for a time limit of its own"
+        return f"nothing was heard for {seconds:g} s; is something slow imported, or a thread kept busy?"
+    return f"{call} did not return within {seconds:g} s; give what it waits for a time limit of its own"
 
 
 def _died(call: str | None, exit_code: int | None) -> str:

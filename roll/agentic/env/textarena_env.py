@@ -80,7 +80,10 @@ class TextArenaEnv(gymnasium.Env[str, str]):
         if self._is_over:
             raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
         with self._random.in_place():
-            done, _ = self._game.step(action=action)
+            try:
+                done, _ = self._game.step(action=action)
+            except Exception as cause:
+                return self._given_up(cause)
             text, is_refused = self._news()
             rewards, game_info = self._game.close() if done else ({}, {})
         self._is_over = bool(done)
@@ -91,8 +94,21 @@ class TextArenaEnv(gymnasium.Env[str, str]):
             "action_is_valid": not is_refused and not outcome.get("invalid_move", False),
             "success": self._is_over and reward >= self._success_reward,
             "state": self._state(),
+            "metrics": {"game_failed": False},
         }
         return text or str(outcome.get("reason", "")), reward, self._is_over, False, info
+
+    def _given_up(self, cause: Exception) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Some games raise on odd actions. These are the policy's, so they end the episode without reward and are
+        counted, rather than fail the environment; the game is not trusted until its next reset."""
+        self._is_over = True
+        info = {
+            "action_is_valid": False,
+            "success": False,
+            "state": self._state(),
+            "metrics": {"game_failed": True},
+        }
+        return f"The game could not go on with that ({type(cause).__name__}).", 0.0, False, True, info
 
     def render(self) -> str:
         return self._shown[-1] if self._shown else ""

@@ -11,7 +11,7 @@ from roll.agentic.env.conformance import ConformanceReport, Finding, check_env, 
 SAMPLES = "tests.agentic.env.sample_envs:"
 
 
-def report_on(name: str, *, deadline_seconds: float = 20.0, **env_config) -> ConformanceReport:
+def report_on(name: str, *, deadline_seconds: float = 60.0, **env_config) -> ConformanceReport:
     return check_env(SAMPLES + name, env_config, episodes=3, deadline_seconds=deadline_seconds)
 
 
@@ -42,13 +42,13 @@ def test_a_good_environment_passes_without_warnings(name):
     ],
 )
 def test_built_in_environments_pass_without_warnings(env_type, env_config):
-    report = check_env(env_type, env_config, episodes=5)
+    report = check_env(env_type, env_config, episodes=5, deadline_seconds=60)
     assert {finding.level for finding in report.findings} == {"passed"}, render_report(report)
 
 
 @pytest.mark.parametrize("env_type", ["FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1"])
 def test_games_of_gymnasium_pass(env_type):
-    report = check_env(env_type, {}, episodes=3)
+    report = check_env(env_type, {}, episodes=3, deadline_seconds=60)
     assert report.passed, render_report(report)
 
 
@@ -82,9 +82,9 @@ def test_a_defect_is_named(name, check, words):
     assert not report.passed
 
 
-@pytest.mark.parametrize("name", ["GlobalRandomness", "LeaksFiles", "BoundToThread", "SeedsGlobally", "FrameIsArray"])
-def test_one_defect_does_not_fail_other_checks(name):
-    assert len(failures(report_on(name))) == (2 if name == "GlobalRandomness" else 1)
+@pytest.mark.parametrize("name", ["LeaksFiles", "BoundToThread", "SeedsGlobally", "FrameIsArray", "CloseRaises"])
+def test_one_defect_fails_one_check(name):
+    assert len(failures(report_on(name))) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,22 @@ def test_an_episode_without_an_end_is_a_warning():
 
 
 def test_a_hanging_call_is_reported_and_the_other_checks_go_on():
-    report = report_on("HangsAtStep", deadline_seconds=0.5)
-    assert "did not return within 0.5 s" in failures(report)["answers"]
+    report = report_on("HangsAtStep", deadline_seconds=2.0)
+    assert "did not return within 2 s" in failures(report)["answers"]
     assert "step(" in failures(report)["answers"]
     assert report.findings[-1].name == "process" and not report.findings[-1].passed
     assert {finding.name: finding.level for finding in report.findings}["reset"] == "passed"
 
 
 def test_an_environment_that_hangs_again_and_again_is_given_up():
-    report = report_on("HangsAtClose", deadline_seconds=0.5)
-    assert "close() did not return" in failures(report)["make"]
+    report = report_on("HangsAtClose", deadline_seconds=2.0)
+    assert "close() did not return" in failures(report)["reset"]
     assert "was not run" in warnings(report)["leaks"]
 
 
 def test_an_environment_that_cannot_be_made_in_time_is_reported():
-    assert "making the environment did not return" in failures(report_on("SlowToMake", deadline_seconds=0.5))["make"]
+    report = check_env(SAMPLES + "SlowToMake", {}, make_deadline_seconds=3.0)
+    assert "making the environment did not return within 3 s" in failures(report)["make"]
 
 
 def test_an_environment_that_ends_its_process_is_reported():
