@@ -1,0 +1,80 @@
+"""Frames of text as pictures: PNG, animated GIF, or an array for TensorBoard.
+
+Each character has a cell of its own, so grids stay grids whatever the font. What is too large is cut, and says so with
+an ellipsis; of too many frames, some between the first and the last are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+MAX_COLUMNS, MAX_ROWS, MAX_FRAMES = 120, 60, 120
+CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, MARGIN = 10, 18, 15, 8
+BACKGROUND, INK = (250, 250, 247), (30, 30, 40)
+TAB = 4
+CUT = "…"
+
+
+def text_to_png(text: str, path: str | Path) -> None:
+    """Write a frame as PNG."""
+    _image(_cells(text), *_size([_cells(text)])).save(path, format="PNG")
+
+
+def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame: float = 0.6) -> None:
+    """Write frames as an animated GIF that begins anew after a longer look at its last frame. Raises `ValueError` if
+    there is none."""
+    images = _images(frames)
+    milliseconds = [max(20, round(1000 * seconds_per_frame))] * len(images)
+    milliseconds[-1] *= 3
+    images[0].save(path, format="GIF", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+
+
+def frames_to_array(frames: Sequence[str]) -> np.ndarray:
+    """uint8 [frames, height, width, 3]. Raises `ValueError` if there is none."""
+    return np.stack([np.asarray(image) for image in _images(frames)])
+
+
+def _images(frames: Sequence[str]) -> list[Image.Image]:
+    """All of one size, that of the largest."""
+    if not frames:
+        raise ValueError("there are no frames: an episode has at least the one after its reset")
+    chosen = [_cells(frames[index]) for index in _thinned(len(frames))]
+    size = _size(chosen)
+    return [_image(cells, *size) for cells in chosen]
+
+
+def _thinned(count: int) -> list[int]:
+    """At most `MAX_FRAMES` numbers from 0 to ``count`` - 1, evenly, with the first and the last."""
+    return sorted({round(each) for each in np.linspace(0, count - 1, min(count, MAX_FRAMES))})
+
+
+def _cells(text: str) -> list[str]:
+    """Lines of visible characters, cut to the limits."""
+    lines = [
+        "".join(each if each.isprintable() else " " for each in line.expandtabs(TAB)) for line in text.splitlines()
+    ]
+    if len(lines) > MAX_ROWS:
+        lines = [*lines[: MAX_ROWS - 1], CUT]
+    return [line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + CUT for line in lines]
+
+
+def _size(frames: Sequence[list[str]]) -> tuple[int, int]:
+    columns = max((len(line) for cells in frames for line in cells), default=0)
+    rows = max(len(cells) for cells in frames)
+    return 2 * MARGIN + CELL_WIDTH * max(columns, 1), 2 * MARGIN + CELL_HEIGHT * max(rows, 1)
+
+
+def _image(cells: list[str], width: int, height: int) -> Image.Image:
+    image = Image.new("RGB", (width, height), BACKGROUND)
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(FONT_SIZE)
+    for row, line in enumerate(cells):
+        for column, character in enumerate(line):
+            if character != " ":
+                middle = MARGIN + CELL_WIDTH * (column + 0.5), MARGIN + CELL_HEIGHT * (row + 0.5)
+                draw.text(middle, character, fill=INK, font=font, anchor="mm")
+    return image

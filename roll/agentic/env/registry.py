@@ -1,0 +1,322 @@
+"""Environments by name, import path, entry point or gymnasium id, checked against their signature before they are made.
+
+A new built-in environment is one file and one line in `BUILT_IN`. Everybody else's environment is named by its import
+path, by a name that its package gives in the entry-point group `roll.environments`, or by its gymnasium id.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any
+
+import gymnasium
+from gymnasium.envs import registration
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from roll.agentic.env.adapter import TextAdapter, accepted_options
+from roll.agentic.env.base import BadOption
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.wording import nearest, shown
+from roll.data.imports import import_object
+from roll.data.names import nearest_name_hint
+
+ENTRY_POINTS = "roll.environments"
+GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
+GYMNASIUM_OPTIONS = ("max_episode_steps",)
+"""What `gymnasium.make` takes for every environment."""
+NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Sequence", "Tuple")
+"""Action spaces of gymnasium that no text is in."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """An environment of our own: where it is, and what it needs."""
+
+    import_path: str
+    gymnasium_id: str
+    requires: str | None = None
+    """A module that is not installed with `roll`."""
+
+
+BUILT_IN = {
+    "frozen_lake": BuiltIn("roll.agentic.env.frozen_lake:FrozenLakeEnv", "roll/FrozenLake-v0"),
+    "math_tools": BuiltIn("roll.agentic.env.math_tools:MathToolsEnv", "roll/MathTools-v0"),
+    "number_guessing": BuiltIn("roll.agentic.env.number_guessing:NumberGuessingEnv", "roll/NumberGuessing-v0"),
+    "reasoning_gym": BuiltIn(
+        "roll.agentic.env.reasoning_gym_env:ReasoningGymEnv", "roll/ReasoningGym-v0", "reasoning_gym"
+    ),
+    "sokoban": BuiltIn("roll.agentic.env.sokoban:SokobanEnv", "roll/Sokoban-v0"),
+    "textarena": BuiltIn("roll.agentic.env.textarena_env:TextArenaEnv", "roll/TextArena-v0", "textarena"),
+}
+
+
+def register_built_ins() -> None:
+    """Make the built-in environments known to gymnasium. Harmless to repeat."""
+    for built_in in BUILT_IN.values():
+        if built_in.gymnasium_id not in registration.registry:
+            gymnasium.register(built_in.gymnasium_id, entry_point=built_in.import_path, disable_env_checker=True)
+
+
+def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
+    """A new text environment; one with discrete actions is wrapped into one (`TextAdapter`).
+
+    Raises `ConfigError`, with the paths `env_type` and `env_config.<key>`, before any code of the environment runs but
+    its module's; and after, if it refuses a value or is no text environment.
+    """
+    return _checked(env_type, env_config, _Paths("env_type", "env_config")).made()
+
+
+def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
+    """What is wrong with ``custom_envs.<tag>``. Built-in environments and gymnasium's own are made for this (they are
+    small); of others the name and the signature are looked at."""
+    paths = _Paths(f"custom_envs.{tag}.env_type", f"custom_envs.{tag}.env_config")
+    try:
+        ready = _checked(env_type, env_config, paths)
+        if ready.source.is_small:
+            ready.made().close()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@dataclass(frozen=True)
+class _Paths:
+    env_type: str
+    env_config: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an environment comes from."""
+
+    env_type: str
+    create: Callable[..., Any]
+    """The class or factory, for its signature."""
+    call: Callable[..., Any]
+    """Makes the environment: `create`, or gymnasium on its behalf."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that gymnasium's registration sets."""
+    extra_options: tuple[str, ...] = ()
+    is_small: bool = False
+    """Made in a moment, without anything beyond memory."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An environment whose options are checked."""
+
+    source: _Source
+    options: dict[str, Any]
+    adapter_options: dict[str, Any]
+    paths: _Paths
+
+    def made(self) -> gymnasium.Env[str, str]:
+        try:
+            return self._as_text(self.source.call(**self.options))
+        except BadOption as bad:
+            path = f"{self.paths.env_config}.{bad.option}"
+            raise ConfigError([ConfigProblem(path, bad.message, bad.remedy)]) from bad
+
+    def _as_text(self, env: Any) -> gymnasium.Env[str, str]:
+        if not isinstance(env, gymnasium.Env):
+            made = f"`{self.source.env_type}` made a {type(env).__name__}"
+            raise _error(self.paths.env_type, made, "name a class of, or a function that returns, a `gymnasium.Env`")
+        space = getattr(env, "action_space", None)
+        if isinstance(space, gymnasium.spaces.Discrete):
+            return self._adapted(env)
+        if type(space).__name__ in NOT_TEXT and type(space).__module__.startswith("gymnasium."):
+            message = f"`{self.source.env_type}` takes actions of {space}, which are no texts"
+            raise _error(self.paths.env_type, message, "wrap it into an environment that takes and gives text")
+        if self.adapter_options:
+            key = next(iter(self.adapter_options))
+            hint = nearest_name_hint(key, _options_of(self.source))
+            message = f"`{self.source.env_type}` has no option `{key}`, and it takes text already"
+            raise _error(f"{self.paths.env_config}.{key}", message, hint)
+        return env
+
+    def _adapted(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[str, str]:
+        try:
+            return TextAdapter(env, **self.adapter_options)
+        except TypeError as cause:
+            remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
+            raise _error(self.paths.env_type, str(cause), remedy) from cause
+
+
+def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Ready:
+    source = _find(env_type, paths.env_type)
+    try:
+        parameters = inspect.signature(source.create, eval_str=True).parameters
+    except NameError:  # annotations that only a type checker can resolve: their values go unconverted
+        parameters = inspect.signature(source.create).parameters
+    except (TypeError, ValueError) as cause:
+        message = f"the signature of `{env_type}` cannot be read ({cause})"
+        raise _error(paths.env_type, message, "wrap it in a Python function") from cause
+    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    named = _named(parameters)
+    of_adapter = {} if takes_anything or env_type in BUILT_IN else _without(accepted_options(), named)
+    settable = {*named, *of_adapter, *source.extra_options}
+    problems = [] if takes_anything else _unknown(env_type, env_config, settable, paths)
+    problems += _missing(env_type, {**source.given, **env_config}, parameters, paths)
+    values, value_problems = _converted(env_config, {**named, **of_adapter}, paths)
+    if problems or value_problems:
+        raise ConfigError(problems + value_problems)
+    options = _without(values, of_adapter)
+    if "render_mode" in named and "render_mode" not in options and "ansi" in _render_modes(source.create):
+        options["render_mode"] = "ansi"
+    return _Ready(source, options, {key: value for key, value in values.items() if key in of_adapter}, paths)
+
+
+def _find(env_type: str, path: str) -> _Source:
+    if env_type in BUILT_IN:
+        return _find_built_in(env_type, BUILT_IN[env_type], path)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the console command does not put the working folder there
+    module, _, name = env_type.partition(":")
+    if name and GYMNASIUM_ID.fullmatch(name):
+        _imported(module, path)
+        return _registered(env_type, name, path)
+    if name:
+        return _imported_source(env_type, env_type, path)
+    own = {each.name: each.value for each in entry_points(group=ENTRY_POINTS)}
+    if env_type in own:
+        return _imported_source(env_type, own[env_type], path)
+    return _registered(env_type, env_type, path, own)
+
+
+def _find_built_in(env_type: str, built_in: BuiltIn, path: str) -> _Source:
+    if built_in.requires and importlib.util.find_spec(built_in.requires) is None:
+        package = built_in.requires.replace("_", "-")
+        raise _error(path, f"`{env_type}` needs the package `{package}`", f"pip install {package}")
+    return replace(_imported_source(env_type, built_in.import_path, path), is_small=True)
+
+
+def _imported(module: str, path: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as cause:
+        message = f"module {module!r} cannot be imported: {type(cause).__name__}: {cause}"
+        raise _error(path, message, _IMPORT_REMEDY) from cause
+
+
+def _imported_source(env_type: str, import_path: str, path: str) -> _Source:
+    try:
+        found = import_object(import_path)
+    except ImportError as cause:
+        raise _error(path, str(cause), _IMPORT_REMEDY) from cause
+    if not callable(found):
+        raise _error(path, f"`{import_path}` is a {type(found).__name__}", "name a class or a function")
+    return _Source(env_type, found, found)
+
+
+def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | None = None) -> _Source:
+    """An environment of gymnasium's registry, by its id (without version: the newest)."""
+    try:
+        spec = gymnasium.spec(env_id)
+    except gymnasium.error.Error as cause:
+        ours = {*BUILT_IN, *(own or {})}
+        near = nearest(env_type, {*ours, *registration.registry})
+        hint = f"did you mean `{near}`?" if near else f"{nearest_name_hint(env_type, ours)}."
+        remedy = f"{hint} Or use a gymnasium id, or an import path `package.module:Class`"
+        raise _error(path, f"`{env_type}` is no environment", remedy) from cause
+    try:
+        create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)
+    except Exception as cause:  # whatever its module raises, such as gymnasium's own error for a missing package
+        message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
+        raise _error(path, message, "install what it needs, or correct its entry point") from cause
+
+    def call(**options: Any) -> gymnasium.Env[Any, Any]:
+        return gymnasium.make(spec, disable_env_checker=True, **options)
+
+    is_small = create.__module__.startswith("gymnasium.")
+    return _Source(env_type, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
+
+
+def _render_modes(create: Callable[..., Any]) -> tuple[str, ...]:
+    metadata = getattr(create, "metadata", None)
+    return tuple(metadata.get("render_modes", ())) if isinstance(metadata, Mapping) else ()
+
+
+def _without(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in others}
+
+
+def _named(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {key: each for key, each in parameters.items() if each.kind in by_name}
+
+
+def _options_of(source: _Source) -> set[str]:
+    return {*_named(inspect.signature(source.create).parameters), *source.extra_options}
+
+
+def _unknown(
+    env_type: str, env_config: Mapping[str, Any], settable: set[str], paths: _Paths
+) -> list[ConfigProblem]:
+    problems = []
+    for key in env_config:
+        if key not in settable:
+            listed = ", ".join(f"`{each}`" for each in sorted(settable)) or "none"
+            message = f"`{env_type}` has no option `{key}`"
+            hint = nearest_name_hint(str(key), settable)
+            remedy = hint if hint.startswith("known") else f"{hint} known: {listed}"
+            problems.append(ConfigProblem(f"{paths.env_config}.{key}", message, remedy))
+    return problems
+
+
+def _missing(
+    env_type: str, given: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], paths: _Paths
+) -> list[ConfigProblem]:
+    problems = []
+    for key, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty or parameter.kind in _OPEN_KINDS:
+            continue
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            message = f"`{env_type}` takes `{key}` by position only"
+            problems.append(ConfigProblem(paths.env_type, message, "options are given by name"))
+        elif key not in given:
+            path = f"{paths.env_config}.{key}"
+            problems.append(ConfigProblem(path, f"`{env_type}` needs `{key}`, which is not set", f"set `{path}`"))
+    return problems
+
+
+def _converted(
+    env_config: Mapping[str, Any], named: Mapping[str, inspect.Parameter], paths: _Paths
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """The options, converted to the types that the annotations name."""
+    converted, problems = dict(env_config), []
+    for key, value in env_config.items():
+        annotation = named[key].annotation if key in named else inspect.Parameter.empty
+        if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+            continue
+        try:
+            converted[key] = _type_adapter(annotation).validate_python(value)
+        except ValidationError as cause:
+            reason = cause.errors()[0]["msg"]
+            message = f"{shown(value, key)} does not fit ({reason})"
+            wanted = annotation.__name__ if isinstance(annotation, type) else annotation
+            problems.append(ConfigProblem(f"{paths.env_config}.{key}", message, f"a value for `{wanted}`"))
+    return converted, problems
+
+
+def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # the type brings its own settings
+        return TypeAdapter(annotation)
+
+
+def _error(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+_OPEN_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
