@@ -247,8 +247,8 @@ def split_at(text: str, word: str) -> tuple[str, str]:
     if len(pieces) != 2:
         raise TemplateRefused(
             f"the chat template writes the assistant's content {len(pieces) - 1} times instead of once, so what the "
-            "policy sampled has no one place in it; take the step-wise manager (`env_manager_cls: step`), which renders "
-            "each turn anew"
+            "policy sampled has no one place in it; take the step-wise manager (`env_manager_cls: step`), which "
+            "renders each turn anew"
         )
     return pieces[0], pieces[1]
 
