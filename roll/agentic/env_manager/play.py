@@ -100,6 +100,7 @@ async def _play(
     turns: list[PlayedTurn] = []
     while True:
         where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
+        prompt.flags.writeable = False  # it is part of the record, and of later prompts
         sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
         text = decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
         answer = await session.step(text)

@@ -61,6 +61,4 @@ class GrowingContext:
         for piece in pieces:
             self._tokens[end : end + len(piece)] = piece
             end += len(piece)
-        prompt = self._tokens[:end]
-        prompt.flags.writeable = False
-        return prompt
+        return self._tokens[:end]
