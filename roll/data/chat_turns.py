@@ -76,14 +76,6 @@ class TurnTemplate(Protocol):
         """A conversation that will be continued. Raises `TemplateRefused`."""
 
 
-@dataclass(frozen=True)
-class _Rendering:
-    text: str
-    """With the generation prompt."""
-    messages_end: int
-    """Length of the part that the messages alone give; the rest is the generation prompt."""
-
-
 class ChatTurns:
     """The chat template of a tokenizer, continued turn by turn."""
 
@@ -94,7 +86,7 @@ class ChatTurns:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """Token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
-        return self.encode(self._text(messages, tools, generation_prompt=True))
+        return self.encode(self.render(messages, tools))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatConversation:
         """A conversation that will be continued. Raises `TemplateRefused`."""
@@ -103,12 +95,6 @@ class ChatTurns:
     def encode(self, text: str) -> np.ndarray:
         """Token ids (int32) of a text, nothing added."""
         return tokenise([text], self._tokenizer)[0]
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Rendering:
-        text = self._text(messages, tools, generation_prompt=True)
-        without = self._text(messages, tools, generation_prompt=False)
-        kept = len(without) if text.startswith(without) else len(os.path.commonprefix([text, without]))
-        return _Rendering(text, kept)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -119,11 +105,12 @@ class ChatTurns:
         """Token ids of what the template writes after the content of an assistant that has the last word."""
         word = PLACEHOLDER.format(number=0)
         pair = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": word}]
-        return self.encode(split_at(self._text(pair, (), generation_prompt=False), word)[1])
+        return self.encode(split_at(self.render(pair, (), generation_prompt=False), word)[1])
 
-    def _text(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
     ) -> str:
+        """The text of a conversation. Raises `TemplateRefused`."""
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -149,21 +136,35 @@ class ChatConversation:
         self._messages = list(messages)
         self._tools = tuple(tools)
         self._turns = 0
-        self._rendered = template.render(self._messages, self._tools)
-        self.prompt_token_ids = template.encode(self._rendered.text)
+        self._text = template.render(self._messages, self._tools)
+        self.prompt_token_ids = template.encode(self._text)
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """What stands between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
         _require_messages(messages)
         word = PLACEHOLDER.format(number=self._turns)
-        self._messages += [{"role": "assistant", "content": word}, *messages]
+        longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
+        text = self._template.render(longer, self._tools)
+        head, tail = split_at(text, word)
+        self._require_continued_by(head)
+        self._messages, self._text = longer, text
         self._turns += 1
-        before, self._rendered = self._rendered, self._template.render(self._messages, self._tools)
-        head, tail = split_at(self._rendered.text, word)
-        if not _continues(before, head):
-            raise TemplateRefused(_rewriting(before.text, head))
         tail_ids = self._template.encode(tail)
         return _without_written_stop(sampled, self._template.closing, tail_ids, self._template.special_ids)
+
+    def _require_continued_by(self, head: str) -> None:
+        """The conversation as written now, up to the assistant's content, must go on from what the policy read.
+
+        The messages must be written as they were. The opening of the assistant's turn may differ by what only one of
+        the two has at its end: `<think>` in the generation prompt, or the space that some templates write before a
+        content.
+        """
+        if head.startswith(self._text):
+            return
+        without_opening = self._template.render(self._messages, self._tools, generation_prompt=False)
+        messages_end = len(os.path.commonprefix([self._text, without_opening]))
+        if not (self._text.startswith(head) and len(head) >= messages_end):
+            raise TemplateRefused(_rewriting(self._text, head))
 
 
 @dataclass(frozen=True)
@@ -251,17 +252,6 @@ def split_at(text: str, word: str) -> tuple[str, str]:
             "renders each turn anew"
         )
     return pieces[0], pieces[1]
-
-
-def _continues(before: _Rendering, head: str) -> bool:
-    """Whether the conversation as written now, up to the assistant's content, goes on from what the policy read.
-
-    The messages must be written as they were. The opening of the assistant's turn may differ by what only one of them
-    has at its end: `<think>` in the generation prompt, or the space that some templates write before a content.
-    """
-    if head.startswith(before.text):
-        return True
-    return len(head) >= before.messages_end and before.text.startswith(head)
 
 
 def _rewriting(before: str, head: str) -> str:
