@@ -42,7 +42,10 @@ def continued(template, first, exchanges) -> list[int]:
 
 def after(name: str, sampled_text: str, observation: str = "a wall", **options) -> str:
     """The glue after one response, as text."""
-    tokenizer = make_tokenizer(name)
+    return after_in(make_tokenizer(name), sampled_text, observation, **options)
+
+
+def after_in(tokenizer, sampled_text: str, observation: str = "a wall", **options) -> str:
     conversation = ChatTurns(tokenizer, options).begin([user("look")])
     return tokenizer.decode(conversation.glue(encode(tokenizer, sampled_text), [user(observation)]))
 
@@ -90,6 +93,19 @@ def test_a_stop_token_ends_the_turn_although_the_space_before_it_was_not_written
 def test_another_stop_token_is_followed_by_the_end_that_the_template_writes():
     assert after("chatml", "go<|endoftext|>").startswith("<|im_end|>\n<|im_start|>user")
     assert after("llama3", "go<|eom_id|>").startswith("<|eot_id|><|start_header_id|>user")
+
+
+def test_an_end_that_only_the_last_turn_of_a_conversation_has_is_not_taken_for_that_of_every_turn():
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}{{ ' ' if not loop.last }}{% endfor %}"
+    template += "{{ ' assistant:' if add_generation_prompt else '<|endoftext|>' }}"
+    assert after_in(with_template(template), "go<|endoftext|>") == " user:a wall assistant:"
+
+
+def test_an_end_of_ordinary_tokens_counts_if_all_of_it_was_written():
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + '#|#' }}{% endfor %}"
+    tokenizer = with_template(template + "{{ 'assistant:' if add_generation_prompt }}")
+    assert after_in(tokenizer, "go#|#") == "user:a wall#|#assistant:"
+    assert after_in(tokenizer, "go#|") == "#|#user:a wall#|#assistant:"
 
 
 def test_an_end_inside_a_response_is_not_its_end():
