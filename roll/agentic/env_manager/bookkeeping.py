@@ -1,0 +1,141 @@
+"""From what was played to what is trained on and looked at. Pure functions.
+
+A sample is one row of tokens: the last prompt and the last response, in which each turn has its place because each
+turn's prompt begins with all that came before it. A single turn is the same with nothing before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll.agentic.env_manager.play import Decoder, PlayedEpisode, PlayedTurn
+from roll.agentic.episode import Episode, Message, TurnRecord
+from roll.data.records import Sample
+
+
+def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
+    """The whole episode as one sample. Its text is everything after the first prompt, special tokens included."""
+    sample = _sample_of(played.turns, _credited_rewards(played.turns))
+    sample.response_text = decoder.decode(
+        sample.token_ids[len(played.turns[0].prompt) :].tolist(), skip_special_tokens=False
+    )
+    if played.end == "sequence_length":
+        sample.finish_reason = "length"
+    return _scored(sample, played)
+
+
+def turn_samples(played: PlayedEpisode) -> list[Sample]:
+    """One sample per turn in which the policy wrote anything; the first turn's if it never did."""
+    rewards = _credited_rewards(played.turns)
+    written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
+    samples = [_sample_of([turn], rewards) for turn in written]
+    for sample, turn in zip(samples, written, strict=True):
+        sample.response_text = turn.text
+    if played.end == "sequence_length":
+        samples[-1].finish_reason = "length"
+    return [_scored(sample, played) for sample in samples]
+
+
+def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
+    """The episode with these samples. It is a success if the environment's last word on it was yes."""
+    answers = [turn.answer for turn in played.turns]
+    said = [answer.success for answer in answers if answer.success is not None]
+    return Episode(
+        tag=played.tag,
+        seed=played.seed,
+        samples=samples,
+        end=played.end,
+        success=bool(said and said[-1]),
+        score=_score(played),
+        turns=[_record(turn) for turn in played.turns],
+        last_frame=answers[-1].frame,
+        metrics=_metrics(played),
+    )
+
+
+def state_id(state: str | None) -> int:
+    """A signed 64-bit number for a state, equal on every machine; -1 for none, and for none only."""
+    if state is None:
+        return -1
+    digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big", signed=True)
+    return number if number != -1 else -2
+
+
+def readable(messages: Sequence[Message]) -> str:
+    """The contents of messages as one text."""
+    return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+def _credited_rewards(turns: Sequence[PlayedTurn]) -> dict[int, float]:
+    """Reward by turn number. A turn without a token gives its reward to the last one before it that has one; rewards
+    before the first token have no token to stand at."""
+    rewards: dict[int, float] = {}
+    for turn in turns:
+        if len(turn.sampled.token_ids):
+            rewards[turn.number] = turn.reward
+        elif rewards:
+            rewards[next(reversed(rewards))] += turn.reward
+    return rewards
+
+
+def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample:
+    """One row of the turns given, each of whose prompts begins with the row up to it."""
+    token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
+    length = len(token_ids)
+    sample = Sample(
+        token_ids=token_ids,
+        response_mask=np.zeros(length, dtype=bool),
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        finish_reason=turns[-1].sampled.finish_reason,
+        turns=np.full(length, -1, dtype=np.int32),
+        turn_rewards=np.zeros(length, dtype=np.float32),
+        turn_states=np.full(length, -1, dtype=np.int64),
+    )
+    for turn in turns:
+        place = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))
+        sample.response_mask[place] = True
+        sample.behaviour_logprobs[place] = turn.sampled.logprobs
+        sample.versions[place] = turn.sampled.versions
+        sample.turns[place] = turn.number
+        sample.turn_states[place] = state_id(turn.observation.state)
+        if turn.number in rewards:
+            sample.turn_rewards[place.stop - 1] = rewards[turn.number]
+    return sample
+
+
+def _scored(sample: Sample, played: PlayedEpisode) -> Sample:
+    sample.score = _score(played)
+    sample.reward = float(sum(turn.reward for turn in played.turns))
+    return sample
+
+
+def _score(played: PlayedEpisode) -> float:
+    return float(sum(turn.answer.reward for turn in played.turns))
+
+
+def _record(turn: PlayedTurn) -> TurnRecord:
+    return TurnRecord(
+        observation=readable(turn.observation.messages),
+        response=turn.text,
+        reward=turn.answer.reward,
+        action_is_valid=turn.answer.action_is_valid,
+        frame=turn.observation.frame,
+    )
+
+
+def _metrics(played: PlayedEpisode) -> dict[str, float]:
+    """The environment's last values; our own three win where a name is taken."""
+    metrics = dict(played.turns[0].observation.metrics)
+    for turn in played.turns:
+        metrics |= turn.answer.metrics
+    invalid = sum(not turn.answer.action_is_valid for turn in played.turns)
+    return metrics | {
+        "turns": float(len(played.turns)),
+        "invalid_actions": invalid / len(played.turns),
+        "tokens": float(sum(len(turn.sampled.token_ids) for turn in played.turns)),
+    }
