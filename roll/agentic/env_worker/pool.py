@@ -190,6 +190,8 @@ class EnvPool:
         await self._kill(process)
 
     def _retire(self, process: EnvProcess, because: str) -> None:
+        if process not in self._live:
+            return
         logger.warning("environment worker %s is replaced: %s", process.name, because)
         self._counts["retired"] += 1
         self._replace(process)
@@ -228,6 +230,7 @@ class EnvPool:
         """End every call and all waiting. The first cause stays."""
         self._closed_because = self._closed_because or because
         self._places.close(self._closed_because)
+        self._live.clear()
         for process in self._processes:
             process.lose(self._closed_because)
         self._any_live.set()

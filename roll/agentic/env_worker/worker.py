@@ -109,9 +109,11 @@ class EnvWorker:
 
     async def _answer(self, session: int, call: Awaitable[Observation | EnvFailure]) -> None:
         try:
-            self._answers.append(Answer(session, await call))
+            outcome = await call
         except Exception as error:
             self._broken = error
+        else:
+            self._answers.append(Answer(session, outcome))
         self._any_news.set()
 
     def _look_for_leaks(self) -> str | None:
