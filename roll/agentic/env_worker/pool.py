@@ -1,0 +1,340 @@
+"""Environments for thousands of episodes at once, in a few worker processes that come and go.
+
+An episode holds one of `max_sessions` places from its first reset until it is closed, fails or is cancelled, whatever
+comes first; places are given first come, first served. A process that dies or does not answer takes its sessions
+along, each of which learns why, and is replaced. One that should retire is replaced at once and ends with its last
+session. Nothing is left after `shutdown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from roll.agentic.env_worker.places import Places
+from roll.agentic.env_worker.process import EnvProcess, ProcessLost
+from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, EnvSpec, HostSettings, Reset, SessionFailed, Step
+from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
+from roll.agentic.episode import EnvironmentFailed, Observation
+from roll.data.names import nearest_name_hint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What a run decides about all environment workers."""
+
+    num_workers: int = 2
+    max_sessions: int = 4096
+    """Episodes that hold an environment at the same time, over all workers."""
+    host: HostSettings = field(default_factory=HostSettings)
+    make_env: str = "roll.agentic.env.registry:make_env"
+    """`package.module:function`, an `EnvFactory`."""
+    observe: str = "roll.agentic.env.base:observation_from"
+    """The same, an `Observe`."""
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the Ray actors beyond `num_cpus=0`, such as a scheduling strategy."""
+    log_dir: str | None = None
+    start_timeout_seconds: float = 120.0
+    silence_timeout_seconds: float = 60.0
+    """A process that has not answered for so long is killed. Also what an environment may block its process for."""
+    place_timeout_seconds: float = 3600.0
+    """How long an episode waits for a place."""
+    max_failed_starts: int = 3
+    """Replacements that do not start, one after the other, before the pool gives up."""
+
+
+class EnvPool:
+    """The environment workers of a run."""
+
+    def __init__(self, envs: Mapping[str, EnvSpec], settings: PoolSettings) -> None:
+        """Starts nothing."""
+        self._envs = dict(envs)
+        self._settings = settings
+        self._places = Places(settings.max_sessions)
+        self._numbers = itertools.count()
+        self._processes: set[EnvProcess] = set()
+        """All that are not known to be dead."""
+        self._live: list[EnvProcess] = []
+        """Those that take new sessions."""
+        self._any_live = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed_starts = 0
+        self._closed_because: str | None = None
+        self._counts: Counter[str] = Counter()
+        self._gone_counts: Counter[str] = Counter()
+        """Totals of the processes that are gone."""
+
+    async def start(self) -> None:
+        """Start all worker processes. Raises `EnvPoolClosed` if one does not come up, and leaves none behind then."""
+        starts = [asyncio.create_task(self._started()) for _ in range(self._settings.num_workers)]
+        try:
+            for process in await asyncio.gather(*starts):
+                self._admit(process)
+        except BaseException as error:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+            await self.shutdown()
+            if isinstance(error, ProcessLost):
+                raise EnvPoolClosed(f"an environment worker did not start: {error}") from error
+            raise
+
+    def session(self, tag: str, *, frames: bool = False) -> EnvPoolSession:
+        """An episode's environment, which takes a place with its first reset. With ``frames`` its observations have
+        them. Raises `ValueError` for an unknown tag."""
+        if tag not in self._envs:
+            raise ValueError(f"no environment has the tag `{tag}`; {nearest_name_hint(tag, self._envs)}")
+        return EnvPoolSession(self, tag, frames)
+
+    def counts(self) -> dict[str, int]:
+        """Totals over the run: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes),
+        ``failures/<tag>/<kind>`` (`FailureKind`), ``environments/{made,reused,closed,close_failures}``; and as of now
+        ``sessions``, ``waiting`` (for a place), ``workers``."""
+        environments = self._gone_counts.copy()
+        for process in self._processes:
+            environments.update(process.counts)
+        now = {"sessions": self._places.taken, "waiting": self._places.waiting, "workers": len(self._live)}
+        totals = {name: self._counts[name] for name in ("steps", "resets", "restarts", "retired")} | self._counts
+        return now | totals | {f"environments/{name}": count for name, count in environments.items()}
+
+    async def shutdown(self) -> None:
+        """Close all environments and end all worker processes. Calls under way, and waiting for places, raise
+        `EnvPoolClosed`. May be called twice."""
+        self._close("the environment workers have been shut down")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(self._end(process) for process in list(self._processes)))
+
+    async def take(self) -> Lease:
+        """A place, and a session in the least loaded process. Raises `TimeoutError`, `EnvPoolClosed`."""
+        async with asyncio.timeout(self._settings.place_timeout_seconds):
+            await self._places.take()
+            try:
+                while not self._live:
+                    self.check_open()
+                    await self._any_live.wait()
+            except BaseException:
+                self._places.give_back()
+                raise
+        process = min(self._live, key=lambda each: each.load)
+        return Lease(process, process.open())
+
+    def give_back(self, lease: Lease) -> None:
+        """End a session."""
+        lease.process.release(lease.session)
+        self._places.give_back()
+
+    def check_open(self) -> None:
+        """Raise `EnvPoolClosed` once there are no environments any more."""
+        if self._closed_because is not None:
+            raise EnvPoolClosed(self._closed_because)
+
+    def count(self, what: str) -> None:
+        """Add one to a total."""
+        self._counts[what] += 1
+
+    @property
+    def place_timeout_seconds(self) -> float:
+        return self._settings.place_timeout_seconds
+
+    async def _started(self) -> EnvProcess:
+        """A new process that takes commands. Raises `ProcessLost`, with nothing left of it."""
+        settings = self._settings
+        name = f"environments/{next(self._numbers)}"
+        folders = tuple(os.path.abspath(folder) for folder in ("", *sys.path))
+        setup = WorkerSetup(
+            name, self._envs, settings.host, settings.make_env, settings.observe, folders, settings.log_dir
+        )
+        options = {"num_cpus": 0, "max_restarts": 0, **settings.actor_options}
+        actor = ray.remote(EnvWorker).options(**options).remote(setup)
+        process = EnvProcess(name, actor, settings.silence_timeout_seconds, self._retire)
+        self._processes.add(process)
+        try:
+            await process.start(settings.start_timeout_seconds)
+        except ProcessLost:
+            await self._kill(process)
+            raise
+        return process
+
+    def _admit(self, process: EnvProcess) -> None:
+        self._failed_starts = 0
+        self._live.append(process)
+        self._any_live.set()
+        self._in_background(self._serve(process))
+
+    async def _serve(self, process: EnvProcess) -> None:
+        """Be with a process from its admission to its end."""
+        death = await process.serve()
+        if death is None:
+            await self._end(process)
+            return
+        logger.warning("environment worker %s: %s", process.name, death)
+        if process in self._live:
+            self._counts["restarts"] += 1
+            self._replace(process)
+        await self._kill(process)
+
+    def _retire(self, process: EnvProcess, because: str) -> None:
+        if process not in self._live:
+            return
+        logger.warning("environment worker %s is replaced: %s", process.name, because)
+        self._counts["retired"] += 1
+        self._replace(process)
+
+    def _replace(self, process: EnvProcess) -> None:
+        self._live.remove(process)
+        if not self._live:
+            self._any_live.clear()
+        self._in_background(self._start_another())
+
+    async def _start_another(self) -> None:
+        while True:
+            try:
+                process = await self._started()
+            except ProcessLost as lost:
+                self._failed_starts += 1
+                if self._failed_starts >= self._settings.max_failed_starts:
+                    self._close(f"{self._failed_starts} environment workers in a row did not start; the last: {lost}")
+                    return
+                logger.warning("an environment worker did not start: %s", lost)
+            else:
+                self._admit(process)
+                return
+
+    async def _end(self, process: EnvProcess) -> None:
+        """Close a process' environments, and end it."""
+        await process.close_environments(2 * self._settings.host.close_timeout_seconds)
+        await self._kill(process)
+
+    async def _kill(self, process: EnvProcess) -> None:
+        await process.kill()
+        self._gone_counts.update(process.counts)
+        self._processes.discard(process)
+
+    def _close(self, because: str) -> None:
+        """End every call and all waiting. The first cause stays."""
+        self._closed_because = self._closed_because or because
+        self._places.close(self._closed_because)
+        self._live.clear()
+        for process in self._processes:
+            process.lose(self._closed_because)
+        self._any_live.set()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the care of environment workers failed", exc_info=task.exception())
+            self._close(f"the care of environment workers failed: {task.exception()!r}")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A session of a process, and with it a place."""
+
+    process: EnvProcess
+    session: int
+
+
+class EnvPoolSession:
+    """An `EnvSession` of the pool. After a failure or a cancellation it holds nothing; a reset begins anew."""
+
+    def __init__(self, pool: EnvPool, tag: str, frames: bool) -> None:
+        self._pool = pool
+        self._tag = tag
+        self._frames = frames
+        self._lease: Lease | None = None
+        self._seed = 0
+        self._turn: int | None = None
+        self._busy = False
+        self._closed = False
+
+    async def reset(self, seed: int) -> Observation:
+        """Wait for a place, unless the session has one, and begin an episode. Raises `EnvironmentFailed` (as
+        `SessionFailed`, unless it is for want of a place), `EnvPoolClosed`."""
+        self._seed, self._turn, self._closed = seed, None, False
+        with self._one_call():
+            self._pool.check_open()
+            if self._lease is None:
+                self._lease = await self._taken()
+            self._pool.count("resets")
+            return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
+
+    async def step(self, text: str) -> Observation:
+        """Carry out an action. Raises as `reset` does, and `EnvironmentFailed` without a reset before."""
+        with self._one_call():
+            self._pool.check_open()
+            if self._lease is None:
+                raise self._failed("a step without a successful reset before it")
+            self._turn = 0 if self._turn is None else self._turn + 1
+            self._pool.count("steps")
+            return await self._ask(self._lease, Step(self._lease.session, text))
+
+    async def close(self) -> None:
+        """Give environment and place back. A call under way raises `EnvironmentFailed`."""
+        self._closed = True
+        self._release()
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        if self._busy:
+            raise RuntimeError(f"environment `{self._tag}`, seed {self._seed}: two calls at the same time")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    async def _taken(self) -> Lease:
+        try:
+            lease = await self._pool.take()
+        except TimeoutError:
+            limit = f"{self._pool.place_timeout_seconds:g} s (place_timeout_seconds)"
+            raise self._failed(f"no place among the running episodes within {limit}") from None
+        if self._closed:
+            self._pool.give_back(lease)
+            raise self._failed("closed while it waited for a place")
+        return lease
+
+    def _failed(self, cause: str) -> EnvironmentFailed:
+        return EnvironmentFailed(f"environment `{self._tag}`, seed {self._seed}: {cause}")
+
+    async def _ask(self, lease: Lease, command: Reset | Step) -> Observation:
+        try:
+            outcome = await lease.process.ask(command)
+        except ProcessLost as lost:
+            self._release()
+            self._pool.check_open()
+            outcome = EnvFailure(self._tag, self._seed, self._turn, "lost", str(lost))
+        except BaseException:
+            self._release()
+            raise
+        if isinstance(outcome, EnvFailure):
+            self._release()
+            self._pool.count(f"failures/{outcome.tag}/{outcome.kind}")
+            raise SessionFailed(outcome)
+        return outcome
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            self._pool.give_back(lease)

@@ -1,0 +1,182 @@
+"""One worker process as the driver sees it: commands in, answers out, until it dies or has served its time.
+
+All commands of one turn of the event loop leave in one call, and the next call leaves when that one has arrived: under
+load the batches grow by themselves, and commands never overtake each other. The long poll for answers is the process'
+sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from roll.agentic.env_worker.records import Close, Command, EnvFailure, Report, Reset, Step
+from roll.agentic.episode import Observation
+
+EXIT_TIMEOUT_SECONDS = 10.0
+
+
+class ProcessLost(Exception):
+    """The process is gone. The message is the cause."""
+
+
+class EnvProcess:
+    """The process and the sessions that it holds."""
+
+    def __init__(
+        self, name: str, actor: ActorHandle, silence_seconds: float, on_retire: Callable[[EnvProcess, str], None]
+    ) -> None:
+        self.name = name
+        self.pid: int | None = None
+        self.counts: dict[str, int] = {}
+        """As of its last report."""
+        self._actor = actor
+        self._silence_seconds = silence_seconds
+        self._on_retire = on_retire
+        self._numbers = itertools.count()
+        self._sessions: set[int] = set()
+        self._pending: dict[int, asyncio.Future[Observation | EnvFailure]] = {}
+        self._outgoing: list[Command] = []
+        self._to_send = asyncio.Event()
+        self._lost_because: str | None = None
+        self._retiring = False
+        self._drained = asyncio.Event()
+
+    @property
+    def load(self) -> int:
+        """Sessions."""
+        return len(self._sessions)
+
+    async def start(self, timeout_seconds: float) -> None:
+        """Wait until it takes commands. Raises `ProcessLost`."""
+        self.pid = await self._remote(self._actor.start.remote(), timeout_seconds)
+
+    def open(self) -> int:
+        """A new session. The process hears of it at its first `Reset`."""
+        session = next(self._numbers)
+        self._sessions.add(session)
+        return session
+
+    def release(self, session: int) -> None:
+        """The session has ended; a call of it that is under way raises `ProcessLost`."""
+        self._sessions.discard(session)
+        self._send(Close(session))
+        if session in self._pending:
+            self._fail(session, "its session was closed during the call")
+        self._end_if_drained()
+
+    async def ask(self, command: Reset | Step) -> Observation | EnvFailure:
+        """Have a command carried out. Raises `ProcessLost`."""
+        if self._lost_because is not None:
+            raise ProcessLost(self._lost_because)
+        self._pending[command.session] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        try:
+            return await self._pending[command.session]
+        finally:
+            del self._pending[command.session]
+
+    async def serve(self) -> str | None:
+        """Carry commands and answers. Returns why the process is gone, or None when it was retired and its last session
+        has ended. Open calls end with `ProcessLost`."""
+        watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
+        try:
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watches:
+                if watch.done():
+                    watch.result()
+            return None
+        except ProcessLost as lost:
+            self.lose(str(lost))
+            return str(lost)
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    def lose(self, because: str) -> None:
+        """End all calls with `ProcessLost`, now and later. The first cause stays."""
+        self._lost_because = self._lost_because or because
+        for session in self._pending:
+            self._fail(session, self._lost_because)
+
+    async def close_environments(self, timeout_seconds: float) -> None:
+        """Let the environments end their own processes and connections. One that cannot is left to `kill`."""
+        try:
+            await self._remote(self._actor.close.remote(), timeout_seconds)
+        except ProcessLost:
+            return
+
+    async def kill(self) -> None:
+        """End the process, whatever it is doing, and wait until Ray knows."""
+        ray.kill(self._actor)
+        try:
+            await asyncio.wait_for(self._actor.start.remote(), EXIT_TIMEOUT_SECONDS)
+        except (RayActorError, TimeoutError):
+            return
+
+    def _send(self, command: Command) -> None:
+        if self._lost_because is None:
+            self._outgoing.append(command)
+            self._to_send.set()
+
+    async def _submit(self) -> None:
+        while True:
+            await self._to_send.wait()
+            self._to_send.clear()
+            commands, self._outgoing = self._outgoing, []
+            await self._remote(self._actor.submit.remote(commands), self._silence_seconds)
+
+    async def _collect(self) -> None:
+        wait_seconds = self._silence_seconds / 4
+        while True:
+            report: Report = await self._remote(self._actor.collect.remote(wait_seconds), self._silence_seconds)
+            self.counts = report.counts
+            for answer in report.answers:
+                self._answer(answer.session, answer.outcome)
+            if report.retire_because is not None and not self._retiring:
+                self._retiring = True
+                self._on_retire(self, report.retire_because)
+                self._end_if_drained()
+
+    async def _remote(self, answer: Awaitable[Any], seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except RayTaskError as error:
+            # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
+            raise ProcessLost(f"the worker process failed ({_last_line(error)})") from error
+        except TimeoutError:
+            raise ProcessLost(f"the worker process did not answer for {seconds:g} s, and was killed") from None
+        except RayActorError as error:
+            raise ProcessLost(f"the worker process died ({_death_cause(error)})") from error
+        except RayError as error:
+            raise ProcessLost(f"the worker process cannot be reached ({_last_line(error)})") from error
+
+    def _answer(self, session: int, outcome: Observation | EnvFailure) -> None:
+        pending = self._pending.get(session)
+        if pending is not None and not pending.done():
+            pending.set_result(outcome)
+
+    def _fail(self, session: int, because: str) -> None:
+        if not self._pending[session].done():
+            self._pending[session].set_exception(ProcessLost(because))
+
+    def _end_if_drained(self) -> None:
+        if self._retiring and not self._sessions:
+            self._drained.set()
+
+
+def _death_cause(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    return (wanted or lines or ["no cause given"])[-1]
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]
