@@ -7,7 +7,6 @@ is no /proc, so no other process' environment can be read, whoever it belongs to
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 
 from roll.agentic.tools.jail import kernel
 
@@ -25,7 +24,7 @@ _KEPT = {
 }
 
 
-def enter(mount_point: str, shown: Sequence[str], program: bytes, disk_bytes: int, owner: tuple[int, int]) -> None:
+def enter(mount_point: str, shown: tuple[str, ...], program: bytes, disk_bytes: int, owner: tuple[int, int]) -> None:
     """Make a new root with the paths in ``shown`` where they are now, and `WORK_FOLDER`, which becomes the cwd.
 
     ``mount_point``: an empty folder outside of ``shown``. ``owner``: user and group of the work folder. In a new mount
@@ -71,12 +70,14 @@ def _make_read_only(root: str) -> None:
         kernel.mount(None, point, None, what)
 
 
-def _mounts_at(root: str) -> Iterator[tuple[str, int]]:
+def _mounts_at(root: str) -> list[tuple[str, int]]:
     """Mount points at and below ``root``, with the flags that a user namespace may not take away."""
     with open("/proc/self/mountinfo", "rb") as file:
         lines = file.read().splitlines()
+    found = []
     for line in lines:
         fields = line.split()
         point = os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1"))
         if point == root or point.startswith(root + "/"):
-            yield point, sum(_KEPT.get(option, 0) for option in fields[5].decode().split(","))
+            found.append((point, sum(_KEPT.get(option, 0) for option in fields[5].decode().split(","))))
+    return found

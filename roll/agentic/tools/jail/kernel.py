@@ -1,4 +1,4 @@
-"""The system calls that Python 3.11 has no function for: namespaces, mounts, and what a process may be asked to give up.
+"""The system calls that Python 3.11 has no function for: namespaces, mounts, and what a process gives up.
 
 Linux only. Each function raises `OSError` with the name of what was refused.
 """
@@ -27,6 +27,10 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MS_RELATIME = 1 << 21
 MNT_DETACH = 2
+
+SIGKILL = 9
+SIGXCPU = 24
+"""The module for signals takes longer to load than the program to start."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4

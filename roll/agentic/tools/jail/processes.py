@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterable
+
+from roll.agentic.tools.jail.kernel import SIGKILL
 
 FIRST_PRIVATE_UID = 2_000_000_000
 """A program started by root gets a user of its own: this, plus the process id of its supervisor."""
@@ -63,7 +63,7 @@ def _is_ended(pid: int) -> bool:
     return fields is None or fields[0] in (b"Z", b"X")
 
 
-def count_and_memory(pids: Iterable[int]) -> tuple[int, int]:
+def count_and_memory(pids: list[int]) -> tuple[int, int]:
     """How many processes there are, and the bytes of memory that they have for themselves."""
     count = pages = 0
     for pid in pids:
@@ -119,6 +119,6 @@ def end_all_of_user(uid: int) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         if os.getresuid() == (uid, uid, uid):
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, SIGKILL)
         raise SystemExit(0)
     os.waitpid(pid, 0)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
-from dataclasses import dataclass
-from typing import NoReturn
 
 from roll.agentic.tools.jail import filesystem, kernel, seccomp
 from roll.agentic.tools.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
@@ -19,13 +16,14 @@ from roll.agentic.tools.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
 INSIDE_ID = 1000
 """User and group of a program in a user namespace, as it sees them."""
 NOBODY = 65534
+_PROGRAM_FILE = "program.py"
+"""In the program's folder, where it has no file system of its own."""
 _NPROC_PER_NAMESPACE = (5, 14)
 """Since this kernel, processes are counted for each user namespace by itself."""
 
 
-@dataclass(frozen=True)
 class Setup:
-    """What the supervisor is told, as a plain mapping."""
+    """What the supervisor is told. No data class: the module for them takes longer to load than all of this."""
 
     code: bytes
     stdin: bytes
@@ -44,26 +42,29 @@ class Setup:
     open_files: int
     output_bytes: int
 
+    def __init__(self, values: dict[str, object]) -> None:
+        vars(self).update(values)
 
-@dataclass(frozen=True)
+
 class Streams:
-    """Ends of pipes that the program gets."""
+    """Ends of pipes that the program gets, and that of the status pipe."""
 
-    stdin: int
-    stdout: int
-    stderr: int
-    status: int
+    def __init__(self, stdin: int, stdout: int, stderr: int, status: int) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.stderr = stderr
+        self.status = status
 
 
-@dataclass(frozen=True)
 class Identity:
     """Who the program is."""
 
-    uid: int
-    gid: int
-    private: bool
-    """A user that nobody else on the machine is."""
-    user_namespace: bool
+    def __init__(self, uid: int, gid: int, *, private: bool = False, user_namespace: bool = False) -> None:
+        """``private``: a user that nobody else on the machine is."""
+        self.uid = uid
+        self.gid = gid
+        self.private = private
+        self.user_namespace = user_namespace
 
     @property
     def counted_apart(self) -> bool:
@@ -77,10 +78,10 @@ def identity_for(level: str, supervisor_pid: int) -> Identity:
         uid = FIRST_PRIVATE_UID + supervisor_pid
         private = _exists(uid)
         uid = uid if private else NOBODY
-        return Identity(uid, uid, private=private, user_namespace=False)
+        return Identity(uid, uid, private=private)
     if level == "namespaces":
-        return Identity(INSIDE_ID, INSIDE_ID, private=False, user_namespace=True)
-    return Identity(os.geteuid(), os.getegid(), private=False, user_namespace=False)
+        return Identity(INSIDE_ID, INSIDE_ID, user_namespace=True)
+    return Identity(os.geteuid(), os.getegid())
 
 
 def _exists(uid: int) -> bool:
@@ -93,6 +94,8 @@ def _exists(uid: int) -> bool:
 def start(setup: Setup, identity: Identity, streams: Streams) -> int:
     """Process id of the supervisor's child: the builder, or the program itself."""
     supervisor = os.getpid()
+    if setup.level != "namespaces":
+        _prepare_folder(setup, identity)
     pid = os.fork()
     if pid == 0:
         if setup.level == "namespaces":
@@ -101,10 +104,15 @@ def start(setup: Setup, identity: Identity, streams: Streams) -> int:
     return pid
 
 
-def _guarded(streams: Streams, action) -> NoReturn:
+def _prepare_folder(setup: Setup, identity: Identity) -> None:
+    with open(os.path.join(setup.folder, _PROGRAM_FILE), "wb") as file:
+        file.write(setup.code)
+    os.chown(setup.folder, identity.uid, identity.gid)
+
+
+def _guarded(streams: Streams, action) -> None:
     """Do what a forked process is for and end it; a failure is reported. No caller may do anything on the way out."""
     try:
-        signal.set_wakeup_fd(-1)
         action()
     except Exception as error:
         os.write(streams.status, f"failed {type(error).__name__}: {error}\n".encode()[:2000])
@@ -137,10 +145,7 @@ def _enter_user_namespace(flags: int) -> None:
 
 
 def _be_first_process(setup: Setup, identity: Identity, streams: Streams) -> None:
-    """Wait for the program, whatever else ends meanwhile, then end. Untouchable from inside: signals do not reach the
-    first process of a namespace unless it asks for them, so it asks for none."""
-    for each in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(each, signal.SIG_DFL)
+    """Wait for the program, whatever else ends meanwhile, then end. Inside of the namespace, nothing can kill it."""
     _become_user(identity)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     _die_with_parent(None)
@@ -156,14 +161,12 @@ def _be_first_process(setup: Setup, identity: Identity, streams: Streams) -> Non
 
 
 def _become_program(setup: Setup, identity: Identity, streams: Streams) -> None:
-    for each in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(each, signal.SIG_DFL)
     os.setsid()
     if setup.level == "namespaces":
         file = filesystem.PROGRAM_FILE
     else:
         os.chdir(setup.folder)
-        file = os.path.join(setup.folder, "program.py")
+        file = os.path.join(setup.folder, _PROGRAM_FILE)
         _first_victim()
     for end, number in ((streams.stdin, 0), (streams.stdout, 1), (streams.stderr, 2)):
         os.dup2(end, number)
@@ -229,7 +232,7 @@ def _write_about_itself(texts: dict[str, str]) -> None:
 
 
 def _die_with_parent(parent: int | None) -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     if parent is not None and os.getppid() != parent:
         raise SystemExit(1)
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 import marshal
 import os
 import select
-import shutil
-import signal
 import sys
 import time
-from dataclasses import dataclass, field
 
 from roll.agentic.tools.jail import kernel
 from roll.agentic.tools.jail.processes import count_and_memory, descendants, end_all_of_user, folder_bytes
@@ -23,41 +20,44 @@ WATCH_SECONDS = 0.02
 _CHUNK = 65536
 
 
-@dataclass
 class Watched:
     """What is known of the program while it runs."""
 
-    child: int
-    deadline: float
-    outputs: dict[int, bytearray]
-    status: bytearray = field(default_factory=bytearray)
-    child_status: int | None = None
-    """Set once the supervisor's child has ended; with namespaces nothing of the program is left then."""
-    child_cpu_seconds: float = 0.0
-    killed_because: str | None = None
-    wanted: bool = True
+    def __init__(self, child: int, deadline: float, out: int, err: int) -> None:
+        self.child = child
+        self.deadline = deadline
+        self.outputs = {out: bytearray(), err: bytearray()}
+        self.status = bytearray()
+        self.child_status: int | None = None
+        """Set once the supervisor's child has ended; with namespaces nothing of the program is left then."""
+        self.child_cpu_seconds = 0.0
+        self.killed_because: str | None = None
+        self.wanted = True
 
 
 def main() -> None:
     """Serve one task."""
     task = sys.stdin.buffer
-    setup = Setup(**marshal.loads(task.read(int.from_bytes(task.read(8), "little"))))
+    setup = Setup(marshal.loads(task.read(int.from_bytes(task.read(8), "little"))))
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     answer = _supervise(setup)
     if answer is None:
-        shutil.rmtree(setup.folder, ignore_errors=True)
-        return
-    sys.stdout.buffer.write(repr(answer).encode())
-    sys.stdout.buffer.flush()
+        _remove(setup.folder)
+    else:
+        sys.stdout.buffer.write(repr(answer).encode())
+        sys.stdout.buffer.flush()
+
+
+def _remove(folder: str) -> None:
+    """Whoever asked may not live to do it."""
+    import shutil  # takes longer to load than the program to start
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _supervise(setup: Setup) -> dict[str, object] | None:
     """The answer, or None if nobody wants it any more. Forks: nothing here may catch `SystemExit`."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     stdin, feed = os.pipe()
     out, stdout = os.pipe()
     err, stderr = os.pipe()
@@ -67,19 +67,20 @@ def _supervise(setup: Setup) -> dict[str, object] | None:
     child = start(setup, identity, Streams(stdin, stdout, stderr, status))
     for end in (stdin, stdout, stderr, status):
         os.close(end)
-    watched = Watched(child, began + setup.wall_seconds, {out: bytearray(), err: bytearray()})
-    _watch(setup, watched, feed, told, woken)
+    watched = Watched(child, began + setup.wall_seconds, out, err)
+    _watch(setup, watched, feed, told)
     _end(setup, watched, identity)
     _drain(setup, watched, told)
     return _answer(setup, watched, identity, time.monotonic() - began, out, err) if watched.wanted else None
 
 
-def _watch(setup: Setup, watched: Watched, feed: int, told: int, woken: int) -> None:
+def _watch(setup: Setup, watched: Watched, feed: int, told: int) -> None:
     """Until the program has ended, or must."""
     for end in (*watched.outputs, feed, told):
         os.set_blocking(end, False)
     poll = select.poll()
-    for end in (*watched.outputs, told, woken, 0):
+    ended = os.pidfd_open(watched.child)
+    for end in (*watched.outputs, told, ended, 0):
         poll.register(end, select.POLLIN)
     poll.register(feed, select.POLLOUT)
     unsent = memoryview(setup.stdin)
@@ -88,8 +89,8 @@ def _watch(setup: Setup, watched: Watched, feed: int, told: int, woken: int) -> 
         for end, _ in poll.poll(max(0.0, next_look - time.monotonic()) * 1000):
             if end == 0:
                 watched.wanted = False
-            elif end == woken:
-                os.read(woken, _CHUNK)
+            elif end == ended:
+                _reap(watched)
             elif end == feed:
                 unsent = _fed(feed, unsent)
                 if not unsent:
@@ -97,8 +98,8 @@ def _watch(setup: Setup, watched: Watched, feed: int, told: int, woken: int) -> 
                     os.close(feed)
             elif not _read(setup, watched, end, told):
                 poll.unregister(end)
-        _reap(watched)
         if time.monotonic() >= next_look:
+            _reap(watched)
             _look(setup, watched)
             next_look = time.monotonic() + WATCH_SECONDS
 
@@ -171,7 +172,7 @@ def _end(setup: Setup, watched: Watched, identity: Identity) -> None:
     """Nothing of the program runs when this returns."""
     first = _told(watched, "first")
     if watched.child_status is None and setup.level == "namespaces":
-        os.kill(int(first[0]) if first else watched.child, signal.SIGKILL)
+        os.kill(int(first[0]) if first else watched.child, kernel.SIGKILL)
     while watched.child_status is None or descendants(os.getpid()):
         if setup.level != "namespaces":
             for pid in descendants(os.getpid()):
@@ -184,7 +185,7 @@ def _end(setup: Setup, watched: Watched, identity: Identity) -> None:
 
 def _kill(pid: int) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, kernel.SIGKILL)
     except ProcessLookupError:
         return
 
@@ -206,11 +207,11 @@ def _answer(
     status = watched.child_status or 0
     cpu_seconds = watched.child_cpu_seconds
     if setup.level == "namespaces":
-        status, cpu_seconds = (int(ended[0]), float(ended[1])) if ended else (int(signal.SIGKILL), 0.0)
+        status, cpu_seconds = (int(ended[0]), float(ended[1])) if ended else (kernel.SIGKILL, 0.0)
     failed = _told(watched, "failed")
     unfiltered = _told(watched, "unfiltered")
     returncode = os.waitstatus_to_exitcode(status)
-    if watched.killed_because is None and returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if watched.killed_because is None and returncode in (-kernel.SIGXCPU, -kernel.SIGKILL):
         watched.killed_because = "cpu_time" if cpu_seconds >= setup.cpu_seconds - 0.1 else None
     return {
         "failed": " ".join(failed) if failed else None,
