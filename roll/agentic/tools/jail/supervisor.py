@@ -131,15 +131,15 @@ def _read(setup: Setup, watched: Watched, end: int, told: int) -> bool:
     return bool(chunk)
 
 
-def _reap(watched: Watched) -> None:
-    """Take note of the end of children, adopted ones included."""
+def _reap(watched: Watched) -> bool:
+    """Take note of the end of children, adopted ones included. Whether there are more."""
     while True:
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         if pid == watched.child:
             watched.child_status = status
             watched.child_cpu_seconds = usage.ru_utime + usage.ru_stime
@@ -173,13 +173,12 @@ def _end(setup: Setup, watched: Watched, identity: Identity) -> None:
     first = _told(watched, "first")
     if watched.child_status is None and setup.level == "namespaces":
         os.kill(int(first[0]) if first else watched.child, kernel.SIGKILL)
-    while watched.child_status is None or descendants(os.getpid()):
+    while _reap(watched):
         if setup.level != "namespaces":
             for pid in descendants(os.getpid()):
                 _kill(pid)
             if identity.private:
                 end_all_of_user(identity.uid)
-        _reap(watched)
         time.sleep(0.001)
 
 
