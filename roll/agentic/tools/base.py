@@ -7,10 +7,15 @@ can read it and do better. Exceptions are for our own mistakes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jsonschema import Draft202012Validator
+
+
+class ToolUnavailable(Exception):
+    """A tool cannot work at all, whatever it is asked: no answer for the policy, but for the people who run it."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,22 @@ class Tool(Protocol):
     """JSON schema of the arguments, of type `object`."""
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """Do it. ``arguments`` fit the schema. Ends by the deadline, and answers whatever happens."""
+        """Do it. ``arguments`` fit the schema. Ends by the deadline. Raises `ToolUnavailable`, and nothing else for
+        what the policy wrote."""
 
     def close(self) -> None:
         """Give back what the tool holds; harmless to repeat. It may be called again afterwards."""
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """Tools that are known only once something runs, such as those of a server."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools; starts what is needed for them. Raises `ToolUnavailable`."""
+
+    def close(self) -> None:
+        """Give back all; harmless to repeat. `tools` may be asked for again afterwards."""
 
 
 def function_schema(tool: Tool) -> dict[str, Any]:
