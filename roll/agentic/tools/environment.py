@@ -1,0 +1,187 @@
+"""Any text environment with tools: calls in the policy's text are carried out and answered, all else is passed on.
+
+A text with a call is never passed on, so a call beside a final answer wins: the answer was written before its author
+could have read what the tool says. Tools give no reward; `call_penalty` may make them cost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import gymnasium
+
+from roll.agentic.tools.base import Answer, Deadline, Tool, Toolset, ToolUnavailable, argument_problem, function_schema
+from roll.agentic.tools.calls import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
+from roll.data.names import nearest_name_hint
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """How tools are offered and called."""
+
+    max_calls_per_turn: int = 4
+    call_timeout_seconds: float = 15.0
+    """Of one call. All calls of a turn must fit in the environment's step timeout."""
+    max_answer_characters: int = 8000
+    """Longer answers are cut in the middle."""
+    call_penalty: float = 0.0
+    """Added to the reward of a turn for each call in it; not positive."""
+    answer_role: Literal["tool", "user"] = "tool"
+    """Who speaks the answers; `user` for chat templates that know no tools."""
+    describe_in_prompt: bool = False
+    """Put the tools into the system message, for chat templates that know no tools."""
+    code_block_tool: str | None = None
+    """Tool that fenced blocks of Python are calls of."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls_per_turn", "call_timeout_seconds", "max_answer_characters"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"the tool setting `{name}` is {getattr(self, name)}; it must be positive")
+        if self.call_penalty > 0:
+            raise ValueError(f"the tool setting `call_penalty` is {self.call_penalty}; it must be 0 or negative")
+        if self.answer_role not in ("tool", "user"):
+            raise ValueError(f"the tool setting `answer_role` is {self.answer_role!r}; it must be `tool` or `user`")
+
+    @classmethod
+    def named(cls, values: dict[str, Any]) -> ToolSettings:
+        """From a configuration. Raises `ValueError` for unknown names."""
+        known = [each.name for each in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"there is no tool setting `{name}`; {nearest_name_hint(name, known)}")
+        return cls(**values)
+
+
+class ToolEnv(gymnasium.Wrapper):
+    """A text environment (see `roll.agentic.env`) in which tools can be called."""
+
+    def __init__(
+        self, env: gymnasium.Env[str, str], tools: Sequence[Tool | Toolset], settings: ToolSettings | None = None
+    ) -> None:
+        """Starts none of the tools. They are closed with this environment."""
+        super().__init__(env)
+        self._sources = list(tools)
+        self._settings = settings or ToolSettings()
+        self._tools: dict[str, Tool] = {}
+        self._state = ""
+        self._calls = 0
+        self._errors = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        text, info = self.env.reset(seed=seed, options=options)
+        self._tools = self._gathered()
+        self._calls = self._errors = 0
+        self._state = str(info.get("state", text))
+        schemas = [function_schema(tool) for tool in self._tools.values()]
+        offered = {"tools": [*info.get("tools", ()), *schemas]}
+        if self._settings.describe_in_prompt:
+            system = [part for part in (info.get("system"), _described(schemas, self._settings)) if part]
+            offered = {"system": "\n\n".join(system)}
+        return text, self._counted(info | offered)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        calls = parse_calls(action, code_tool=self._settings.code_block_tool)
+        if calls:
+            return self._carried_out(calls)
+        text, reward, terminated, truncated, info = self.env.step(action)
+        self._state = str(info.get("state", text))
+        return text, reward, terminated, truncated, self._counted(info)
+
+    def close(self) -> None:
+        for each in self._sources:
+            each.close()
+        super().close()
+
+    def _gathered(self) -> dict[str, Tool]:
+        """By name. Raises `ToolUnavailable`, also if two tools have the same name."""
+        tools: dict[str, Tool] = {}
+        for source in self._sources:
+            for tool in source.tools() if isinstance(source, Toolset) else (source,):
+                if tool.name in tools:
+                    raise ToolUnavailable(f"two tools are called `{tool.name}`; give one of them another name or prefix")
+                tools[tool.name] = tool
+        if self._settings.code_block_tool is not None and self._settings.code_block_tool not in tools:
+            hint = nearest_name_hint(self._settings.code_block_tool, tools)
+            raise ToolUnavailable(f"`code_block_tool` is `{self._settings.code_block_tool}`, which is no tool here; {hint}")
+        return tools
+
+    def _carried_out(self, calls: list[ToolCall | MalformedCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        within = calls[: self._settings.max_calls_per_turn]
+        answers, valid = [], True
+        for call in within:
+            problem = self._problem(call)
+            valid = valid and problem is None
+            answer = Answer(problem, is_error=True) if problem is not None else self._answer(call)
+            answers.append((call, answer))
+        if len(calls) > len(within):
+            text = f"only the first {len(within)} of {len(calls)} calls were carried out; that many are allowed in a turn"
+            answers.append((MalformedCall("too many"), Answer(text, is_error=True)))
+        self._calls += len(within)
+        self._errors += sum(answer.is_error for _, answer in answers)
+        messages = self._messages(answers)
+        text = "\n\n".join(message["content"] for message in messages)
+        # What was asked belongs to the state: equal answers to different questions are different situations.
+        self._state = "\n".join([self._state, *map(str, within), text])
+        info = {"messages": messages, "action_is_valid": valid, "state": self._state}
+        reward = self._settings.call_penalty * len(within)
+        return text, reward, False, False, self._counted(info)
+
+    def _problem(self, call: ToolCall | MalformedCall) -> str | None:
+        if isinstance(call, MalformedCall):
+            return call.problem
+        if call.name not in self._tools:
+            return f"there is no tool `{call.name[:60]}`; {nearest_name_hint(call.name[:60], self._tools)}"
+        return argument_problem(self._tools[call.name], call.arguments)
+
+    def _answer(self, call: ToolCall) -> Answer:
+        try:
+            return self._tools[call.name].call(call.arguments, Deadline.after(self._settings.call_timeout_seconds))
+        except ToolUnavailable:
+            raise
+        except Exception as error:  # a fault of the tool is no end of the episode, but must be seen
+            _logger.exception("the tool `%s` failed", call.name)
+            return Answer(f"the tool `{call.name}` failed: {type(error).__name__}", is_error=True)
+
+    def _messages(self, answers: list[tuple[ToolCall | MalformedCall, Answer]]) -> list[dict[str, Any]]:
+        texts = [_cut(answer.text, self._settings.max_answer_characters) for _, answer in answers]
+        texts = [f"Error: {text}" if answer.is_error else text for text, (_, answer) in zip(texts, answers, strict=True)]
+        if self._settings.answer_role == "user":
+            wrapped = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
+            return [{"role": "user", "content": "\n".join(wrapped)}]
+        names = [call.name if isinstance(call, ToolCall) else "" for call, _ in answers]
+        return [
+            {"role": "tool", "content": text} | ({"name": name} if name in self._tools else {})
+            for name, text in zip(names, texts, strict=True)
+        ]
+
+    def _counted(self, info: dict[str, Any]) -> dict[str, Any]:
+        counts = {"tool_calls": self._calls, "tool_errors": self._errors}
+        return info | {"metrics": {**info.get("metrics", {}), **counts}}
+
+
+def _described(schemas: Sequence[dict[str, Any]], settings: ToolSettings) -> str:
+    example = json.dumps({"name": "<name>", "arguments": {"<argument>": "<value>"}})
+    lines = [
+        "You can call these tools:",
+        "<tools>",
+        *(json.dumps(schema, ensure_ascii=False) for schema in schemas),
+        "</tools>",
+        "A call looks like this, and its answer comes in the next message:",
+        f"{CALL_BEGIN}\n{example}\n{CALL_END}",
+    ]
+    if settings.code_block_tool is not None:
+        lines.append(f"A fenced block of Python (```python) is a call of `{settings.code_block_tool}`.")
+    return "\n".join(lines)
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    head = longest * 2 // 3
+    return f"{text[:head]}\n[... {len(text) - longest} characters left out ...]\n{text[head - longest :]}"

@@ -1,0 +1,83 @@
+"""A file system of its own for a program: the interpreter, read-only, and one folder of limited size.
+
+Nothing of it outlives the program: it is in memory and belongs to a mount namespace that ends with the program. There
+is no /proc, so no other process' environment can be read, whoever it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+
+from roll.agentic.tools.jail import kernel
+
+WORK_FOLDER = "/tmp"
+PROGRAM_FILE = "/program.py"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_BYTES_PER_INODE = 4096
+_KEPT = {
+    "nodev": kernel.MS_NODEV,
+    "noexec": kernel.MS_NOEXEC,
+    "nosuid": kernel.MS_NOSUID,
+    "noatime": kernel.MS_NOATIME,
+    "nodiratime": kernel.MS_NODIRATIME,
+    "relatime": kernel.MS_RELATIME,
+}
+
+
+def enter(mount_point: str, shown: tuple[str, ...], program: bytes, disk_bytes: int, owner: tuple[int, int]) -> None:
+    """Make a new root with the paths in ``shown`` where they are now, and `WORK_FOLDER`, which becomes the cwd.
+
+    ``mount_point``: an empty folder outside of ``shown``. ``owner``: user and group of the work folder. In a new mount
+    namespace only.
+    """
+    os.umask(0o022)
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=0755")
+    for path in (*shown, *_DEVICES):
+        _show(path, mount_point + path)
+    _write(mount_point + PROGRAM_FILE, program)
+    os.makedirs(mount_point + WORK_FOLDER, exist_ok=True)
+    _make_read_only(mount_point)
+    options = f"size={disk_bytes},nr_inodes={max(16, disk_bytes // _BYTES_PER_INODE)},mode=0700"
+    kernel.mount("tmpfs", mount_point + WORK_FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    os.chown(mount_point + WORK_FOLDER, *owner)
+    kernel.pivot_root(mount_point)
+    os.chdir(WORK_FOLDER)
+
+
+def _show(path: str, target: str) -> None:
+    if os.path.islink(path):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(os.readlink(path), target)
+    elif os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+        kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
+    elif os.path.exists(path):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _write(target, b"")
+        kernel.mount(path, target, None, kernel.MS_BIND)
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def _make_read_only(root: str) -> None:
+    """Each mount by itself: older kernels know no recursive way."""
+    for point, flags in _mounts_at(root):
+        what = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | flags
+        kernel.mount(None, point, None, what)
+
+
+def _mounts_at(root: str) -> list[tuple[str, int]]:
+    """Mount points at and below ``root``, with the flags that a user namespace may not take away."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        lines = file.read().splitlines()
+    found = []
+    for line in lines:
+        fields = line.split()
+        point = os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1"))
+        if point == root or point.startswith(root + "/"):
+            found.append((point, sum(_KEPT.get(option, 0) for option in fields[5].decode().split(","))))
+    return found

@@ -1,0 +1,124 @@
+"""What a program has running and stored at this moment, and its end where no process namespace ends it."""
+
+from __future__ import annotations
+
+import os
+
+from roll.agentic.tools.jail.kernel import SIGKILL
+
+FIRST_PRIVATE_UID = 2_000_000_000
+"""A program started by root gets a user of its own: this, plus the process id of its supervisor."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MOST_FILES = 10_000
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of all that come from ``root``, without those that have ended and were not waited for.
+
+    Orphans are included: ``root`` adopts them.
+    """
+    try:
+        found = _by_children(root)
+    except (FileNotFoundError, ProcessLookupError):  # a kernel without that file, or `root` has just ended
+        found = _by_parents(root)
+    return [pid for pid in found if not _is_ended(pid)]
+
+
+def _by_children(root: int) -> list[int]:
+    with open(f"/proc/{root}/task/{root}/children", "rb") as file:
+        found = [int(each) for each in file.read().split()]
+    for pid in found:  # grows meanwhile
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    found += [int(each) for each in file.read().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return list(dict.fromkeys(found))
+
+
+def _by_parents(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        fields = _stat(int(name)) if name.isdigit() else None
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found = list(children.get(root, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Fields of /proc/PID/stat from the state on (0: state, 1: parent); None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _is_ended(pid: int) -> bool:
+    fields = _stat(pid)
+    return fields is None or fields[0] in (b"Z", b"X")
+
+
+def count_and_memory(pids: list[int]) -> tuple[int, int]:
+    """How many processes there are, and the bytes of memory that they have for themselves."""
+    count = pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                _, resident, shared = file.read().split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        count += 1
+        pages += int(resident) - int(shared)
+    return count, pages * _PAGE
+
+
+def tasks_of_user(uid: int) -> int:
+    """Processes and threads of a user, for limits that count all of them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+def folder_bytes(folder: str) -> float:
+    """What the files below a folder take; infinite if there are too many of them, or they cannot be looked at."""
+    total, files, open_folders = 0, 0, [folder]
+    while open_folders:
+        try:
+            with os.scandir(open_folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if files > _MOST_FILES:
+                        return float("inf")
+                    if entry.is_dir(follow_symlinks=False):
+                        open_folders.append(entry.path)
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            return float("inf")
+    return total
+
+
+def end_all_of_user(uid: int) -> None:
+    """Kill every process of a user that is the program's alone, in one go that no new fork can outrun."""
+    if uid < FIRST_PRIVATE_UID:
+        raise ValueError(f"user {uid} is not the program's alone")
+    pid = os.fork()
+    if pid == 0:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        if os.getresuid() == (uid, uid, uid):
+            os.kill(-1, SIGKILL)
+        raise SystemExit(0)
+    os.waitpid(pid, 0)

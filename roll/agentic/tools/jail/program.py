@@ -1,0 +1,250 @@
+"""From the supervisor to the program: the processes in between, and what each gives up on the way.
+
+With namespaces: supervisor -> builder (makes the namespaces and the file system) -> first process of the process
+namespace (its end is the end of all others in it) -> program. Without: supervisor -> program. What went wrong on the
+way, the number of the first process and the end of the program are lines of text on the status pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from roll.agentic.tools.jail import filesystem, kernel, seccomp
+from roll.agentic.tools.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
+
+INSIDE_ID = 1000
+"""User and group of a program in a user namespace, as it sees them."""
+NOBODY = 65534
+_PROGRAM_FILE = "program.py"
+"""In the program's folder, where it has no file system of its own."""
+_NPROC_PER_NAMESPACE = (5, 14)
+"""Since this kernel, processes are counted for each user namespace by itself."""
+
+
+class Setup:
+    """What the supervisor is told. No data class: the module for them takes longer to load than all of this."""
+
+    code: bytes
+    stdin: bytes
+    interpreter: str
+    folder: str
+    """Mount point of the new root; without namespaces the folder the program runs in."""
+    level: str
+    """`namespaces`, `own_user` or `same_user`."""
+    shown: tuple[str, ...]
+    wall_seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    disk_bytes: int
+    file_bytes: int
+    processes: int
+    open_files: int
+    output_bytes: int
+
+    def __init__(self, values: dict[str, object]) -> None:
+        vars(self).update(values)
+
+
+class Streams:
+    """Ends of pipes that the program gets, and that of the status pipe."""
+
+    def __init__(self, stdin: int, stdout: int, stderr: int, status: int) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.stderr = stderr
+        self.status = status
+
+
+class Identity:
+    """Who the program is."""
+
+    def __init__(self, uid: int, gid: int, *, private: bool = False, user_namespace: bool = False) -> None:
+        """``private``: a user that nobody else on the machine is."""
+        self.uid = uid
+        self.gid = gid
+        self.private = private
+        self.user_namespace = user_namespace
+
+    @property
+    def counted_apart(self) -> bool:
+        """Whether the limit of processes counts this program's only."""
+        return self.private or (self.user_namespace and _kernel_version() >= _NPROC_PER_NAMESPACE)
+
+
+def identity_for(level: str, supervisor_pid: int) -> Identity:
+    """Who a program of this level becomes."""
+    if os.geteuid() == 0:
+        uid = FIRST_PRIVATE_UID + supervisor_pid
+        private = _exists(uid)
+        uid = uid if private else NOBODY
+        return Identity(uid, uid, private=private)
+    if level == "namespaces":
+        return Identity(INSIDE_ID, INSIDE_ID, user_namespace=True)
+    return Identity(os.geteuid(), os.getegid())
+
+
+def _exists(uid: int) -> bool:
+    """Whether this user namespace has the user (that of a container may have few)."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(number) for number in line.split()] for line in file]
+    return any(first <= uid < first + length for first, _, length in ranges)
+
+
+def start(setup: Setup, identity: Identity, streams: Streams) -> int:
+    """Process id of the supervisor's child: the builder, or the program itself."""
+    supervisor = os.getpid()
+    if setup.level != "namespaces":
+        _prepare_folder(setup, identity)
+    pid = os.fork()
+    if pid == 0:
+        if setup.level == "namespaces":
+            _guarded(streams, lambda: _build(setup, identity, streams, supervisor))
+        _guarded(streams, lambda: _become_program(setup, identity, streams))
+    return pid
+
+
+def _prepare_folder(setup: Setup, identity: Identity) -> None:
+    with open(os.path.join(setup.folder, _PROGRAM_FILE), "wb") as file:
+        file.write(setup.code)
+    os.chown(setup.folder, identity.uid, identity.gid)
+
+
+def _guarded(streams: Streams, action) -> None:
+    """Do what a forked process is for and end it; a failure is reported. No caller may do anything on the way out."""
+    try:
+        action()
+    except Exception as error:
+        os.write(streams.status, f"failed {type(error).__name__}: {error}\n".encode()[:2000])
+    raise SystemExit(1)
+
+
+def _build(setup: Setup, identity: Identity, streams: Streams, supervisor: int) -> None:
+    _die_with_parent(supervisor)
+    _first_victim()
+    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    if identity.user_namespace:
+        _enter_user_namespace(flags)
+    else:
+        kernel.unshare(flags)
+    owner = (identity.uid, identity.gid)
+    filesystem.enter(setup.folder, setup.shown, setup.code, setup.disk_bytes, owner)
+    first = os.fork()
+    if first == 0:
+        _guarded(streams, lambda: _be_first_process(setup, identity, streams))
+    os.write(streams.status, f"first {first}\n".encode())
+    _close_all_but()
+    os.waitpid(first, 0)
+
+
+def _enter_user_namespace(flags: int) -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    kernel.unshare(flags | kernel.CLONE_NEWUSER)
+    maps = {"uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
+    _write_about_itself({"setgroups": "deny"} | maps)
+
+
+def _be_first_process(setup: Setup, identity: Identity, streams: Streams) -> None:
+    """Wait for the program, whatever else ends meanwhile, then end. Inside of the namespace, nothing can kill it."""
+    _become_user(identity)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    _die_with_parent(None)
+    program = os.fork()
+    if program == 0:
+        _guarded(streams, lambda: _become_program(setup, identity, streams))
+    _close_all_but(streams.status)
+    while True:
+        pid, status, usage = os.wait4(-1, 0)
+        if pid == program:
+            os.write(streams.status, f"ended {status} {usage.ru_utime + usage.ru_stime:.3f}\n".encode())
+            return
+
+
+def _become_program(setup: Setup, identity: Identity, streams: Streams) -> None:
+    os.setsid()
+    if setup.level == "namespaces":
+        file = filesystem.PROGRAM_FILE
+    else:
+        os.chdir(setup.folder)
+        file = os.path.join(setup.folder, _PROGRAM_FILE)
+        _first_victim()
+    for end, number in ((streams.stdin, 0), (streams.stdout, 1), (streams.stderr, 2)):
+        os.dup2(end, number)
+    _become_user(identity)
+    _limit(setup, identity)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if not os.access(setup.interpreter, os.X_OK):
+        raise PermissionError(f"{setup.interpreter} cannot be run by the user of the program")
+    _filter_system_calls(setup, streams)
+    command = [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file]
+    os.execve(setup.interpreter, command, {})
+
+
+def _filter_system_calls(setup: Setup, streams: Streams) -> None:
+    try:
+        seccomp.install(signal_only_self=setup.level == "same_user")
+    except OSError as error:
+        os.write(streams.status, f"unfiltered {error}\n".encode())
+
+
+def _become_user(identity: Identity) -> None:
+    """From root, or from nobody in particular inside of a new user namespace. Twice is no different from once."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(identity.gid, identity.gid, identity.gid)
+        os.setresuid(identity.uid, identity.uid, identity.uid)
+
+
+def _limit(setup: Setup, identity: Identity) -> None:
+    limits = {
+        resource.RLIMIT_CPU: (setup.cpu_seconds, setup.cpu_seconds + 1),
+        resource.RLIMIT_AS: setup.memory_bytes,
+        resource.RLIMIT_FSIZE: setup.file_bytes,
+        resource.RLIMIT_NOFILE: setup.open_files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if identity.counted_apart:
+        first_process = 1 if setup.level == "namespaces" else 0
+        limits[resource.RLIMIT_NPROC] = setup.processes + first_process
+    elif setup.level != "namespaces":
+        limits[resource.RLIMIT_NPROC] = setup.processes + tasks_of_user(identity.uid)
+    for which, value in limits.items():
+        soft, hard = value if isinstance(value, tuple) else (value, value)
+        allowed = resource.getrlimit(which)[1]
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(which, (soft, hard))
+
+
+def _first_victim() -> None:
+    """When memory runs out, the kernel shall take the program before any other process."""
+    _write_about_itself({"oom_score_adj": "1000"})
+
+
+def _write_about_itself(texts: dict[str, str]) -> None:
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the files belong to root otherwise
+    for name, text in texts.items():
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def _die_with_parent(parent: int | None) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _close_all_but(*kept: int) -> None:
+    low = 0
+    for each in sorted(kept):
+        os.closerange(low, each)
+        low = each + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def _kernel_version() -> tuple[int, int]:
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(each for each in minor if each.isdigit()))

@@ -1,0 +1,109 @@
+"""A filter of system calls: what a program in the sandbox has no use for, it cannot ask for.
+
+It closes the ways around the other walls: sockets (where there is no network namespace), memory that no limit counts
+(memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that had
+most of its faults. Anything else is allowed. Numbers are known for x86-64 and AArch64; elsewhere there is no filter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+from roll.agentic.tools.jail import kernel
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_CALL, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NEW_NAMESPACES = 0x7E020000
+_X32 = 0x40000000
+
+_SINCE_2019 = {  # newer calls have one number everywhere
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
+    "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
+}  # fmt: skip
+_DENIED = {
+    "x86_64": _SINCE_2019 | {
+        "shmget": 29, "socket": 41, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
+        "mount": 165, "umount2": 166, "init_module": 175, "mq_open": 240, "kexec_load": 246, "add_key": 248,
+        "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "fanotify_init": 300,
+        "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
+        "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319, "bpf": 321, "userfaultfd": 323,
+    },
+    "aarch64": _SINCE_2019 | {
+        "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "unshare": 97, "kexec_load": 104,
+        "init_module": 105, "ptrace": 117, "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198,
+        "add_key": 217, "request_key": 218, "keyctl": 219, "perf_event_open": 241, "fanotify_init": 262,
+        "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270,
+        "process_vm_writev": 271, "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
+    },
+}  # fmt: skip
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_SIGNALS = {
+    # Of oneself only: kill, tkill, tgkill, prlimit64. Not at all: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal.
+    "x86_64": ((62, 200, 234, 302), (129, 297, 424)),
+    "aarch64": ((129, 130, 131, 261), (138, 240, 424)),
+}
+
+
+def install(*, signal_only_self: bool) -> None:
+    """Filter the calls of this process and of all that come from it. Needs ``PR_SET_NO_NEW_PRIVS`` first.
+
+    ``signal_only_self``: signals reach neither other processes of the user nor the program's own children; for where no
+    process namespace and no user of its own keeps them apart. Raises `OSError` if the system has no filters.
+    """
+    machine = os.uname().machine
+    if machine not in _DENIED:
+        raise OSError(f"no system calls are known for {machine}")
+    code = b"".join(_filter(machine, os.getpid() if signal_only_self else None))
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(instructions)))
+    kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.cast(program, ctypes.c_void_p))
+
+
+def _filter(machine: str, own_pid: int | None) -> list[bytes]:
+    denied = list(_DENIED[machine].values())
+    to_self: tuple[int, ...] = ()
+    if own_pid is not None:
+        to_self, never = _SIGNALS[machine]
+        denied += never
+    code = [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_EQUAL, _ARCHITECTURES[machine], 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _CALL),
+    ]
+    if machine == "x86_64":
+        code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
+    for number in denied:
+        code += _answer_if(number, _ERRNO | errno.EPERM)
+    code += _answer_if(_CLONE3, _ERRNO | errno.ENOSYS)  # its flags are out of sight; libraries fall back to clone
+    code += [
+        _step(_EQUAL, _CLONE[machine], 0, 4),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        _step(_ANY_BIT, _NEW_NAMESPACES, 0, 1),
+        _step(_RETURN, _ERRNO | errno.EPERM),
+        _step(_RETURN, _ALLOW),
+    ]
+    for number in to_self:
+        code += [
+            _step(_EQUAL, number, 0, 5),
+            _step(_LOAD, _FIRST_ARGUMENT),
+            _step(_EQUAL, 0, 2, 0),
+            _step(_EQUAL, own_pid or 0, 1, 0),
+            _step(_RETURN, _ERRNO | errno.EPERM),
+            _step(_RETURN, _ALLOW),
+        ]
+    return [*code, _step(_RETURN, _ALLOW)]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _answer_if(value: int, answer: int) -> list[bytes]:
+    return [_step(_EQUAL, value, 0, 1), _step(_RETURN, answer)]
