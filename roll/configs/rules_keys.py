@@ -147,9 +147,10 @@ def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigP
                 value, remedy = vars(config.raw_turns)[item.name], "set `template: raw`"
                 yield _inert(f"raw_turns.{item.name}", value, "`template` is chat", remedy)
     for tag, env in config.custom_envs.items():
-        if env.env_manager_cls == "trajectory" and differs_from_default(env, "history_length"):
-            reason, remedy = "a trajectory shows all turns before", "set `env_manager_cls: step`"
-            yield _inert(f"custom_envs.{tag}.history_length", env.history_length, reason, remedy)
+        for key in ("history_length", "keep_first_observation"):
+            if env.env_manager_cls == "trajectory" and differs_from_default(env, key):
+                reason, remedy = "a trajectory shows all turns before", "set `env_manager_cls: step`"
+                yield _inert(f"custom_envs.{tag}.{key}", vars(env)[key], reason, remedy)
     if config.val_env_manager is None:
         for item in fields(config.validation):
             if differs_from_default(config.validation, item.name):

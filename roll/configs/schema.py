@@ -502,7 +502,10 @@ class CustomEnvConfig:
         "the import path of an environment manager of one's own.",
     )
     history_length: int = option(
-        1, help="Turns before the present one that the prompt of a turn shows (`step` only).", range=NOT_NEGATIVE
+        10, help="Turns before the present one that the prompt of a turn shows (`step` only).", range=NOT_NEGATIVE
+    )
+    keep_first_observation: bool = option(
+        True, help="Begin each prompt with the episode's first observation, however long ago it was (`step` only)."
     )
     reset_timeout_seconds: float = option(60.0, help="Longest time of a reset.", range=POSITIVE)
     step_timeout_seconds: float = option(60.0, help="Longest time of a step.", range=POSITIVE)
@@ -512,8 +515,9 @@ class CustomEnvConfig:
 class RawTurnsConfig:
     """What stands between the turns of a model without a chat template."""
 
-    before_observation: str = option("\n", help="Text between a response and the next observation.")
-    after_observation: str = option("\n", help="Text between an observation and the response.")
+    message_separator: str = option("\n", help="Text between messages that follow each other.")
+    prompt_end: str = option("\n", help="Text between an observation and the response.")
+    response_end: str = option("\n", help="Text between a response and the next observation.")
 
 
 @dataclass
@@ -522,8 +526,11 @@ class EnvWorkersConfig:
 
     num_workers: int = option(1, help="Worker processes.", range=COUNT)
     max_sessions: int = option(4096, help="Episodes in progress at most, over all workers.", range=COUNT)
-    max_restarts: int = option(
-        16, help="Worker processes replaced over the run before it fails.", range=NOT_NEGATIVE
+    max_failed_starts: int = option(
+        3, help="Worker processes in a row that do not start before the run fails.", range=COUNT
+    )
+    silence_timeout_seconds: float = option(
+        60.0, help="A worker process that does not answer for this long is replaced.", range=POSITIVE
     )
 
 

@@ -21,7 +21,7 @@ from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.rules_keys import differs_from_default
-from roll.configs.schema import ROLL_KNOBS, PipelineConfig
+from roll.configs.schema import ROLL_KNOBS, AgenticConfig, PipelineConfig
 from roll.pipeline.advantages import AdvantageSettings
 
 MOST_LAGS_REPORTED = 8
@@ -112,6 +112,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
     controller = None
     if config.add_token_level_kl:
         controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
+    episode_weight, turn_weight = _reward_weights(config, estimator.traits)
     return AdvantageSettings(
         estimator=estimator,
         shaping=_shaping(config),
@@ -120,7 +121,14 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
         advantage_clip=config.advantage_clip,
         kl_controller=controller,
         kl_estimator=config.kl_estimator,
+        episode_weight=episode_weight,
+        turn_weight=turn_weight,
     )
+
+
+def _reward_weights(config: PipelineConfig, traits: AdvantageTraits) -> tuple[float, float]:
+    """Of the episode's reward and of the rewards of turns. A response is its own episode."""
+    return derived.reward_weights(config, traits.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
 
 
 def _shaping(config: PipelineConfig) -> RewardShaping:
@@ -227,12 +235,14 @@ def _estimator_problems(
     if traits.needs_values:
         message = f"{name} needs a value model, and `critic` is not part of this version"
         yield ConfigProblem("adv_estimator", message, "use an estimator without values, for example grpo or rloo")
-    if traits.for_episodes:
+    if isinstance(config, AgenticConfig):
+        yield from _episode_problems(config, traits)
+    elif traits.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
-    if traits.group_relative and config.num_return_sequences_in_group == 1:
-        message = f"1: {name} compares the samples of a prompt, so all advantages would be 0"
-        yield ConfigProblem("num_return_sequences_in_group", message, "set at least 2, or `adv_estimator: reinforce`")
+    if traits.group_relative and derived.group_size(config) == 1:
+        message = f"1: {name} compares the samples of a group, so all advantages would be 0"
+        yield ConfigProblem(derived.group_size_key(config), message, "set at least 2, or `adv_estimator: reinforce`")
     if traits.whitens and config.whiten_advantages:
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")
@@ -242,15 +252,34 @@ def _estimator_problems(
                 message = f"{name} compares with the plain score of a greedy response; this would change one side only"
                 yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
     yield from _normalisation_problems(config, traits)
-    varies = traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl)
+    varies = traits.for_episodes or (
+        traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl)
+    )
     if varies and objective is not None and objective.traits.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
 
 
+def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """Baselines that episodes do not have, rewards that weigh nothing, and shaping of such."""
+    name = config.adv_estimator
+    if traits.needs_greedy_baseline:
+        message = f"{name} compares with a greedy response, which episodes do not have"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+    episode, step = _reward_weights(config, traits)
+    if episode == step == 0:
+        message = "0, and so is `step_reward_weight`: there would be nothing to learn from"
+        yield ConfigProblem("episode_reward_weight", message, "set one of the two above 0")
+    elif episode == 0:
+        for key in ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty"):
+            if vars(config)[key] not in (None, "none"):
+                message = f"has no effect: it shapes the episode's reward, whose weight is 0 (adv_estimator {name})"
+                yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
+
+
 def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
     """Rewards normalised by what the estimator takes out anyway. Penalties in token rewards give a scale a meaning."""
-    kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "group")}
+    kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
     cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
     if not config.add_token_level_kl:
         cancelled["norm_std_type"] = kinds[traits.scales_cancel]

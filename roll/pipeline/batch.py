@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,7 +88,8 @@ class TrainingBatch:
         return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
 
     def describe_rollouts(self, detail: str = "reward") -> None:
-        """Add the metrics that rollouts have: rewards, lengths, lags; those of the samples under ``detail``."""
+        """Add the metrics that rollouts have: rewards, lengths, lags; those of the samples under ``detail``, in
+        which ``{domain}`` stands for their domain tag."""
         episodes = self.episodes
         scores = np.array([parts[0].score for parts in episodes], dtype=np.float32)
         lengths = np.array([sum(part.response_tokens for part in parts) for parts in episodes], dtype=np.float64)
@@ -122,10 +124,10 @@ class TrainingBatch:
         }
 
     def _sample_metrics(self, detail: str) -> dict[str, float]:
-        names = sorted({name for sample in self.samples for name in sample.metrics})
-        return {
-            f"{detail}/{name}": float(
-                np.mean([sample.metrics[name] for sample in self.samples if name in sample.metrics])
-            )
-            for name in names
-        }
+        values: dict[str, list[float]] = defaultdict(list)
+        for group in self.groups:
+            place = detail.format(domain=group.prompt.domain)
+            for sample in group.samples:
+                for name, value in sample.metrics.items():
+                    values[f"{place}/{name}"].append(value)
+        return {name: float(np.mean(values[name])) for name in sorted(values)}

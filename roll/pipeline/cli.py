@@ -34,6 +34,7 @@ SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 _EPILOG = """\
 examples:
   roll --config examples/quickstart/rlvr.yaml
+  roll check-env frozen_lake size=8
   roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
@@ -47,6 +48,11 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `examples/start_pipeline.py` and of the console command `roll`; returns the exit code."""
     started = time.monotonic()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["check-env"]:
+        from roll.pipeline.check_env import main as check_env
+
+        return check_env(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         prepared, run = _check(options.config, options.overrides)

@@ -6,6 +6,7 @@ of two consecutive steps.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from roll.configs.schema import PipelineConfig
 from roll.data.records import Group, SampleBatch
 from roll.distributed.inference import InferencePool
 from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.gallery import hang_up
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console
@@ -97,9 +99,11 @@ class RunRecorder:
         """Record what is known of version 0, as step 0: no training step would carry it."""
         self._log(metrics, 0)
 
-    def validation(self, result: ValidationResult) -> None:
-        """Record the samples of a validation; its metrics come with those of its step."""
+    async def validation(self, result: ValidationResult) -> None:
+        """Record the samples and episodes of a validation; its metrics come with those of its step."""
         self._samples.write(readable_validation(result, self._samples_per_step))
+        for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
+            self._trackers.picture(picture.name, picture.path, result.version)
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed

@@ -54,7 +54,7 @@ class RolloutSide(Protocol):
 
     workers: WorkerProcesses
     sample_metrics: str
-    """First part of the names of the metrics that samples carry."""
+    """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
 
     def canary_prompts(self) -> Sequence[np.ndarray]:
         """Token sequences (int32) to compare trainer and engines on."""

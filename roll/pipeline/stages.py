@@ -210,7 +210,7 @@ async def announce(context: RunContext, version: int) -> dict[str, float]:
         context.scheduler.weights_published(version)
     with context.recorder.validating(version):
         result = await context.validator.run(version)
-    context.recorder.validation(result)
+    await context.recorder.validation(result)
     if pause:
         context.scheduler.weights_published(version)
         context.scheduler.resume_admission()

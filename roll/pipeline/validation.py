@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roll.agentic.episode import Episode
 from roll.data.records import Group, Prompt
 from roll.pipeline.rollout_function import RolloutFunction
 
@@ -23,6 +24,8 @@ class ValidationResult:
     version: int
     metrics: dict[str, float]
     groups: list[Group]
+    episodes: Sequence[Episode] = ()
+    """Where the validation set is one of environments: all that were played."""
 
 
 class MixedVersions(AssertionError):

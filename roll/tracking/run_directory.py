@@ -87,6 +87,11 @@ class RunDirectory:
         return self.root / "tensorboard"
 
     @property
+    def episodes(self) -> Path:
+        """Validation episodes to look at."""
+        return self.root / "episodes"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

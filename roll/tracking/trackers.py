@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from roll.tracking.files import naming
 from roll.tracking.run_directory import RunDirectory
@@ -25,6 +25,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write out what is pending. Safe to call twice."""
+
+
+@runtime_checkable
+class PictureTracker(Protocol):
+    """A tracker that also takes pictures."""
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Take a GIF, which may be animated."""
 
 
 class TensorBoardTracker:
@@ -48,6 +56,20 @@ class TensorBoardTracker:
             self._writer.add_event(Event(wall_time=self._clock(), step=step, summary=Summary(value=values)))
             self._writer.flush()
 
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Shown under images, animated."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        data = path.read_bytes()
+        # Width and height stand behind the six letters of the format's name and version.
+        width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
+        values = [Summary.Value(tag=name, image=image)]
+        with naming(self._folder):
+            self._writer.add_event(Event(wall_time=self._clock(), step=step, summary=Summary(value=values)))
+            self._writer.flush()
+
     def close(self) -> None:
         with naming(self._folder):
             self._writer.close()
@@ -62,6 +84,12 @@ class Trackers:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
             tracker.log(metrics, step)
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Show a GIF in those that can."""
+        for tracker in self._trackers:
+            if isinstance(tracker, PictureTracker):
+                tracker.picture(name, path, step)
 
     def close(self) -> None:
         with ExitStack() as stack:

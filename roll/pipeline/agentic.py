@@ -1,0 +1,187 @@
+"""The rollout side of the agentic pipeline: environments in worker processes, episodes conducted by managers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll.agentic.env_manager.registry import EnvManager
+from roll.agentic.env_manager.settings import ManagerSettings
+from roll.agentic.env_worker.pool import EnvPool, PoolSettings
+from roll.agentic.env_worker.records import EnvSpec
+from roll.configs import derived
+from roll.configs.schema import AgenticConfig, CustomEnvConfig, EnvManagerConfig, GeneratingArguments
+from roll.data.records import Group
+from roll.data.seeds import derive_seed
+from roll.pipeline.agentic_preflight import AgenticPlan
+from roll.pipeline.episode_validation import EpisodeValidator
+from roll.pipeline.episodes import EpisodeRollout, EpisodeTask
+from roll.pipeline.rollout_side import Generator
+from roll.pipeline.sampling import sampling_params
+from roll.rollout.scheduler import Ticket
+
+if TYPE_CHECKING:
+    from roll.pipeline.preflight import Prepared
+
+CANARY_PROMPTS = 64
+CANARY_TOKENS = 32
+TRAINING, VALIDATION = 0, 1
+"""Seeds of environments are even in training and odd in validation, so no one is in both."""
+
+
+class EnvironmentProcesses:
+    """The environment workers, which look after their processes by themselves, as part of a run."""
+
+    def __init__(self, pool: EnvPool) -> None:
+        self.pool = pool
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def shutdown(self) -> None:
+        await self.pool.shutdown()
+
+
+class AgenticSide:
+    """See `RolloutSide`."""
+
+    sample_metrics = "env/{domain}"
+
+    def __init__(self, prepared: Prepared, plan: AgenticPlan, on_event: Callable[[str], None]) -> None:
+        if not isinstance(prepared.config, AgenticConfig):
+            raise TypeError(f"this is the rollout side of agentic, not of {prepared.config.pipeline}")
+        self._prepared = prepared
+        self._config = prepared.config
+        self._plan = plan
+        self._on_event = on_event
+        self._pool = EnvPool(env_specs(self._config), pool_settings(self._config))
+        self.workers = EnvironmentProcesses(self._pool)
+
+    def canary_prompts(self) -> list[np.ndarray]:
+        """Random tokens: what environments say is not known before they run."""
+        rng = np.random.default_rng(derive_seed(self._config.seed, "canary prompts"))
+        tokenizer = self._prepared.tokenizer
+        vocabulary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+        return list(rng.choice(vocabulary, (CANARY_PROMPTS, CANARY_TOKENS)).astype(np.int32))
+
+    def source(self) -> Iterator[EpisodeTask]:
+        """Tag and seed of each training group."""
+        return episode_tasks(self._config, self._config.train_env_manager, TRAINING)
+
+    def rollout(self, generator: Generator) -> Callable[[Ticket[EpisodeTask]], Awaitable[Group]]:
+        """Play the episodes of a group."""
+        config, manager = self._config, self._config.train_env_manager
+        at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
+        rollout = self._rollout(generator, manager, config.actor_infer.generating_args, "train", at_once=at_once)
+
+        def run_group(ticket: Ticket[EpisodeTask]) -> Awaitable[Group]:
+            return rollout.group(ticket.group_id, ticket.item, ticket.start_version)
+
+        return run_group
+
+    def validator(self, generator: Generator) -> EpisodeValidator | None:
+        """Over the validation set of seeds."""
+        manager, settings = self._config.val_env_manager, self._config.validation
+        if manager is None:
+            return None
+        tasks = itertools.islice(episode_tasks(self._config, manager, VALIDATION), manager.num_env_groups)
+        return EpisodeValidator(
+            list(tasks),
+            self._rollout(generator, manager, settings.generating_args, "validation", frames=True),
+            attempts=1 + self._config.max_group_retries,
+            timeout_seconds=settings.timeout_seconds,
+            on_event=self._on_event,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of the environment workers."""
+        return {f"env_workers/{name}": float(count) for name, count in self._pool.counts().items()}
+
+    def _rollout(
+        self,
+        generator: Generator,
+        manager: EnvManagerConfig,
+        arguments: GeneratingArguments,
+        purpose: str,
+        *,
+        at_once: asyncio.Semaphore | None = None,
+        frames: bool = False,
+    ) -> EpisodeRollout:
+        config = self._config
+        return EpisodeRollout(
+            generator=generator,
+            environments=self._pool,
+            managers=self._managers(manager, arguments),
+            sampling=sampling_params(arguments, derived.sequence_length(config)),
+            group_size=manager.group_size,
+            spare=manager.group_size_redundancy,
+            run_seed=config.seed,
+            purpose=purpose,
+            at_once=at_once,
+            frames=frames,
+        )
+
+    def _managers(self, manager: EnvManagerConfig, arguments: GeneratingArguments) -> Mapping[str, EnvManager]:
+        tokenizer = self._prepared.tokenizer
+        return {
+            tag: self._plan.managers[tag](
+                manager_settings(self._config, env, manager, arguments), self._plan.template, tokenizer
+            )
+            for tag, env in self._config.custom_envs.items()
+            if tag in derived.used_tags(self._config, manager)
+        }
+
+
+def env_specs(config: AgenticConfig) -> dict[str, EnvSpec]:
+    """How the environments of each tag are made."""
+    return {
+        tag: EnvSpec(env.env_type, env.env_config, env.reset_timeout_seconds, env.step_timeout_seconds)
+        for tag, env in config.custom_envs.items()
+    }
+
+
+def pool_settings(config: AgenticConfig) -> PoolSettings:
+    """The processes that hold them."""
+    workers = config.env_workers
+    return PoolSettings(
+        num_workers=workers.num_workers,
+        max_sessions=workers.max_sessions,
+        start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
+        silence_timeout_seconds=workers.silence_timeout_seconds,
+        max_failed_starts=workers.max_failed_starts,
+    )
+
+
+def manager_settings(
+    config: AgenticConfig, env: CustomEnvConfig, manager: EnvManagerConfig, arguments: GeneratingArguments
+) -> ManagerSettings:
+    """Limits of the episodes of a tag."""
+    return ManagerSettings(
+        max_steps=env.max_steps,
+        prompt_length=config.prompt_length,
+        sequence_length=derived.sequence_length(config),
+        max_tokens_per_step=env.max_tokens_per_step or arguments.max_new_tokens,
+        format_penalty=manager.format_penalty,
+        history_length=env.history_length,
+        keep_first_observation=env.keep_first_observation,
+    )
+
+
+def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) -> Iterator[EpisodeTask]:
+    """Tag and seed of group after group, without end. Of as many successive groups as the shares add up to each tag has
+    its share, in an order drawn from the run's seed; seeds are below 2^31, as some environments want."""
+    shares = derived.used_tags(config, manager)
+    turn = [tag for tag, share in shares.items() for _ in range(share)]
+    for cycle in itertools.count():
+        rng = np.random.default_rng(derive_seed(config.seed, "tags", split, cycle))
+        for place, index in enumerate(rng.permutation(len(turn))):
+            number = cycle * len(turn) + place
+            seed = derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
+            yield EpisodeTask(turn[index], seed)

@@ -1,0 +1,68 @@
+"""What the agentic pipeline names: environments, their managers, and a template that can write turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll.agentic.env.registry import check_env_type
+from roll.agentic.env_manager.registry import EnvManagerFactory, manager_factory
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import AgenticConfig
+from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.pipeline.agentic import AgenticSide
+    from roll.pipeline.preflight import Prepared, Problems
+
+_TRIAL = ({"role": "user", "content": "observation"},)
+
+
+@dataclass(frozen=True)
+class AgenticPlan:
+    """See `RolloutPlan`."""
+
+    template: TurnTemplate
+    managers: dict[str, EnvManagerFactory]
+    """By tag."""
+
+    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> AgenticSide:
+        """See `RolloutPlan.build`."""
+        from roll.pipeline.agentic import AgenticSide
+
+        return AgenticSide(prepared, self, on_event)
+
+
+def plan_agentic(
+    config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> AgenticPlan | None:
+    """Find what is named; what is wrong goes into ``problems``."""
+    managers = {}
+    for tag, env in config.custom_envs.items():
+        problems.found += check_env_type(tag, env.env_type, env.env_config)
+        path = f"custom_envs.{tag}.env_manager_cls"
+        managers[tag] = problems.attempt(lambda name=env.env_manager_cls, path=path: manager_factory(name, path))
+    if tokenizer is None:
+        return None
+    template = problems.attempt(lambda: _template(config, tokenizer))
+    return None if template is None else AgenticPlan(template, managers)
+
+
+def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
+    if config.template == "raw":
+        turns = config.raw_turns
+        return RawTurns(tokenizer, turns.message_separator, turns.prompt_end, turns.response_end)
+    if not tokenizer.chat_template:
+        message = "chat, but the tokenizer has no chat template"
+        remedy = "set `template: raw`, or take an instruction-tuned model"
+        raise ConfigError([ConfigProblem("template", message, remedy)])
+    template = ChatTurns(tokenizer)
+    if any(env.env_manager_cls == "trajectory" for env in config.custom_envs.values()):
+        try:
+            require_append_only(template, _TRIAL)
+        except TemplateRefused as refused:
+            raise ConfigError([ConfigProblem("template", str(refused), "set `env_manager_cls: step`")]) from refused
+    return template

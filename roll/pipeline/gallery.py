@@ -1,0 +1,80 @@
+"""Episodes to look at: of each validation and tag the best, the worst and a random one, as text, PNG and GIF."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from roll.agentic.env.pictures import frames_to_gif, text_to_png
+from roll.agentic.episode import Episode
+from roll.data.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An animated GIF on disk, and the name it has in trackers."""
+
+    name: str
+    path: Path
+
+
+def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Picture]:
+    """Write the chosen episodes below ``folder``; the pictures of those whose environment can be rendered."""
+    place = folder / f"version-{version:06d}"
+    pictures = []
+    for (tag, which), episode in chosen(episodes, version).items():
+        place.mkdir(parents=True, exist_ok=True)
+        base = place / f"{tag}-{which}"
+        base.with_name(base.name + ".txt").write_text(as_text(episode), encoding="utf-8")
+        frames = frames_of(episode)
+        if not frames:
+            continue
+        gif = base.with_name(base.name + ".gif")
+        frames_to_gif(frames, gif)
+        text_to_png("\n\n".join(frames), base.with_name(base.name + ".png"))
+        pictures.append(Picture(f"val/{tag}/{which}_episode", gif))
+    return pictures
+
+
+def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], Episode]:
+    """(tag, ``best``, ``worst`` or ``random``) -> episode. Equal scores: the shorter one is better."""
+    by_tag: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        by_tag[episode.tag].append(episode)
+    found = {}
+    for tag, members in sorted(by_tag.items()):
+        ranked = sorted(members, key=lambda each: (each.success, each.score, -len(each.turns)))
+        lucky = np.random.default_rng(derive_seed(version, "gallery", tag)).integers(len(members))
+        found |= {(tag, "best"): ranked[-1], (tag, "worst"): ranked[0], (tag, "random"): members[lucky]}
+    return found
+
+
+def frames_of(episode: Episode) -> list[str]:
+    """The environment before each action and at the end, each with what was done; empty if it cannot be rendered."""
+    frames = [
+        f"turn {number}: {turn.response!r}\n{turn.frame}"
+        for number, turn in enumerate(episode.turns)
+        if turn.frame is not None
+    ]
+    if frames and episode.last_frame is not None:
+        frames.append(f"{episode.end}, score {episode.score:g}\n{episode.last_frame}")
+    return frames
+
+
+def as_text(episode: Episode) -> str:
+    """The episode turn by turn."""
+    head = (
+        f"{episode.tag}, seed {episode.seed}: {'success' if episode.success else 'no success'}, score "
+        f"{episode.score:g}, {len(episode.turns)} turns, ended by {episode.end}\n"
+    )
+    turns = [
+        f"--- turn {number}\n{turn.observation}\n>>> {turn.response!r}"
+        f"{'' if turn.action_is_valid else ' (not valid)'}, reward {turn.reward:g}\n"
+        for number, turn in enumerate(episode.turns)
+    ]
+    end = [] if episode.last_frame is None else [f"--- at the end\n{episode.last_frame}\n"]
+    return "\n".join([head, *turns, *end])

@@ -1,0 +1,183 @@
+"""How the episodes of a group come about: all of them, replaced where they fail, seeded, and never left running."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from roll.agentic.env_manager.errors import EpisodeRefused
+from roll.agentic.env_worker.records import EnvPoolClosed
+from roll.agentic.episode import EnvironmentFailed, Episode, Observation, TurnRecord
+from roll.data.records import Sample
+from roll.pipeline.episodes import EpisodeRollout, EpisodesFailed, EpisodeTask
+from roll.rollout.scheduler import FatalRolloutError
+from roll.strategies.infer.base import Completion, SamplingParams
+
+TASK = EpisodeTask("lake", 17)
+
+
+@dataclass
+class Engine:
+    """Answers with the number of the request, and remembers what it was asked."""
+
+    requests: list = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    async def generate(self, request, *, sticky_key=None, min_version=None):
+        self.requests.append((request, sticky_key, min_version))
+        await asyncio.sleep(0)
+        tokens = np.array([len(self.requests)], dtype=np.int32)
+        return Completion(request.request_id, tokens, np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    def forget(self, sticky_key):
+        self.forgotten.append(sticky_key)
+
+
+@dataclass
+class Environments:
+    opened: int = 0
+
+    def session(self, tag, *, frames=False):
+        self.opened += 1
+        return self.opened
+
+
+@dataclass
+class Manager:
+    """Plays two turns; the sessions named in ``failing`` fail between them, those in ``slow`` wait for ``gate``."""
+
+    failing: dict[int, Exception] = field(default_factory=dict)
+    slow: frozenset[int] = frozenset()
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+    async def run_episode(self, session, policy, *, tag, seed):
+        try:
+            await policy(np.array([1], dtype=np.int32), turn=0, max_new_tokens=3)
+            if session in self.failing:
+                raise self.failing[session]
+            if session in self.slow:
+                await self.gate.wait()
+            await policy(np.array([1, 2], dtype=np.int32), turn=1, max_new_tokens=2)
+        except asyncio.CancelledError:
+            self.cancelled.append(session)
+            raise
+        self.ended.append(session)
+        return episode(tag, seed, session)
+
+
+def episode(tag, seed, session):
+    token_ids = np.array([1, 2, 3], dtype=np.int32)
+    mask = np.array([False, True, True])
+    sample = Sample(token_ids, mask, np.zeros(3, np.float32), np.where(mask, 0, -1), "stop", score=float(session))
+    turn = TurnRecord(f"map {seed}", "L", 0.0, True, None)
+    return Episode(tag, seed, [sample], "terminated", session % 2 == 0, float(session), [turn], None, {"turns": 2.0})
+
+
+def rollout(manager, engine=None, **changes):
+    settings = dict(group_size=3, spare=0, run_seed=5, purpose="train", sampling=SamplingParams(99, temperature=0.5))
+    return EpisodeRollout(engine or Engine(), Environments(), {"lake": manager}, **(settings | changes))
+
+
+def test_each_turn_is_a_request_with_a_name_seed_and_limit_of_its_own():
+    async def scenario():
+        engine = Engine()
+        group = await rollout(Manager(), engine).group(7, TASK, min_version=4)
+        return engine, group
+
+    engine, group = asyncio.run(scenario())
+    names = [request.request_id for request, _, _ in engine.requests]
+    assert sorted(names) == [f"train-7-{index}-{turn}" for index in range(3) for turn in range(2)]
+    assert len({request.sampling.seed for request, _, _ in engine.requests}) == 6
+    assert {request.sampling.max_new_tokens for request, _, _ in engine.requests} == {3, 2}
+    assert all(request.sampling.temperature == 0.5 for request, _, _ in engine.requests)
+    assert all(key == request.request_id[:-2] and least == 4 for request, key, least in engine.requests)
+    assert sorted(engine.forgotten) == ["train-7-0", "train-7-1", "train-7-2"]
+    assert (group.group_id, group.prompt.domain, group.prompt.metadata) == (7, "lake", {"seed": 17})
+    assert [sample.episode for sample in group.samples] == [0, 1, 2]
+    assert group.samples[0].metrics == {"turns": 2.0, "success": 0.0} and group.prompt.text == "map 17"
+
+
+def test_equal_groups_ask_for_equal_random_numbers_and_others_do_not():
+    def seeds(group_id, **changes):
+        engine = Engine()
+        asyncio.run(rollout(Manager(), engine, **changes).group(group_id, TASK))
+        return {request.request_id: request.sampling.seed for request, _, _ in engine.requests}
+
+    assert seeds(7) == seeds(7)
+    for other in (seeds(8), seeds(7, run_seed=6), seeds(7, purpose="validation")):
+        assert not set(other.values()) & set(seeds(7).values())
+
+
+@pytest.mark.parametrize("error", [EnvironmentFailed("it broke"), EpisodeRefused("too long")])
+def test_a_failed_episode_is_replaced_while_there_are_spare_ones(error):
+    manager = Manager(failing={1: error, 4: error})
+    episodes = asyncio.run(rollout(manager, spare=2).play(0, TASK))
+    assert [each.score for each in episodes] == [2.0, 3.0, 5.0]
+
+
+def test_a_group_without_spare_episodes_left_fails_with_every_cause_and_ends_the_others():
+    async def scenario():
+        manager = Manager({1: EnvironmentFailed("first"), 4: EnvironmentFailed("second")}, slow=frozenset({2, 3}))
+        with pytest.raises(EpisodesFailed, match=r"`lake`, seed 17: 2 episodes failed; first; second"):
+            await rollout(manager, spare=1).play(0, TASK)
+        return manager
+
+    manager = asyncio.run(scenario())
+    assert sorted(manager.cancelled) == [2, 3] and manager.ended == []
+
+
+def test_slow_episodes_are_waited_for_although_spare_ones_could_be_quicker():
+    async def scenario():
+        manager = Manager(slow=frozenset({2}))
+        playing = asyncio.ensure_future(rollout(manager, spare=2).play(0, TASK))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(manager.ended) == [1, 3] and not playing.done()
+        manager.gate.set()
+        return await playing
+
+    assert [each.score for each in asyncio.run(scenario())] == [1.0, 2.0, 3.0]
+
+
+def test_environments_that_are_gone_for_good_end_the_run():
+    with pytest.raises(FatalRolloutError, match="no more"):
+        asyncio.run(rollout(Manager({2: EnvPoolClosed("no more")}), spare=5).play(0, TASK))
+
+
+def test_a_cancelled_group_leaves_no_episode_running():
+    async def scenario():
+        manager, engine = Manager(slow=frozenset({1, 2, 3})), Engine()
+        playing = asyncio.ensure_future(rollout(manager, engine).play(0, TASK))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        playing.cancel()
+        await asyncio.wait([playing])
+        return manager, engine
+
+    manager, engine = asyncio.run(scenario())
+    assert sorted(manager.cancelled) == [1, 2, 3] and len(engine.forgotten) == 3
+
+
+def test_no_more_groups_play_at_once_than_there_are_places():
+    async def scenario():
+        manager, places = Manager(slow=frozenset(range(1, 7))), asyncio.Semaphore(1)
+        both = rollout(manager, at_once=places)
+        playing = [asyncio.ensure_future(both.play(number, TASK)) for number in range(2)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert both.environments.opened == 3
+        manager.gate.set()
+        await asyncio.gather(*playing)
+        assert both.environments.opened == 6
+
+    asyncio.run(scenario())
+
+
+def test_an_observation_is_done_either_way():
+    assert Observation((), terminated=True).done and Observation((), truncated=True).done
+    assert not Observation(()).done
