@@ -125,7 +125,7 @@ def test_instructions_name_the_actions_and_the_symbols():
     [
         ("grid", "P_\nOG"),
         ("spaced", "P _\nO G"),
-        ("coordinates", "Places are (row, column), from (0, 0) at the top left.\nYou: (0, 0)\nGoal: (1, 1)\nHoles: (1, 0)"),
+        ("coordinates", " from (0, 0) at the top left.\nYou: (0, 0)\nGoal: (1, 1)\nHoles: (1, 0)"),
     ],
 )
 def test_a_grid_is_written_in_several_ways(style, expected):

@@ -49,11 +49,11 @@ def test_too_many_wrong_guesses_end_the_episode():
         guess(env, 3)
 
 
-@pytest.mark.parametrize("text", ["50", "<answer>fifty</answer>", "<answer>0</answer>", "<answer>101</answer>", "<answer>5.0</answer>"])
-def test_what_is_no_guess_costs_none(text):
+@pytest.mark.parametrize("answer", ["fifty", "0", "101", "5.0", "", "9" * 5000, "٥"])
+def test_what_is_no_guess_costs_none(answer):
     env = NumberGuessingEnv()
     _, before = env.reset(seed=0)
-    answer, reward, terminated, _, info = env.step(text)
+    answer, reward, terminated, _, info = env.step(f"<answer>{answer}</answer>")
     assert (reward, terminated, info["action_is_valid"], info["state"]) == (0.0, False, False, before["state"])
     assert "from 1 to 100" in answer
 

@@ -164,7 +164,7 @@ def test_a_plain_answer_is_the_whole_text():
 def test_reading_any_text_gives_an_action_or_none(text, action_format):
     reader = ActionReader(("left", "right"), action_format)
     assert reader.read(text) in (0, 1, None)
-    assert reader.read(text + as_answer("RIGHT", "answer_tag")) in ((1,) if action_format == "answer_tag" else (0, 1, None))
+    assert action_format == "plain" or reader.read(text + as_answer("RIGHT", action_format)) == 1
 
 
 def test_examples_are_read_as_their_actions():
