@@ -181,6 +181,8 @@ REWRITING = {
     "counts messages at the top": "{{ messages | length }}{% for m in messages %}" + WRITE + "{% endfor %}" + ASK,
     "cuts old observations": "{% for m in messages %}<{{ m.role }}>"
     "{{ m.content if loop.last or m.role == 'assistant' else m.content[:3] }}{% endfor %}" + ASK,
+    "cuts old observations but the first": "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last or loop.first or m.role == 'assistant' else m.content[:3] }}{% endfor %}" + ASK,
     "forgets all that was before": "{% if messages | length > 1 %}{{ messages[-2].content }}{% endif %}"
     "<user>{{ messages[-1].content }}" + ASK,
     "marks the last message": "{% for m in messages %}" + WRITE + "{{ '!' if loop.last }}{% endfor %}" + ASK,
@@ -190,7 +192,7 @@ REWRITING = {
 @pytest.mark.parametrize("template", REWRITING.values(), ids=REWRITING)
 def test_a_template_that_rewrites_is_refused(template):
     with pytest.raises(TemplateRefused, match="append-only"):
-        require_append_only(ChatTurns(with_template(template)), [SYSTEM, user("look around")])
+        require_append_only(ChatTurns(with_template(template)), [user("look around")])
 
 
 @pytest.mark.parametrize("written", ["", "{{ m.content }}{{ m.content }}"])

@@ -224,6 +224,13 @@ def test_a_window_that_is_too_long_loses_its_oldest_turns(prompt_length, last):
     assert len(policy.prompts[-1]) <= prompt_length
 
 
+def test_the_system_message_stays_where_all_else_but_the_present_observation_goes():
+    first = Observation(({"role": "system", "content": "s"}, {"role": "user", "content": "a"}))
+    answers = [first, observe("b"), observe("c", terminated=True)]
+    _, _, policy = play_texts("step", answers, "01", limits(prompt_length=5))
+    assert [decode(prompt) for prompt in policy.prompts] == ["s\na>", "s\nb>"]
+
+
 def test_a_present_observation_that_does_not_fit_ends_an_episode_of_steps():
     answers = [observe("a"), observe("b"), observe("0123456789", reward=1)]
     episode, _, policy = play_texts("step", answers, "01", limits(prompt_length=9))
