@@ -1,9 +1,10 @@
 """What thousands of episodes in slow environments take of one machine: steps a second, memory, time lost on the way.
 
-Every episode's step sleeps a log-normal time (99th percentile 20 times the median) in a thread of a worker process, and
-the next action follows at once: the most steps that so many environments can make. `reached` is the share of what
-they would make if nothing but their sleep took time. `delay` is what the driver waits for a step beyond its sleep.
-Memory is the proportional set size of the worker processes while all episodes run, the largest of several samples.
+Every step sleeps a log-normal time (99th percentile 20 times the median) in a thread of a worker process, and the next
+action follows at once, with no policy in between: the most steps that so many environments can make. `reached` is the
+share of the steps' time that was sleep: 1 if nothing else took time. `delay` is what the driver waits for a step beyond
+its sleep. Memory is the proportional set size of the worker processes while all episodes run, the largest of several
+samples.
 
     python benchmarks/slow_environments.py --episodes 2000 --workers 2
 """
@@ -40,17 +41,16 @@ class Measured:
     threads: list[int] = field(default_factory=list)
 
 
-async def conduct(pool: EnvPool, seed: int, steps: int, ready: asyncio.Barrier, measured: Measured) -> None:
-    """One episode. All begin their steps together, when every environment is there."""
+async def conduct(pool: EnvPool, seed: int, ready: asyncio.Barrier, measured: Measured) -> None:
+    """One episode, until it is cancelled. All begin their steps together, when every environment is there."""
     session = pool.session("slow")
     measured.process_ids.add(int((await session.reset(seed)).messages[0]["content"]))
     await ready.wait()
-    for _ in range(steps):
+    while True:
         started = time.perf_counter()
         observation = await session.step("go on")
         measured.waited.append(time.perf_counter() - started)
         measured.slept.append(float(observation.messages[0]["content"]))
-    await session.close()
 
 
 async def watch_memory(measured: Measured) -> None:
@@ -97,21 +97,21 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 async def run_episodes(pool: EnvPool, arguments: argparse.Namespace) -> dict[str, float]:
     measured, ready = Measured(), asyncio.Barrier(arguments.episodes + 1)
-    watcher = asyncio.create_task(watch_memory(measured))
     begun = time.perf_counter()
-    async with asyncio.TaskGroup() as episodes:
-        for seed in range(arguments.episodes):
-            episodes.create_task(conduct(pool, seed, arguments.steps, ready, measured))
-        await ready.wait()
-        started, before, own_before = time.perf_counter(), processor_seconds(measured.process_ids), own_processor_seconds()
+    episodes = [asyncio.create_task(conduct(pool, seed, ready, measured)) for seed in range(arguments.episodes)]
+    await ready.wait()
+    watcher = asyncio.create_task(watch_memory(measured))
+    started = time.perf_counter()
+    before, own_before = processor_seconds(measured.process_ids), own_processor_seconds()
+    await asyncio.sleep(arguments.seconds)
     seconds = time.perf_counter() - started
-    watcher.cancel()
+    for task in (watcher, *episodes):
+        task.cancel()
     steps = len(measured.slept)
     delays = sorted(waited - slept for waited, slept in zip(measured.waited, measured.slept, strict=True))
     return {
         "reset seconds": started - begun,
         "steps": steps,
-        "seconds": seconds,
         "steps per second": steps / seconds,
         "mean sleep": statistics.mean(measured.slept),
         "reached": sum(measured.slept) / sum(measured.waited),
@@ -128,7 +128,7 @@ async def run_episodes(pool: EnvPool, arguments: argparse.Namespace) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--episodes", type=int, default=2000, help="at the same time")
-    parser.add_argument("--steps", type=int, default=10, help="per episode")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of stepping")
     parser.add_argument("--median-seconds", type=float, default=1.0, help="that a step sleeps")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--stack-kib", type=int, default=1024, help="of each thread")

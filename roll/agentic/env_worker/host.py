@@ -229,14 +229,12 @@ def described(error: BaseException) -> str:
 
 
 def _reset(environment: gymnasium.Env, observe: Observe, frames: bool, seed: int) -> Observation:
-    answer = environment.reset(seed=seed)
-    text, info = _parts(answer, "(text, info)", 2)
+    text, info = _parts(environment.reset(seed=seed), "(text, info)", 2)
     return _observation(observe, text, info, frame=_frame(environment, frames))
 
 
 def _step(environment: gymnasium.Env, observe: Observe, frames: bool, text: str) -> Observation:
-    answer = environment.step(text)
-    parts = _parts(answer, "(text, reward, terminated, truncated, info)", 5)
+    parts = _parts(environment.step(text), "(text, reward, terminated, truncated, info)", 5)
     text, reward, terminated, truncated, info = parts
     results = {"reward": reward, "terminated": terminated, "truncated": truncated}
     return _observation(observe, text, info, frame=_frame(environment, frames), **results)
@@ -254,7 +252,7 @@ def _parts(answer: Any, due: str, count: int) -> tuple[Any, ...]:
 
 
 def _observation(observe: Observe, text: Any, info: Any, **results: Any) -> Observation:
-    """Convert an answer, and make sure that it can leave the process: in a report it would take others' answers along."""
+    """Convert an answer, and make sure that it can leave the process, or its report would take others along."""
     try:
         observation = observe(text, info, **results)
         pickle.dumps(observation)

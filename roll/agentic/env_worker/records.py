@@ -17,8 +17,8 @@ EnvFactory = Callable[[str, Mapping[str, Any]], gymnasium.Env]
 """(env_type, env_config) -> a new environment."""
 
 Observe = Callable[..., Observation]
-"""(text, info, *, reward, terminated, truncated, frame) -> what the policy gets to see. Whatever it raises says that the
-environment answered nonsense."""
+"""(text, info, *, reward, terminated, truncated, frame) -> what the policy gets to see; after a reset it is called with
+``frame`` only. Whatever it raises says that the environment answered nonsense."""
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
 """``lost``: the process that held the environment is gone."""

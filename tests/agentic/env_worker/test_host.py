@@ -13,7 +13,7 @@ import gymnasium
 import pytest
 
 from roll.agentic.env_worker.host import EnvHost, HostSession
-from roll.agentic.env_worker.records import EnvFailure, EnvSpec, HostSettings
+from roll.agentic.env_worker.records import EnvFactory, EnvFailure, EnvSpec, HostSettings
 from roll.agentic.episode import Observation
 from tests.agentic.env_worker import sample_environments
 from tests.agentic.env_worker.sample_environments import Obedient, make, observe
@@ -48,7 +48,10 @@ def spec(env_type: str = "obedient", *, reset: float = 20.0, step: float = 20.0,
 
 
 def run(
-    use: Callable[[EnvHost], Awaitable[T]], factory: Callable[..., gymnasium.Env] = make, limits: Any = None, **specs: Any
+    use: Callable[[EnvHost], Awaitable[T]],
+    factory: EnvFactory = make,
+    limits: HostSettings | None = None,
+    **specs: EnvSpec,
 ) -> T:
     """Use a host whose tag ``a`` is a plain environment unless said otherwise, within a minute."""
 
@@ -101,7 +104,8 @@ def test_a_good_environment_serves_the_next_episode_of_its_tag_only():
 def test_a_second_reset_of_a_session_keeps_its_environment():
     async def use(host: EnvHost) -> list[str]:
         session = host.open("a", False)
-        return texts([await session.reset(1), await session.step("go"), await session.reset(2), await session.step("on")])
+        first = [await session.reset(1), await session.step("go")]
+        return texts(first + [await session.reset(2), await session.step("on")])
 
     assert run(use) == ["seed 1, episode 1", "go 1 1", "seed 2, episode 2", "on 2 1"]
 
@@ -289,7 +293,8 @@ def test_leaks_are_seen(order, limit, words, monkeypatch):
 
 def test_threads_of_running_calls_are_no_leak(tmp_path):
     async def use(host: EnvHost) -> None:
-        steps = [asyncio.create_task(episode(host.open("a", False), 1, f"wait-for {tmp_path / 'go'}")) for _ in range(40)]
+        sessions = [host.open("a", False) for _ in range(40)]
+        steps = [asyncio.create_task(episode(session, 1, f"wait-for {tmp_path / 'go'}")) for session in sessions]
         while host.counts["made"] < 40:
             await asyncio.sleep(0.01)
         assert host.retire_because() is None

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,7 +26,12 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def pool_of(
-    *, num_workers: int = 1, max_sessions: int = 1000, host: HostSettings | None = None, envs: dict | None = None, **rest
+    *,
+    num_workers: int = 1,
+    max_sessions: int = 1000,
+    host: HostSettings | None = None,
+    envs: dict[str, EnvSpec] | None = None,
+    **rest: Any,
 ) -> EnvPool:
     """A pool whose tag ``a`` is a plain environment."""
     specs = {"a": EnvSpec("obedient")} | (envs or {})
