@@ -220,6 +220,4 @@ class MathToolsEnv(ToolEnv):
             settings = ToolSettings.named(dict(tool_settings or {}))
         except (ValueError, TypeError) as cause:
             raise ConfigError([ConfigProblem("tool_settings", str(cause), "see docs/tools.md")]) from cause
-        super().__init__(
-            MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings
-        )
+        super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)
