@@ -77,7 +77,7 @@ class McpServer:
                 listed = self.session(deadline).do(_listed, deadline)
             except McpFailed as error:
                 self.drop_session()
-                raise ToolUnavailable(f"the tools of the MCP server `{self.where}` cannot be listed: {error}") from error
+                raise ToolUnavailable(f"the MCP server `{self.where}` does not list its tools: {error}") from error
             self._tools = self._offered(listed)
         return list(self._tools)
 
