@@ -93,8 +93,7 @@ def _shop(level: int, random: np.random.Generator) -> Problem:
 
 def _savings(level: int, random: np.random.Generator) -> Problem:
     balance, monthly, percent = _whole(random, 3), _whole(random, 2), int(random.integers(1, 10))
-    years, value = level + 1, Fraction(0)
-    value = Fraction(balance)
+    years, value = level + 1, Fraction(balance)
     for _ in range(years):
         value = value * (100 + percent) / 100 + 12 * monthly
     question = (
@@ -114,7 +113,10 @@ def _remainder(level: int, random: np.random.Generator) -> Problem:
 def _counting(level: int, random: np.random.Generator) -> Problem:
     top = _whole(random, level + 1)
     divisor, remainder = int(random.integers(3, 10)), int(random.integers(0, 3))
-    total = sum(number * number for number in range(1, top + 1) if number % divisor == remainder)
+    first = remainder or divisor
+    count = max(0, (top - first) // divisor + 1)
+    indices, squares = count * (count - 1) // 2, (count - 1) * count * (2 * count - 1) // 6
+    total = count * first**2 + 2 * first * divisor * indices + divisor**2 * squares
     question = (
         f"Add up the squares of all whole numbers from 1 to {top} that leave the remainder {remainder} when divided by "
         f"{divisor}. What is the sum?"
@@ -220,6 +222,4 @@ class MathToolsEnv(ToolEnv):
             settings = ToolSettings.named(dict(tool_settings or {}))
         except (ValueError, TypeError) as cause:
             raise ConfigError([ConfigProblem("tool_settings", str(cause), "see docs/tools.md")]) from cause
-        super().__init__(
-            MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings
-        )
+        super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)

@@ -104,11 +104,12 @@ class ToolEnv(gymnasium.Wrapper):
         for source in self._sources:
             for tool in source.tools() if isinstance(source, Toolset) else (source,):
                 if tool.name in tools:
-                    raise ToolUnavailable(f"two tools are called `{tool.name}`; give one of them another name or prefix")
+                    raise ToolUnavailable(f"two tools are called `{tool.name}`; give one of them another name")
                 tools[tool.name] = tool
-        if self._settings.code_block_tool is not None and self._settings.code_block_tool not in tools:
-            hint = nearest_name_hint(self._settings.code_block_tool, tools)
-            raise ToolUnavailable(f"`code_block_tool` is `{self._settings.code_block_tool}`, which is no tool here; {hint}")
+        for_blocks = self._settings.code_block_tool
+        if for_blocks is not None and for_blocks not in tools:
+            hint = nearest_name_hint(for_blocks, tools)
+            raise ToolUnavailable(f"`code_block_tool` is `{for_blocks}`, which is no tool here; {hint}")
         return tools
 
     def _carried_out(self, calls: list[ToolCall | MalformedCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -120,7 +121,7 @@ class ToolEnv(gymnasium.Wrapper):
             answer = Answer(problem, is_error=True) if problem is not None else self._answer(call)
             answers.append((call, answer))
         if len(calls) > len(within):
-            text = f"only the first {len(within)} of {len(calls)} calls were carried out; that many are allowed in a turn"
+            text = f"only the first {len(within)} of {len(calls)} calls were carried out; no more are allowed in a turn"
             answers.append((MalformedCall("too many"), Answer(text, is_error=True)))
         self._calls += len(within)
         self._errors += sum(answer.is_error for _, answer in answers)
@@ -149,8 +150,8 @@ class ToolEnv(gymnasium.Wrapper):
             return Answer(f"the tool `{call.name}` failed: {type(error).__name__}", is_error=True)
 
     def _messages(self, answers: list[tuple[ToolCall | MalformedCall, Answer]]) -> list[dict[str, Any]]:
-        texts = [_cut(answer.text, self._settings.max_answer_characters) for _, answer in answers]
-        texts = [f"Error: {text}" if answer.is_error else text for text, (_, answer) in zip(texts, answers, strict=True)]
+        longest = self._settings.max_answer_characters
+        texts = [("Error: " if answer.is_error else "") + _cut(answer.text, longest) for _, answer in answers]
         if self._settings.answer_role == "user":
             wrapped = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
             return [{"role": "user", "content": "\n".join(wrapped)}]

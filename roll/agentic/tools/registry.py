@@ -86,7 +86,8 @@ def _found(name: str, path: str) -> Any:
         raise _error(path, f"there is no tool `{name}`", f"{hint}; or use an import path `package.module:Class`")
     built_in = BUILT_IN.get(name, BuiltIn(name))
     if built_in.package is not None and importlib.util.find_spec(built_in.package) is None:
-        raise _error(path, f"the tool `{name}` needs the package `{built_in.package}`", f"pip install {built_in.package}")
+        message = f"the tool `{name}` needs the package `{built_in.package}`"
+        raise _error(path, message, f"pip install {built_in.package}")
     try:
         found = import_object(built_in.import_path)
     except ImportError as cause:
@@ -117,7 +118,8 @@ def _checked_options(name: str, made_by: Any, options: Mapping[str, Any], path: 
                 message = f"{shown(value, key)} does not fit ({cause.errors()[0]['msg']})"
                 problems.append(ConfigProblem(f"{path}.{key}", message, f"a value for `{named[key].annotation}`"))
         elif not takes_anything:
-            problems.append(ConfigProblem(f"{path}.{key}", f"`{name}` has no option `{key}`", nearest_name_hint(key, named)))
+            message = f"`{name}` has no option `{key}`"
+            problems.append(ConfigProblem(f"{path}.{key}", message, nearest_name_hint(key, named)))
     if problems:
         raise ConfigError(problems)
     return values

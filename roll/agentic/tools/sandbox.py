@@ -113,9 +113,9 @@ class Sandbox:
     def __init__(
         self, *, interpreter: str | None = None, levels: Sequence[Level] = LEVELS, accept_weak: bool = False
     ) -> None:
-        """``interpreter``: of the programs; default: the one that runs now, without its site-packages. ``levels``: to be
-        tried. ``accept_weak``: run code even as `same_user`, where it can read what this user can read, such as
-        the environment of the user's other processes.
+        """``interpreter``: of the programs; default: the one that runs now, without its site-packages.
+        ``levels``: to be tried. ``accept_weak``: run code even as `same_user`, where it can read what this user can
+        read, such as the environment of the user's other processes.
         """
         self._interpreter = os.path.realpath(interpreter or sys.executable)
         self._levels = [each for each in LEVELS if each in levels]

@@ -44,7 +44,8 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SIGNALS = {
-    # Of oneself only: kill, tkill, tgkill, prlimit64. Not at all: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal.
+    # Of oneself only: kill, tkill, tgkill, prlimit64.
+    # Not at all: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal.
     "x86_64": ((62, 200, 234, 302), (129, 297, 424)),
     "aarch64": ((129, 130, 131, 261), (138, 240, 424)),
 }

@@ -1,0 +1,275 @@
+"""The tools of a server that speaks the Model Context Protocol, through the official package `mcp`.
+
+What is started, and where, is said by the configuration alone; nothing a policy writes reaches a command line. The
+server starts when its tools are first asked for. One that dies, hangs or breaks the protocol is left, and the next call
+meets a new one: the policy reads that its call failed. The protocol's event loop has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+_Result = TypeVar("_Result")
+_CLOSE_SECONDS = 10.0
+"""How long a server may take to end before it is left to the operating system."""
+_MOST_PAGES = 100
+_logger = logging.getLogger(__name__)
+
+
+class McpServer:
+    """The tools `mcp`: those of one server, a process of its own or at an address."""
+
+    def __init__(
+        self,
+        *,
+        command: str | None = None,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        url: str | None = None,
+        only: Sequence[str] | None = None,
+        prefix: str = "",
+        start_timeout_seconds: float = 30.0,
+    ) -> None:
+        """``command``, ``args``, ``env``: a program that speaks over its standard input and output; it sees no
+        environment variables but ``env`` and a few harmless ones (PATH, HOME, ...). ``url``: of a server that speaks
+        streamable HTTP. ``only``: names of the tools to offer; all of them by default. ``prefix`` goes before names.
+
+        Raises `ValueError` unless exactly one of ``command`` and ``url`` is given.
+        """
+        if (command is None) == (url is None):
+            raise ValueError("give either `command` (and `args`, `env`) or `url`")
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"`url` is {url!r}, which is no http address")
+        if url is not None and (args or env):
+            raise ValueError("`args` and `env` belong to `command`; a server at a `url` is not started from here")
+        self._command = command
+        self._args = list(args)
+        self._env = dict(env or {})
+        self._url = url
+        self._only = None if only is None else list(only)
+        self._prefix = prefix
+        self._start_seconds = start_timeout_seconds
+        self._session: _Session | None = None
+        self._tools: list[Tool] | None = None
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self._url or " ".join([self._command or "", *self._args])
+
+    def tools(self) -> list[Tool]:
+        """Asked of the server once. Raises `ToolUnavailable`."""
+        if self._tools is None:
+            deadline = Deadline.after(self._start_seconds)
+            try:
+                listed = self.session(deadline).do(_listed, deadline)
+            except McpFailed as error:
+                self.drop_session()
+                raise ToolUnavailable(f"the MCP server `{self.where}` does not list its tools: {error}") from error
+            self._tools = self._offered(listed)
+        return list(self._tools)
+
+    def close(self) -> None:
+        self.drop_session()
+
+    def session(self, deadline: Deadline) -> _Session:
+        """The connection, made if there is none. Raises `McpFailed`."""
+        if self._session is None:
+            session = _Session(self._connect, self.where)
+            try:
+                session.open(Deadline.after(min(self._start_seconds, deadline.seconds_left())))
+            except BaseException:
+                session.close()
+                raise
+            self._session = session
+        return self._session
+
+    def drop_session(self) -> None:
+        """End the connection, and the process if it is ours. The next call makes a new one."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _offered(self, listed: Sequence[Any]) -> list[Tool]:
+        names = [each.name for each in listed]
+        for name in self._only or ():
+            if name not in names:
+                raise ToolUnavailable(f"the MCP server `{self.where}` has no tool `{name}`; it has {', '.join(names)}")
+        return [
+            McpTool(self, each.name, f"{self._prefix}{each.name}", each.description or "", dict(each.input_schema))
+            for each in listed
+            if self._only is None or each.name in self._only
+        ]
+
+    def _connect(self, error_output: IO[str]) -> Client:
+        from mcp import Client, StdioServerParameters, stdio_client
+
+        if self._url is not None:
+            return Client(self._url)
+        parameters = StdioServerParameters(command=self._command or "", args=self._args, env=self._env)
+        return Client(stdio_client(parameters, errlog=error_output))
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(
+        self, server: McpServer, remote_name: str, name: str, description: str, parameters: dict[str, Any]
+    ) -> None:
+        self._server = server
+        self._remote_name = remote_name
+        self.name = name
+        self.description = description
+        self.parameters = parameters
+
+    def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
+        try:
+            result = self._server.session(deadline).do(
+                lambda client: client.call_tool(self._remote_name, arguments), deadline
+            )
+        except McpRefused as error:
+            return Answer(f"the tool `{self.name}` refused: {error}", is_error=True)
+        except McpFailed as error:
+            _logger.warning("a call of `%s` of the MCP server `%s` failed: %s", self.name, self._server.where, error)
+            self._server.drop_session()
+            return Answer(f"the tool `{self.name}` failed: {error}", is_error=True)
+        return Answer(_text_of(result), is_error=result.is_error)
+
+    def close(self) -> None:
+        """The server is closed with all its tools."""
+
+
+class McpFailed(Exception):
+    """The server did not answer as it should, or not at all: the connection is of no more use."""
+
+
+class McpRefused(Exception):
+    """The server answered that it will not do this."""
+
+
+class _Session:
+    """One connection, kept open by a task in an event loop in a thread."""
+
+    def __init__(self, connect: Any, where: str) -> None:
+        self._connect = connect
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {where[:40]}", daemon=True)
+        self._closing = asyncio.Event()
+        self._opened: concurrent.futures.Future[Client] = concurrent.futures.Future()
+        self._keeping: concurrent.futures.Future[None] | None = None
+
+    def open(self, deadline: Deadline) -> None:
+        """Start the server and shake hands. Raises `McpFailed`; then `close` is still to be called."""
+        self._thread.start()
+        self._keeping = asyncio.run_coroutine_threadsafe(self._keep_open(), self._loop)
+        try:
+            self._opened.result(deadline.seconds_left())
+        except concurrent.futures.TimeoutError:
+            raise McpFailed("it did not answer in time") from None
+
+    def do(self, what: Any, deadline: Deadline) -> Any:
+        """Run ``what(client)``, a coroutine. Raises `McpFailed` and `McpRefused`."""
+        client = self._opened.result(0)
+        running = asyncio.run_coroutine_threadsafe(_told_apart(what(client)), self._loop)
+        # A connection that ends does not always end the calls in it.
+        ended = [running, *([self._keeping] if self._keeping else [])]
+        done, _ = concurrent.futures.wait(
+            ended, deadline.seconds_left(), return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        if running in done:
+            return running.result()
+        running.cancel()
+        raise McpFailed("the connection ended" if done else "it did not answer in time")
+
+    def close(self) -> None:
+        """Never raises for what the server does."""
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._closing.set)
+        if self._keeping is not None:
+            concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
+            self._keeping.cancel()
+            concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _logger.warning("the thread `%s` does not end and is left behind", self._thread.name)
+        else:
+            self._loop.close()
+
+    async def _keep_open(self) -> None:
+        """The connection is opened and closed by the same task, as the library wants it."""
+        with tempfile.TemporaryFile("w+", errors="replace") as error_output:
+            try:
+                async with _either(self._closing, self._connect(error_output)) as client:
+                    if client is not None:
+                        self._opened.set_result(client)
+                        await self._closing.wait()
+            except Exception as error:
+                if self._opened.done():
+                    _logger.warning("a connection to an MCP server did not end well: %s", _cause(error))
+                else:
+                    self._opened.set_exception(McpFailed(_with_last_words(_cause(error), error_output)))
+
+
+@contextlib.asynccontextmanager
+async def _either(closing: asyncio.Event, client: Client) -> AsyncIterator[Client | None]:
+    """The client once it is connected, or None if closing began before."""
+    async with client as connected:
+        yield None if closing.is_set() else connected
+
+
+async def _told_apart(call: Coroutine[Any, Any, _Result]) -> _Result:
+    """What the server refuses is not what goes wrong with the server."""
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+    try:
+        return await call
+    except MCPError as error:
+        if error.error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+            raise McpFailed(str(error)) from error
+        raise McpRefused(str(error)) from error
+    except Exception as error:
+        raise McpFailed(_cause(error)) from error
+
+
+async def _listed(client: Client) -> list[Any]:
+    tools, cursor = [], None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return tools
+    raise ValueError(f"its list of tools has more than {_MOST_PAGES} pages")
+
+
+def _cause(error: BaseException) -> str:
+    """The first real error in a group of them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def _with_last_words(cause: str, error_output: IO[str]) -> str:
+    error_output.seek(0)
+    lines = error_output.read().strip().splitlines()[-5:]
+    return f"{cause}; it wrote: {' | '.join(lines)}" if lines else cause
+
+
+def _text_of(result: Any) -> str:
+    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    return "\n".join(parts) or "[no answer]"
