@@ -444,13 +444,6 @@ def test_gpus_are_seen_by_the_environment_or_else_by_device_files(tmp_path, envi
     assert sees_gpus(environment, tmp_path) == seen
 
 
-def test_the_agentic_pipeline_is_known_and_refused_in_one_problem(tree):
-    del tree["rewards"]
-    tree |= {"pipeline": "agentic", "custom_envs": {"maze": {"env_type": "maze", "max_steps": 5}}, "max_steps": -1}
-    (problem,) = problems_of(tree).values()
-    assert problem.path == "pipeline" and "`rlvr`" in problem.remedy
-
-
 def test_checking_leaves_the_configuration_as_it_was(tree):
     config = config_from_tree(merged(tree, {"max_steps": -1}))
     with pytest.raises(ConfigError):

@@ -48,6 +48,7 @@ def test_an_agentic_file_loads_with_types(write):
 
 def test_an_override_chooses_the_pipeline(write, tree):
     tree.pop("rewards")
+    tree.pop("num_return_sequences_in_group", None)
     assert isinstance(load_config(write(tree), ["pipeline=agentic"]), AgenticConfig)
 
 
