@@ -202,10 +202,13 @@ class LeaksThreads(GoodEnv):
 
 
 class LeaksProcesses(GoodEnv):
-    def __init__(self) -> None:
+    def __init__(self, list_in: str = os.devnull) -> None:
         super().__init__()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             time.sleep(600)
+        with open(list_in, "a") as listed:
+            listed.write(f"{child}\n")
 
 
 class LeaksMemory(GoodEnv):

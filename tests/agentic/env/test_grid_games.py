@@ -270,6 +270,24 @@ def test_a_solved_level_earns_the_rewards_of_gym_sokoban():
             env.step("<answer>up</answer>")
 
 
+def test_a_box_pushed_off_its_target_costs_what_it_earned():
+    draw = np.random.default_rng(0)
+    env = SokobanEnv(dim_room=(6, 6), num_boxes=2, wall_share=0.0, search_depth=4)
+    gains = Counter()
+    for seed in range(30):
+        before = level_of(env.reset(seed=seed)[0])
+        for _ in range(60):
+            text, reward, terminated, _, _ = env.step(answers("up", "down", "left", "right")[draw.integers(4)])
+            after = level_of(text)
+            gained = len(after.boxes & after.targets) - len(before.boxes & before.targets)
+            assert reward == pytest.approx(-0.1 + gained + 10 * terminated)
+            gains[gained] += 1
+            before = after
+            if terminated:
+                break
+    assert gains[-1] > 3 and gains[1] > 3
+
+
 def test_rewards_can_be_chosen():
     env = SokobanEnv(step_reward=0.0, box_on_target_reward=0.0, finish_reward=1.0)
     path = solution(level_of(env.reset(seed=1)[0]))
