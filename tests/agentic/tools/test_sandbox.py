@@ -189,7 +189,10 @@ def test_processes_have_a_limit(kind, marker):
     code = "import os, time\nfor i in range(50):\n if os.fork() == 0: time.sleep(1000)\nprint('all')\ntime.sleep(1000)"
     result = kind.run(named(marker, code), processes=10, wall_seconds=5)
     assert result.stdout == ""
-    assert result.killed_because == "processes" or "BlockingIOError" in result.stderr
+    if result.protections.process_limit:
+        assert "BlockingIOError" in result.stderr  # by the kernel; elsewhere it may be noticed later
+    else:
+        assert result.killed_because == "processes" or "BlockingIOError" in result.stderr
 
 
 DAEMON = """
@@ -243,9 +246,12 @@ def test_one_large_file_is_stopped(kind, marker):
 
 
 def test_many_files_are_stopped(kind, marker):
-    code = "import itertools\nfor i in itertools.count(): open(f'f{i}', 'wb').write(bytes(500_000))"
+    code = "import itertools\nfor i in itertools.count(): open(f'f{i}', 'wb').write(bytes(500_000)); print(i)"
     result = kind.run(named(marker, code), disk_bytes=4_000_000, file_bytes=1_000_000)
-    assert result.killed_because == "disk" or "No space left on device" in result.stderr
+    if kind.level == "namespaces":
+        assert "No space left on device" in result.stderr and len(result.stdout.splitlines()) < 8
+    else:
+        assert result.killed_because == "disk"
 
 
 def test_many_empty_files_and_deep_folders_are_stopped(kind, marker):
@@ -272,6 +278,16 @@ def test_writing_elsewhere_is_refused(kind, marker):
     for leak in leaks:  # world-writable folders, where there is no file system of its own
         leak.unlink(missing_ok=True)
     assert {leak.parent for leak in leaks} <= {Path("/var/tmp"), Path("/dev/shm")}
+
+
+def test_all_but_the_own_folder_is_read_only_whoever_owns_it(kind):
+    code = (
+        "import os, sys\nfor folder in ('/', '/usr', '/usr/lib', sys.base_prefix, '/dev/null', '/tmp'):\n"
+        " print(bool(os.statvfs(folder).f_flag & os.ST_RDONLY))"
+    )
+    result = kind.run(code)
+    if result.protections.files:
+        assert result.stdout.split() == ["True"] * 5 + ["False"]
 
 
 def test_files_of_others_are_not_there(kind, tmp_path):
