@@ -32,7 +32,7 @@ examples:
 
 def main(arguments: Sequence[str]) -> int:
     """Check what the command line names; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         env_type, env_config = _chosen(options.env, options.config, options.options)
     except ConfigError as error:
