@@ -1,6 +1,6 @@
 """Run the pipeline as a user does, as a command of its own, and read from its files what a benchmark needs.
 
-Every run is the quick start's YAML with some keys replaced, on two CPU slots of one computing thread each.
+Most runs are the quick start's YAML with some keys replaced, on two CPU slots of one computing thread each.
 """
 
 from __future__ import annotations
@@ -128,7 +128,12 @@ def run_pipeline(task: Path, out: Path, overrides: Mapping[str, Any], eval_steps
         "logging_steps": 1000,
         **overrides,
     }
-    start = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(QUICKSTART / "rlvr.yaml")]
+    return run_file(QUICKSTART / "rlvr.yaml", out, settings)
+
+
+def run_file(config: Path, out: Path, settings: Mapping[str, Any]) -> PipelineRun:
+    """Run a configuration with some keys replaced, ``output_dir`` (which is ``out``) among them."""
+    start = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(config)]
     run_command([*start, *(f"{key}={value}" for key, value in settings.items())], {})
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]

@@ -1,0 +1,34 @@
+"""A game in which every step waits: log-normal, 99th percentile 20 times the median, the same in every run."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import gymnasium
+
+TAIL = math.log(20) / 2.326
+
+
+class WaitingGame(gymnasium.Env):
+    """Shows a sum, pays for the digits in the answer, and waits before each answer of its own."""
+
+    def __init__(self, median_seconds: float = 0.05, turns: int = 4) -> None:
+        self._median_seconds = median_seconds
+        self._turns = turns
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self._taken = 0
+        return self._shown(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        time.sleep(self._median_seconds * math.exp(TAIL * self.np_random.standard_normal()))
+        self._taken += 1
+        share = sum(character.isdigit() for character in action) / max(1, len(action))
+        return self._shown(), share, self._taken == self._turns, False, {}
+
+    def _shown(self) -> str:
+        first, second = self.np_random.integers(10, 50, size=2)
+        return f"{first}+{second}"
