@@ -15,7 +15,6 @@ import logging
 import marshal
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from roll.agentic.tools.jail.folders import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
@@ -194,27 +195,18 @@ class _Call:
         self._level = level
         self.command = [interpreter, "-I", "-S", "-c", _START, _PACKAGES]
         self.seconds = limits.wall_seconds + GRACE_SECONDS
-        self._folder = tempfile.mkdtemp(prefix="roll-sandbox-")
-        source = code.encode("utf-8", "replace")
+        shown = _shown_paths(interpreter)
+        self.folder = tempfile.mkdtemp(prefix="roll-sandbox-")
         task = vars(limits) | {
-            "code": source,
+            "code": code.encode("utf-8", "replace"),
             "stdin": stdin.encode("utf-8", "replace"),
             "interpreter": interpreter,
-            "folder": self._folder,
+            "folder": self.folder,
             "level": level,
-            "shown": tuple(_shown_paths(interpreter)),
+            "shown": shown,
         }
         message = marshal.dumps(task)
         self.message = len(message).to_bytes(8, "little") + message
-
-    def remove_folder(self) -> None:
-        """Whatever modes the program has given its folders."""
-        for folder, folders, _ in os.walk(self._folder):
-            for name in folders:
-                path = os.path.join(folder, name)
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def result(self, answer: bytes) -> SandboxResult:
         if not answer:
@@ -252,7 +244,7 @@ def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) 
             finally:
                 supervisor.kill()
     finally:
-        call.remove_folder()
+        remove_folder(call.folder)
 
 
 def _pipes() -> dict[str, int]:
@@ -292,7 +284,7 @@ async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limi
         finally:
             await _dismiss(supervisor)
     finally:
-        call.remove_folder()
+        remove_folder(call.folder)
 
 
 async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -> bytes:

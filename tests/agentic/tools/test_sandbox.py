@@ -36,10 +36,14 @@ def marker() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(marker: str):
-    before = set(Path(tempfile.gettempdir()).glob("roll-sandbox-*"))
+    before = folders()
     yield
     assert processes_named(marker) == []
-    assert set(Path(tempfile.gettempdir()).glob("roll-sandbox-*")) <= before
+    assert folders() <= before
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("roll-sandbox-*"))
 
 
 def processes_named(name: str) -> list[int]:
@@ -389,6 +393,7 @@ def test_cancelling_ends_the_program(marker):
 def test_a_program_ends_with_the_process_that_asked_for_it(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    before = folders()
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     try:
         wait_until(lambda: processes_named(marker) != [])
@@ -396,7 +401,7 @@ def test_a_program_ends_with_the_process_that_asked_for_it(marker):
         asking.kill()
         asking.wait()
     wait_until(lambda: processes_named(marker) == [])
-    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("roll-sandbox-*")))
+    wait_until(lambda: folders() <= before)
 
 
 def wait_until(condition) -> None:
