@@ -242,7 +242,7 @@ def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) 
             try:
                 return call.result(_exchange(supervisor, call))
             finally:
-                supervisor.kill()
+                _dismiss(supervisor)
     finally:
         remove_folder(call.folder)
 
@@ -272,6 +272,16 @@ def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
     raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s")
 
 
+def _dismiss(supervisor: subprocess.Popen[bytes]) -> None:
+    """Tell it that nobody waits any more, so that it ends the program, and wait until it has; at last by force."""
+    try:
+        if supervisor.stdin is not None:
+            supervisor.stdin.close()
+        supervisor.wait(GRACE_SECONDS)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        supervisor.kill()
+
+
 async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
     call = _Call(interpreter, level, code, stdin, limits)
     try:
@@ -282,7 +292,7 @@ async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limi
         except TimeoutError:
             raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s") from None
         finally:
-            await _dismiss(supervisor)
+            await _dismiss_async(supervisor)
     finally:
         remove_folder(call.folder)
 
@@ -298,8 +308,8 @@ async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -
     return await supervisor.stdout.read()
 
 
-async def _dismiss(supervisor: asyncio.subprocess.Process) -> None:
-    """Tell it that nobody waits any more, so that it ends the program, and wait until it has; at last by force."""
+async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
+    """As `_dismiss`."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     waiting = asyncio.ensure_future(supervisor.wait())

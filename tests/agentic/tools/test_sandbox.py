@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -388,6 +389,16 @@ def test_cancelling_ends_the_program(marker):
         assert processes_named(marker) == []
 
     asyncio.run(cancelled())
+
+
+def test_interrupting_the_caller_ends_the_program(marker):
+    code = named(marker, "import time; time.sleep(10 ** 6)")
+    script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
+    wait_until(lambda: processes_named(marker) != [])
+    asking.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in asking.communicate(timeout=60)[1]
+    assert processes_named(marker) == []
 
 
 def test_a_program_ends_with_the_process_that_asked_for_it(marker):
