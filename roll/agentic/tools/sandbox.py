@@ -15,7 +15,6 @@ import logging
 import marshal
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from roll.agentic.tools.jail.folders import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
@@ -194,27 +195,18 @@ class _Call:
         self._level = level
         self.command = [interpreter, "-I", "-S", "-c", _START, _PACKAGES]
         self.seconds = limits.wall_seconds + GRACE_SECONDS
-        self._folder = tempfile.mkdtemp(prefix="roll-sandbox-")
-        source = code.encode("utf-8", "replace")
+        shown = _shown_paths(interpreter)
+        self.folder = tempfile.mkdtemp(prefix="roll-sandbox-")
         task = vars(limits) | {
-            "code": source,
+            "code": code.encode("utf-8", "replace"),
             "stdin": stdin.encode("utf-8", "replace"),
             "interpreter": interpreter,
-            "folder": self._folder,
+            "folder": self.folder,
             "level": level,
-            "shown": tuple(_shown_paths(interpreter)),
+            "shown": shown,
         }
         message = marshal.dumps(task)
         self.message = len(message).to_bytes(8, "little") + message
-
-    def remove_folder(self) -> None:
-        """Whatever modes the program has given its folders."""
-        for folder, folders, _ in os.walk(self._folder):
-            for name in folders:
-                path = os.path.join(folder, name)
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def result(self, answer: bytes) -> SandboxResult:
         if not answer:
@@ -250,9 +242,9 @@ def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) 
             try:
                 return call.result(_exchange(supervisor, call))
             finally:
-                supervisor.kill()
+                _dismiss(supervisor)
     finally:
-        call.remove_folder()
+        remove_folder(call.folder)
 
 
 def _pipes() -> dict[str, int]:
@@ -280,6 +272,16 @@ def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
     raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s")
 
 
+def _dismiss(supervisor: subprocess.Popen[bytes]) -> None:
+    """Tell it that nobody waits any more, so that it ends the program, and wait until it has; at last by force."""
+    try:
+        if supervisor.stdin is not None:
+            supervisor.stdin.close()
+        supervisor.wait(GRACE_SECONDS)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        supervisor.kill()
+
+
 async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
     call = _Call(interpreter, level, code, stdin, limits)
     try:
@@ -290,9 +292,9 @@ async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limi
         except TimeoutError:
             raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s") from None
         finally:
-            await _dismiss(supervisor)
+            await _dismiss_async(supervisor)
     finally:
-        call.remove_folder()
+        remove_folder(call.folder)
 
 
 async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -> bytes:
@@ -306,8 +308,8 @@ async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -
     return await supervisor.stdout.read()
 
 
-async def _dismiss(supervisor: asyncio.subprocess.Process) -> None:
-    """Tell it that nobody waits any more, so that it ends the program, and wait until it has; at last by force."""
+async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
+    """As `_dismiss`."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     waiting = asyncio.ensure_future(supervisor.wait())

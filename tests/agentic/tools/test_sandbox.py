@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -36,10 +37,14 @@ def marker() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(marker: str):
-    before = set(Path(tempfile.gettempdir()).glob("roll-sandbox-*"))
+    before = folders()
     yield
     assert processes_named(marker) == []
-    assert set(Path(tempfile.gettempdir()).glob("roll-sandbox-*")) <= before
+    assert folders() <= before
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("roll-sandbox-*"))
 
 
 def processes_named(name: str) -> list[int]:
@@ -386,9 +391,20 @@ def test_cancelling_ends_the_program(marker):
     asyncio.run(cancelled())
 
 
+def test_interrupting_the_caller_ends_the_program(marker):
+    code = named(marker, "import time; time.sleep(10 ** 6)")
+    script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
+    wait_until(lambda: processes_named(marker) != [])
+    asking.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in asking.communicate(timeout=60)[1]
+    assert processes_named(marker) == []
+
+
 def test_a_program_ends_with_the_process_that_asked_for_it(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    before = folders()
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     try:
         wait_until(lambda: processes_named(marker) != [])
@@ -396,7 +412,7 @@ def test_a_program_ends_with_the_process_that_asked_for_it(marker):
         asking.kill()
         asking.wait()
     wait_until(lambda: processes_named(marker) == [])
-    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("roll-sandbox-*")))
+    wait_until(lambda: folders() <= before)
 
 
 def wait_until(condition) -> None:

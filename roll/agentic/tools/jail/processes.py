@@ -1,4 +1,4 @@
-"""What a program has running and stored at this moment, and its end where no process namespace ends it."""
+"""What a program has running at this moment, and its end where no process namespace ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from roll.agentic.tools.jail.kernel import SIGKILL
 FIRST_PRIVATE_UID = 2_000_000_000
 """A program started by root gets a user of its own: this, plus the process id of its supervisor."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_MOST_FILES = 10_000
 
 
 def descendants(root: int) -> list[int]:
@@ -86,26 +85,6 @@ def tasks_of_user(uid: int) -> int:
                 total += len(os.listdir(f"/proc/{name}/task"))
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return total
-
-
-def folder_bytes(folder: str) -> float:
-    """What the files below a folder take; infinite if there are too many of them, or they cannot be looked at."""
-    total, files, open_folders = 0, 0, [folder]
-    while open_folders:
-        try:
-            with os.scandir(open_folders.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    if files > _MOST_FILES:
-                        return float("inf")
-                    if entry.is_dir(follow_symlinks=False):
-                        open_folders.append(entry.path)
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:
-            continue
-        except PermissionError:
-            return float("inf")
     return total
 
 

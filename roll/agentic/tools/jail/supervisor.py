@@ -13,7 +13,8 @@ import sys
 import time
 
 from roll.agentic.tools.jail import kernel
-from roll.agentic.tools.jail.processes import count_and_memory, descendants, end_all_of_user, folder_bytes
+from roll.agentic.tools.jail.folders import folder_bytes, remove_folder
+from roll.agentic.tools.jail.processes import count_and_memory, descendants, end_all_of_user
 from roll.agentic.tools.jail.program import Identity, Setup, Streams, identity_for, start
 
 WATCH_SECONDS = 0.02
@@ -43,17 +44,10 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     answer = _supervise(setup)
     if answer is None:
-        _remove(setup.folder)
+        remove_folder(setup.folder)  # whoever asked may not live to do it
     else:
         sys.stdout.buffer.write(repr(answer).encode())
         sys.stdout.buffer.flush()
-
-
-def _remove(folder: str) -> None:
-    """Whoever asked may not live to do it."""
-    import shutil  # takes longer to load than the program to start
-
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _supervise(setup: Setup) -> dict[str, object] | None:
