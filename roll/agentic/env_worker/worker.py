@@ -30,7 +30,6 @@ from roll.agentic.episode import Observation
 from roll.data.imports import import_object
 from roll.tracking.logs import configure_logging
 
-
 GATHER_SECONDS = 0.005
 """How long a report waits for more answers: little beside a policy's turn, and it saves most of the reports."""
 
