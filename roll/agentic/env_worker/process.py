@@ -146,7 +146,7 @@ class EnvProcess:
 
     async def _remote(self, reference: ray.ObjectRef, seconds: float) -> Any:
         """An answer of the actor. Raises `ProcessLost`."""
-        answer = reference.as_future()
+        answer = asyncio.wrap_future(reference.future())
         try:
             # Not `asyncio.timeout`: after this process itself stood still, an answer that has come counts.
             await asyncio.wait([answer], timeout=seconds)
