@@ -104,8 +104,7 @@ class EnvHost:
 
     def give_back(self, tag: str, environment: gymnasium.Env) -> None:
         """Let the tag's next episode have it."""
-        if id(environment) in self._environments:
-            self._idle[tag].append(environment)
+        self._idle[tag].append(environment)
 
     def abandon(self, environment: gymnasium.Env) -> None:
         """Never use an environment again, and close it in the background: it may be in a call that does not return,

@@ -223,8 +223,9 @@ class EnvPool:
 
     async def _kill(self, process: EnvProcess) -> None:
         await process.kill()
-        self._gone_counts.update(process.counts)
-        self._processes.discard(process)
+        if process in self._processes:
+            self._processes.remove(process)
+            self._gone_counts.update(process.counts)
 
     def _close(self, because: str) -> None:
         """End every call and all waiting. The first cause stays."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -144,19 +144,23 @@ class EnvProcess:
                 self._on_retire(self, report.retire_because)
                 self._end_if_drained()
 
-    async def _remote(self, answer: Awaitable[Any], seconds: float) -> Any:
+    async def _remote(self, reference: ray.ObjectRef, seconds: float) -> Any:
+        """An answer of the actor. Raises `ProcessLost`."""
+        answer = asyncio.wrap_future(reference.future())
         try:
-            async with asyncio.timeout(seconds):
-                return await answer
+            # Not `asyncio.timeout`: after this process itself stood still, an answer that has come counts.
+            await asyncio.wait([answer], timeout=seconds)
+            if not answer.done():
+                raise ProcessLost(f"the worker process did not answer for {seconds:g} s, and was killed")
+            return answer.result()
         except RayTaskError as error:
-            # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
             raise ProcessLost(f"the worker process failed ({_last_line(error)})") from error
-        except TimeoutError:
-            raise ProcessLost(f"the worker process did not answer for {seconds:g} s, and was killed") from None
         except RayActorError as error:
             raise ProcessLost(f"the worker process died ({_death_cause(error)})") from error
         except RayError as error:
             raise ProcessLost(f"the worker process cannot be reached ({_last_line(error)})") from error
+        finally:
+            answer.cancel()
 
     def _answer(self, session: int, outcome: Observation | EnvFailure) -> None:
         pending = self._pending.get(session)

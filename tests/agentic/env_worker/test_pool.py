@@ -72,15 +72,19 @@ async def process_id(pool: EnvPool) -> int:
     return int((await episode(pool, 0, "process"))[1])
 
 
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-    return False
+    """Whether it is gone soon. Blocks: for after a shutdown."""
+    deadline = time.monotonic() + 20
+    while runs(pid) and time.monotonic() < deadline:
+        pass
+    return not runs(pid)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -234,6 +238,17 @@ def test_a_process_that_does_not_answer_is_killed_and_replaced(how):
     assert pool.counts()["restarts"] == 1
 
 
+def test_a_driver_that_stood_still_blames_no_process():
+    async def use(pool: EnvPool) -> list[str]:
+        await episode(pool, 1)
+        time.sleep(2.5)
+        return await episode(pool, 2, "go")
+
+    pool = pool_of(silence_timeout_seconds=2.0)
+    assert run(pool, use) == ["seed 2, episode 2", "go 2 1"]
+    assert pool.counts()["restarts"] == 0
+
+
 def test_a_process_full_of_stuck_threads_is_replaced_and_ends_with_its_last_session():
     async def use(pool: EnvPool) -> int:
         before = await process_id(pool)
@@ -246,7 +261,7 @@ def test_a_process_full_of_stuck_threads_is_replaced_and_ends_with_its_last_sess
         assert await process_id(pool) != before
         assert (await last.step("process")).messages[0]["content"] == str(before)
         await last.close()
-        await until(lambda: is_gone(before))
+        await until(lambda: not runs(before))
         return before
 
     envs = {"hanging": EnvSpec("obedient", step_timeout_seconds=SHORT)}
@@ -263,7 +278,7 @@ def test_a_process_whose_environments_leak_is_replaced_without_a_failure(leak):
         await episode(pool, 1, leak, "go")
         await until(lambda: pool.counts()["retired"] == 1 and pool.counts()["workers"] == 1)
         assert await process_id(pool) != before
-        assert is_gone(before)
+        await until(lambda: not runs(before))
 
     limits = {"max_open_files": 100, "max_extra_threads": 100, "max_memory_growth_bytes": 100_000_000}
     pool = pool_of(host=HostSettings(leak_check_seconds=0.0, **limits), silence_timeout_seconds=8.0)
