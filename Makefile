@@ -19,7 +19,7 @@ QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
-	bench-logprobs bench-offpolicy bench-losses bench-publication bench-engines clean
+	bench-logprobs bench-offpolicy bench-losses bench-publication bench-engines bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -89,6 +89,12 @@ bench-engines: venv-for-tests
 bench-publication: venv
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/weight_publication.py
 
+bench-episodes: venv
+	$(RUN) benchmarks/agentic_overlap.py
+
+bench-environments: venv
+	$(RUN) benchmarks/slow_environments.py --episodes 2000 --workers 2
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
@@ -100,7 +106,9 @@ bench: venv
 	$(MAKE) bench-losses
 	$(MAKE) bench-publication
 	$(MAKE) bench-engines
+	$(MAKE) bench-episodes
+	$(MAKE) bench-environments
 
 clean:
-	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache $(QUICKSTART)/model $(QUICKSTART)/data
+	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data
 	find roll tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -54,14 +54,16 @@ class AgenticSide:
 
     sample_metrics = "env/{domain}"
 
-    def __init__(self, prepared: Prepared, plan: AgenticPlan, on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self, prepared: Prepared, plan: AgenticPlan, log_dir: str, on_event: Callable[[str], None]
+    ) -> None:
         if not isinstance(prepared.config, AgenticConfig):
             raise TypeError(f"this is the rollout side of agentic, not of {prepared.config.pipeline}")
         self._prepared = prepared
         self._config = prepared.config
         self._plan = plan
         self._on_event = on_event
-        self._pool = EnvPool(env_specs(self._config), pool_settings(self._config))
+        self._pool = EnvPool(env_specs(self._config), pool_settings(self._config, log_dir))
         self.workers = EnvironmentProcesses(self._pool)
 
     def canary_prompts(self) -> list[np.ndarray]:
@@ -147,7 +149,7 @@ def env_specs(config: AgenticConfig) -> dict[str, EnvSpec]:
     }
 
 
-def pool_settings(config: AgenticConfig) -> PoolSettings:
+def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
     """The processes that hold them."""
     workers = config.env_workers
     return PoolSettings(
@@ -156,6 +158,7 @@ def pool_settings(config: AgenticConfig) -> PoolSettings:
         start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
         silence_timeout_seconds=workers.silence_timeout_seconds,
         max_failed_starts=workers.max_failed_starts,
+        log_dir=log_dir,
     )
 
 

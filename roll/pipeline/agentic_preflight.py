@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from roll.pipeline.agentic import AgenticSide
     from roll.pipeline.preflight import Prepared, Problems
+    from roll.tracking.run_directory import RunDirectory
 
 _TRIAL = ({"role": "user", "content": "observation"},)
 
@@ -29,11 +30,11 @@ class AgenticPlan:
     managers: dict[str, EnvManagerFactory]
     """By tag."""
 
-    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> AgenticSide:
+    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> AgenticSide:
         """See `RolloutPlan.build`."""
         from roll.pipeline.agentic import AgenticSide
 
-        return AgenticSide(prepared, self, on_event)
+        return AgenticSide(prepared, self, str(run.logs.absolute()), on_event)
 
 
 def plan_agentic(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from roll.pipeline.preflight import Prepared, Problems
     from roll.pipeline.rlvr import RLVRSide
+    from roll.tracking.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RLVRPlan:
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
 
-    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> RLVRSide:
+    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RLVRSide:
         """See `RolloutPlan.build`."""
         from roll.pipeline.rlvr import RLVRSide
 

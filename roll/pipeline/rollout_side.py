@@ -18,6 +18,7 @@ from roll.strategies.infer.base import Completion, GenerateRequest
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
     from roll.pipeline.validation import ValidationResult
+    from roll.tracking.run_directory import RunDirectory
 
 
 class Generator(Protocol):
@@ -75,5 +76,5 @@ class RolloutSide(Protocol):
 class RolloutPlan(Protocol):
     """What the preflight found for the rollout side."""
 
-    def build(self, prepared: Prepared, on_event: Callable[[str], None]) -> RolloutSide:
+    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RolloutSide:
         """The side itself. Starts nothing."""

@@ -38,7 +38,7 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder) -> None:
     placement = Placement(config.cluster)
     await placement.reserve()
     locks = build_device_locks(_devices_of_roles(config))
-    side = prepared.rollouts.build(prepared, recorder.event)
+    side = prepared.rollouts.build(prepared, recorder.run, recorder.event)
     roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event)
     try:
         await roles.start()
