@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import gymnasium
+import numpy as np
 
 TAIL = math.log(20) / 2.326
 
@@ -14,17 +15,22 @@ TAIL = math.log(20) / 2.326
 class WaitingGame(gymnasium.Env):
     """Shows a sum, pays for the digits in the answer, and waits before each answer of its own."""
 
+    episodes = 0
+
     def __init__(self, median_seconds: float = 0.05, turns: int = 4) -> None:
         self._median_seconds = median_seconds
         self._turns = turns
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
+        # Episodes of a seed wait each their own time, the same in every run as long as they begin in order.
+        WaitingGame.episodes += 1
+        self._waits = np.random.default_rng([seed or 0, WaitingGame.episodes])
         self._taken = 0
         return self._shown(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        time.sleep(self._median_seconds * math.exp(TAIL * self.np_random.standard_normal()))
+        time.sleep(self._median_seconds * math.exp(TAIL * self._waits.standard_normal()))
         self._taken += 1
         share = sum(character.isdigit() for character in action) / max(1, len(action))
         return self._shown(), share, self._taken == self._turns, False, {}

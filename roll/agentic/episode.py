@@ -107,10 +107,12 @@ class Episode:
     samples: list[Sample]
     """One for the whole trajectory, or one per turn. See the optional fields of `Sample` for turns and rewards."""
     end: EpisodeEnd
-    success: bool
+    success: bool | None
+    """None: the environment does not say."""
     score: float
     """Sum of the environment's rewards, without penalties."""
     turns: list[TurnRecord]
     last_frame: str | None
     metrics: dict[str, float]
-    """``turns``, ``invalid_actions`` (share), and what the environment reported: its last value."""
+    """``turns``, ``invalid_actions`` and ``capped_turns`` (shares), ``tokens``, and the last value of what the
+    environment reported."""

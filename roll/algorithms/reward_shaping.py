@@ -83,12 +83,14 @@ def shape_rewards(
     settings: RewardShaping,
     running: RunningMoments | None = None,
     tags: Groups | None = None,
+    penalties: Tensor | None = None,
 ) -> ShapedRewards:
     """Clip, length penalty, normalise; and the masks, from raw scores. All tensors ``[batch]``.
 
-    ``lengths`` in response tokens, ``truncated`` bool. Rewards are float64 if the scores are, else float32. With a
-    running mean or deviation ``running`` learns the rewards of this batch first, so the first batch has moments too;
-    otherwise it is not touched. ``ValueError`` for a score that is not finite, or running moments that are missing.
+    ``lengths`` in response tokens, ``truncated`` bool; ``penalties`` are added to the clipped scores. Rewards are
+    float64 if the scores are, else float32. With a running mean or deviation ``running`` learns the rewards of this
+    batch first, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is not
+    finite, or running moments that are missing.
     """
     _check_finite(scores)
     numbers = group_tensor(groups, scores)
@@ -97,6 +99,8 @@ def shape_rewards(
     if settings.clip is not None:
         rewards = clip_rewards(rewards, settings.clip)
         metrics["clipped_share"] = _mean(rewards != scores)
+    if penalties is not None:
+        rewards = rewards + penalties.detach()
     if settings.length_penalty is not None:
         penalty = _length_penalty(scores, numbers, lengths, settings.length_penalty)
         rewards = rewards + penalty

@@ -120,6 +120,10 @@ def validation_is_complete(config: AgenticConfig) -> Iterator[ConfigProblem]:
     if manager.num_env_groups is None:
         remedy = "set it, for example 64"
         yield ConfigProblem("val_env_manager.num_env_groups", "the size of the validation set is not given", remedy)
+    elif manager.num_env_groups < len(manager.tags or config.custom_envs):
+        tags = count(len(manager.tags or config.custom_envs), "tag")
+        message = f"{manager.num_env_groups} is less than the {tags}: not every tag would be validated"
+        yield ConfigProblem("val_env_manager.num_env_groups", message, "raise it, or name fewer `tags`")
     sampling = config.validation.generating_args
     yield from greedy_is_plain(sampling)
     if sampling.temperature > 0 and sampling.num_return_sequences != 1:

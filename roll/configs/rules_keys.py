@@ -141,6 +141,9 @@ def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigP
         if differs_from_default(data, item.name):
             reason = "episodes begin with what their environment says"
             yield _inert(f"actor_train.data_args.{item.name}", vars(data)[item.name], reason, "use `pipeline: rlvr`")
+    if config.template == "raw" and config.chat_template_kwargs:
+        value, remedy = config.chat_template_kwargs, "set `template: chat`"
+        yield _inert("chat_template_kwargs", value, "`template` is raw", remedy)
     if config.template == "chat":
         for item in fields(config.raw_turns):
             if differs_from_default(config.raw_turns, item.name):

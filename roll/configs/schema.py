@@ -492,8 +492,8 @@ class CustomEnvConfig:
     max_steps: int = option(10, help="Longest episode in turns.", range=COUNT)
     max_tokens_per_step: int | None = option(
         None,
-        help="Longest response of one turn in tokens. Default: `generating_args.max_new_tokens`, or what the sequence "
-        "leaves.",
+        help="Longest response of one turn in tokens; `generating_args.max_new_tokens` may be less. Default: what the "
+        "sequence leaves.",
         range=COUNT,
     )
     env_manager_cls: str = option(
@@ -707,6 +707,9 @@ class AgenticConfig(PipelineConfig):
         "chat",
         help="`chat`: the tokenizer's chat template writes what stands between turns; `raw`: observations follow "
         "responses as text, see `raw_turns`.",
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        factory=dict, help="Variables of the chat template, such as `enable_thinking: false`."
     )
     raw_turns: RawTurnsConfig = option(factory=RawTurnsConfig, help="Between the turns of `template: raw`.")
     custom_envs: dict[str, CustomEnvConfig] = option(factory=dict, help="Kinds of environments by tag.")

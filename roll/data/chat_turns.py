@@ -142,15 +142,24 @@ class ChatConversation:
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """What stands between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
         _require_messages(messages)
-        word = PLACEHOLDER.format(number=self._turns)
+        word = self._unused_word(messages)
         longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
         text = self._template.render(longer, self._tools)
         head, tail = split_at(text, word)
         self._require_continued_by(head)
+        _require_written(tail, messages)
         self._messages, self._text = longer, text
         self._turns += 1
         tail_ids = self._template.encode(tail)
         return _without_written_stop(sampled, self._template.closing, tail_ids, self._template.special_ids)
+
+    def _unused_word(self, messages: Sequence[Message]) -> str:
+        """A placeholder that no message holds: what tools and environments say is not to be trusted."""
+        said = [str(message.get("content")) for message in (*self._messages, *messages)]
+        number = self._turns
+        while any(PLACEHOLDER.format(number=number) in text for text in said):
+            number += 1
+        return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
         """The conversation as written now, up to the assistant's content, must go on from what the policy read.
@@ -222,6 +231,17 @@ class RawConversation:
         closing = self.template.encode(self.template.response_end)
         tail = self.template.encode(self.template.response_end + self.template.block(messages))
         return _without_written_stop(sampled, closing, tail, self.template.special_ids)
+
+
+def _require_written(tail: str, messages: Sequence[Message]) -> None:
+    """Raise `TemplateRefused` if the template leaves a message out: the policy would act on what it never read."""
+    for message in messages:
+        words = str(message.get("content", "")).split()
+        if words and words[0] not in tail:
+            raise TemplateRefused(
+                f"the chat template leaves out messages of the role {message.get('role')!r}; have the environment "
+                "write them as `user` (of tools: `answer_role: user`, `describe_in_prompt: true`)"
+            )
 
 
 def require_append_only(

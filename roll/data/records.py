@@ -134,7 +134,10 @@ class SampleBatch:
         if not samples:
             raise ValueError("a batch needs at least one sample")
         names = ["token_ids", "response_mask", "behaviour_logprobs", "versions"]
-        if all(sample.turns is not None for sample in samples):
+        with_turns = [sample.turns is not None for sample in samples]
+        if any(with_turns) and not all(with_turns):
+            raise ValueError("some samples of the batch record turns and others do not: their rewards would be lost")
+        if all(with_turns):
             names += ["turns", "turn_rewards", "turn_states"]
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),

@@ -44,6 +44,11 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     reference = torch.from_numpy(data.padded("reference_logprobs")) if penalty else None
     baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
     in_turns = "turns" in data.tokens
+    if settings.turn_weight and not in_turns:
+        raise ValueError(
+            "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
+            "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
+        )
     turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
     padded = estimate_advantages(
         settings.estimator,
@@ -58,7 +63,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         clip=settings.advantage_clip,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         turn_rewards=settings.turn_weight * torch.from_numpy(data.padded("turn_rewards"))
-        if in_turns and settings.turn_weight
+        if settings.turn_weight
         else None,
         turns=turns,
         states=_states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))) if in_turns else None,
@@ -85,13 +90,14 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
     data, episodes = batch.data, batch.episodes
     parts = [len(samples) for samples in episodes]
     shaped = shape_rewards(
-        torch.tensor([samples[0].reward for samples in episodes], dtype=torch.float32),
+        torch.tensor([samples[0].score for samples in episodes], dtype=torch.float32),
         torch.from_numpy(batch.group_of_episode),
         torch.tensor([sum(sample.response_tokens for sample in samples) for samples in episodes]),
         torch.tensor([any(sample.finish_reason == "length" for sample in samples) for samples in episodes]),
         settings.shaping,
         settings.reward_moments,
         tags=torch.from_numpy(batch.tag_of_episode),
+        penalties=torch.tensor([samples[0].reward - samples[0].score for samples in episodes], dtype=torch.float32),
     )
     data.per_sample["rewards"] = np.repeat(shaped.rewards.float().numpy(), parts)
     for samples, reward in zip(episodes, shaped.rewards.tolist(), strict=True):

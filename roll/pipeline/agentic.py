@@ -166,11 +166,12 @@ def manager_settings(
     config: AgenticConfig, env: CustomEnvConfig, manager: EnvManagerConfig, arguments: GeneratingArguments
 ) -> ManagerSettings:
     """Limits of the episodes of a tag."""
+    limits = (env.max_tokens_per_step, arguments.max_new_tokens)
     return ManagerSettings(
         max_steps=env.max_steps,
         prompt_length=config.prompt_length,
         sequence_length=derived.sequence_length(config),
-        max_tokens_per_step=env.max_tokens_per_step or arguments.max_new_tokens,
+        max_tokens_per_step=min((limit for limit in limits if limit is not None), default=None),
         format_penalty=manager.format_penalty,
         history_length=env.history_length,
         keep_first_observation=env.keep_first_observation,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.agentic.env.registry import check_env_type
+from roll.agentic.env.base import observation_from
+from roll.agentic.env.registry import BUILT_IN, check_env_type, make_env
 from roll.agentic.env_manager.registry import EnvManagerFactory, manager_factory
+from roll.agentic.episode import Observation
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import AgenticConfig
+from roll.configs.schema import AgenticConfig, CustomEnvConfig
 from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 
 if TYPE_CHECKING:
@@ -49,7 +51,10 @@ def plan_agentic(
     if tokenizer is None:
         return None
     template = problems.attempt(lambda: _template(config, tokenizer))
-    return None if template is None else AgenticPlan(template, managers)
+    if template is None or problems.found:
+        return None
+    problems.found += _template_problems(config, template)
+    return AgenticPlan(template, managers)
 
 
 def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
@@ -60,10 +65,26 @@ def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> Turn
         message = "chat, but the tokenizer has no chat template"
         remedy = "set `template: raw`, or take an instruction-tuned model"
         raise ConfigError([ConfigProblem("template", message, remedy)])
-    template = ChatTurns(tokenizer)
-    if any(env.env_manager_cls == "trajectory" for env in config.custom_envs.values()):
+    return ChatTurns(tokenizer, config.chat_template_kwargs)
+
+
+def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:
+    """Try what each environment says first: of our own ones what they really say, of others a plain observation."""
+    for tag, env in config.custom_envs.items():
+        first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)
         try:
-            require_append_only(template, _TRIAL)
+            if env.env_manager_cls == "trajectory":
+                require_append_only(template, first.messages, first.tools)
+            else:
+                template.prompt(first.messages, first.tools)
         except TemplateRefused as refused:
-            raise ConfigError([ConfigProblem("template", str(refused), "set `env_manager_cls: step`")]) from refused
-    return template
+            remedy = "change what the environment says (`env_config`), or take another model or template"
+            yield ConfigProblem(f"custom_envs.{tag}", str(refused), remedy)
+
+
+def _first_observation(env: CustomEnvConfig) -> Observation:
+    made = make_env(env.env_type, env.env_config)
+    try:
+        return observation_from(*made.reset(seed=0))
+    finally:
+        made.close()

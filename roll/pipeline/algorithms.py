@@ -252,8 +252,9 @@ def _estimator_problems(
                 message = f"{name} compares with the plain score of a greedy response; this would change one side only"
                 yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
     yield from _normalisation_problems(config, traits)
+    in_turns = _reward_weights(config, traits)[1] > 0
     varies = traits.for_episodes or (
-        traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl)
+        traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl or in_turns)
     )
     if varies and objective is not None and objective.traits.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
@@ -266,6 +267,9 @@ def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterato
     if traits.needs_greedy_baseline:
         message = f"{name} compares with a greedy response, which episodes do not have"
         yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+    if config.length_penalty is not None and config.length_penalty.kind == "overlong":
+        message = "overlong counts up to the longest response, and an episode has no such number of sampled tokens"
+        yield ConfigProblem("length_penalty.kind", message, "set `kind: relative`, or remove the section")
     episode, step = _reward_weights(config, traits)
     if episode == step == 0:
         message = "0, and so is `step_reward_weight`: there would be nothing to learn from"
@@ -281,7 +285,7 @@ def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> 
     """Rewards normalised by what the estimator takes out anyway. Penalties in token rewards give a scale a meaning."""
     kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
     cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
-    if not config.add_token_level_kl:
+    if not config.add_token_level_kl and _reward_weights(config, traits)[1] == 0:
         cancelled["norm_std_type"] = kinds[traits.scales_cancel]
     for key, without_effect in cancelled.items():
         if vars(config)[key] in without_effect:

@@ -87,12 +87,23 @@ class EpisodeValidator:
             asked = sum(task.tag == tag for task in self._tasks)
             metrics |= {f"val/{tag}/{name}": value for name, value in mean_metrics(episodes).items()}
             metrics |= {
-                f"val/{tag}/accuracy": float(np.mean([episode.success for episode in episodes])),
                 f"val/{tag}/score": float(np.mean([episode.score for episode in episodes])),
-                f"val/{tag}/best_of_group": float(np.mean([max(each.success for each in group) for group in groups])),
                 f"val/{tag}/failed_groups": float(asked - len(groups)),
             }
+            metrics |= {f"val/{tag}/{name}": value for name, value in success_metrics(groups).items()}
         return metrics
+
+
+def success_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Share of successes and of groups with one; nothing where environments do not say."""
+    said = [[each.success for each in group if each.success is not None] for group in groups]
+    said = [group for group in said if group]
+    if not said:
+        return {}
+    return {
+        "accuracy": float(np.mean([success for group in said for success in group])),
+        "best_of_group": float(np.mean([max(group) for group in said])),
+    }
 
 
 def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

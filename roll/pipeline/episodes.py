@@ -8,6 +8,7 @@ the causes. No episode is left out for being slow.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,6 +25,8 @@ from roll.data.seeds import derive_seed
 from roll.pipeline.rollout_side import Generator
 from roll.rollout.scheduler import FatalRolloutError
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class EpisodeRollout:
                     index = running.pop(ended)
                     try:
                         episodes[index] = ended.result()
-                    except (EnvironmentFailed, EpisodeRefused) as error:
+                    except (EnvironmentFailed, EpisodeRefused, TemplateRefused) as error:
+                        logger.info("episode %d of group %d failed: %s", index, group_id, error)
                         causes.append(str(error))
                         if len(causes) > self.spare:
                             raise EpisodesFailed(_described(task, causes)) from error
@@ -137,7 +141,7 @@ class EpisodeRollout:
         session = self.environments.session(task.tag, frames=self.frames)
         try:
             return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
-        except (EnvPoolClosed, TemplateRefused) as error:
+        except EnvPoolClosed as error:
             raise FatalRolloutError(str(error)) from error
         finally:
             self.generator.forget(name)
@@ -148,7 +152,8 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
     for index, episode in enumerate(episodes):
         for sample in episode.samples:
             sample.episode = index
-        episode.samples[0].metrics = {**episode.metrics, "success": float(episode.success)}
+        success = {} if episode.success is None else {"success": float(episode.success)}
+        episode.samples[0].metrics = episode.metrics | success
     first = episodes[0]
     prompt = Prompt(
         prompt_id=task.name,

@@ -1,4 +1,5 @@
-"""Episodes to look at: of each validation and tag the best, the worst and a random one, as text, PNG and GIF."""
+"""Episodes to look at: of each validation and tag the best, the worst and a random one, as text, PNG (beginning
+and end) and animated GIF."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import numpy as np
 from roll.agentic.env.pictures import frames_to_gif, text_to_png
 from roll.agentic.episode import Episode
 from roll.data.seeds import derive_seed
+
+SAID = {True: "success", False: "no success", None: "success not told"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Pic
             continue
         gif = base.with_name(base.name + ".gif")
         frames_to_gif(frames, gif)
-        text_to_png("\n\n".join(frames), base.with_name(base.name + ".png"))
+        text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), base.with_name(base.name + ".png"))
         pictures.append(Picture(f"val/{tag}/{which}_episode", gif))
     return pictures
 
@@ -47,7 +50,7 @@ def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], E
         by_tag[episode.tag].append(episode)
     found = {}
     for tag, members in sorted(by_tag.items()):
-        ranked = sorted(members, key=lambda each: (each.success, each.score, -len(each.turns)))
+        ranked = sorted(members, key=lambda each: (bool(each.success), each.score, -len(each.turns)))
         lucky = np.random.default_rng(derive_seed(version, "gallery", tag)).integers(len(members))
         found |= {(tag, "best"): ranked[-1], (tag, "worst"): ranked[0], (tag, "random"): members[lucky]}
     return found
@@ -68,7 +71,7 @@ def frames_of(episode: Episode) -> list[str]:
 def as_text(episode: Episode) -> str:
     """The episode turn by turn."""
     head = (
-        f"{episode.tag}, seed {episode.seed}: {'success' if episode.success else 'no success'}, score "
+        f"{episode.tag}, seed {episode.seed}: {SAID[episode.success]}, score "
         f"{episode.score:g}, {len(episode.turns)} turns, ended by {episode.end}\n"
     )
     turns = [

@@ -31,4 +31,5 @@ async def watch_for_stall(context: RunContext) -> None:
 def _signs_of_life(context: RunContext) -> tuple[object, ...]:
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
-    return states, counts, context.pool.completed, context.pool.restarts
+    side = tuple(sorted(context.side.metrics().items()))
+    return states, counts, context.pool.completed, context.pool.restarts, side

@@ -14,7 +14,7 @@ import numpy as np
 
 from roll.agentic.env.actions import ActionFormat, action_reader
 from roll.agentic.env.base import AnyText, BadOption
-from roll.agentic.env.grid import Cell, GridStyle, check_style, moved, reachable, with_symbols, written
+from roll.agentic.env.grid import Cell, GridStyle, check_style, moved, reachable, side_of, with_symbols, written
 
 ACTIONS = ("left", "down", "right", "up")
 DIRECTIONS: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -34,6 +34,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         hole_probability: float = 0.2,
         is_slippery: bool = False,
         random_start: bool = False,
+        disjoint_maps: bool = True,
         map: Sequence[str] | None = None,  # the name users of gymnasium's game look for
         observation: GridStyle = "grid",
         instructions: bool = True,
@@ -48,7 +49,8 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         """``map``: rows of ``S`` (start), ``F`` (frozen), ``H`` (hole) and ``G`` (goal), in place of random ones.
         ``is_slippery``: a move goes in the direction wanted, or to its left or right, with equal probability.
         ``instructions``: a system message, and words about invalid actions; without, only grids. ``action_names``: for
-        left, down, right, up. ``step_reward`` is of steps that do not end the episode. Raises `BadOption`.
+        left, down, right, up. ``disjoint_maps``: no map of an even seed (training) is one of an odd seed (validation).
+        ``step_reward`` is of steps that do not end the episode. Raises `BadOption`.
         """
         check_style(observation)
         if size < 2:
@@ -63,6 +65,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         self._fixed = None if map is None else _read_map(map)
         self._size, self._hole_probability = size, hole_probability
         self._is_slippery, self._random_start = is_slippery, random_start
+        self._disjoint_maps = disjoint_maps
         self._style, self._instructions = observation, instructions
         self._rewards = {"G": goal_reward, "F": step_reward, "H": hole_reward}
         self._rows: list[list[str]] = []
@@ -76,7 +79,8 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         if self._fixed is None:
-            self._rows, start = random_map(self._size, self._hole_probability, self.np_random), (0, 0)
+            side = seed % 2 if self._disjoint_maps and seed is not None else None
+            self._rows, start = random_map(self._size, self._hole_probability, self.np_random, side), (0, 0)
         else:
             self._rows, start = self._fixed
         self._player = self._random_place() if self._random_start else start
@@ -161,13 +165,16 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         )
 
 
-def random_map(size: int, hole_probability: float, random: np.random.Generator) -> list[list[str]]:
-    """A square map on which the goal, bottom right, can be reached from the top left. Where chance gives none in
-    `DRAWS` maps (many holes, large maps), holes of the last one are filled one by one until it is."""
+def random_map(
+    size: int, hole_probability: float, random: np.random.Generator, side: int | None = None
+) -> list[list[str]]:
+    """A square map on which the goal, bottom right, can be reached from the top left; ``side`` (0 or 1): of that half
+    of all maps. Where chance gives none in `DRAWS` maps (many holes, large maps), holes of the last one are filled one
+    by one until it can be solved, whatever half that is in."""
     for _ in range(DRAWS):
         rows = np.where(random.random((size, size)) < hole_probability, "H", "F").tolist()
         rows[0][0], rows[-1][-1] = "F", "G"
-        if _is_solvable(rows):
+        if _is_solvable(rows) and side in (None, side_of("\n".join(map("".join, rows)))):
             return rows
     holes = _cells(rows, "H")
     for index in random.permutation(len(holes)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -64,3 +65,9 @@ def with_symbols(defaults: Mapping[str, str], symbols: Mapping[str, str] | None)
     if len(set(chosen.values())) < len(chosen):
         raise BadOption("symbols", f"{chosen} are not all different", "a character of its own for each")
     return chosen
+
+
+def side_of(drawing: str) -> int:
+    """0 or 1: which half of all maps this one belongs to. Training has even seeds and validation odd ones, so a map of
+    the seed's own half is never in both."""
+    return hashlib.blake2b(drawing.encode(), digest_size=1).digest()[0] % 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from roll.agentic.env.actions import ActionFormat, action_reader
 from roll.agentic.env.base import AnyText, BadOption
-from roll.agentic.env.grid import Cell, GridStyle, check_style, moved, reachable, with_symbols, written
+from roll.agentic.env.grid import Cell, GridStyle, check_style, moved, reachable, side_of, with_symbols, written
 
 ACTIONS = ("up", "down", "left", "right")
 DIRECTIONS: tuple[Cell, ...] = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -30,6 +30,8 @@ SYMBOLS = {
 }
 CELLS_PER_BOX = 3
 """Cells inside the outer walls that a box needs at least, so that a level is found soon."""
+DRAWS = 64
+"""Levels tried for one of the seed's own half."""
 ROOMS = 400
 """Rooms tried for one level."""
 
@@ -88,6 +90,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         num_boxes: int = 1,
         search_depth: int = 20,
         wall_share: float = 0.2,
+        disjoint_levels: bool = True,
         observation: GridStyle = "grid",
         instructions: bool = True,
         action_format: ActionFormat = "answer_tag",
@@ -100,9 +103,10 @@ class SokobanEnv(gymnasium.Env[str, str]):
         render_mode: str | None = "ansi",
     ) -> None:
         """``dim_room``: rows and columns, outer walls included. ``search_depth``: pulls tried when a level is made;
-        more of them give harder levels. ``wall_share``: share of the inside that is walled up. ``instructions``: a
-        system message, and words about invalid actions; without, only grids. ``action_names``: for up, down, left,
-        right. Raises `BadOption`."""
+        more of them give harder levels. ``wall_share``: share of the inside that is walled up. ``disjoint_levels``: no
+        level of an even seed (training) is one of an odd seed (validation). ``instructions``: a system message, and
+        words about invalid actions; without, only grids. ``action_names``: for up, down, left, right. Raises
+        `BadOption`."""
         check_style(observation)
         self._room = _checked_room(dim_room)
         _check_generation(self._room, num_boxes, search_depth, wall_share)
@@ -112,6 +116,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         self._reader = action_reader(ACTIONS, action_names, action_format)
         self._symbols = with_symbols(SYMBOLS, symbols)
         self._num_boxes, self._search_depth, self._wall_share = num_boxes, search_depth, wall_share
+        self._disjoint_levels = disjoint_levels
         self._style, self._instructions = observation, instructions
         self._step_reward, self._finish_reward = step_reward, finish_reward
         self._on_reward, self._off_reward = box_on_target_reward, box_off_target_reward
@@ -123,7 +128,10 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        self._level = make_level(self._room, self._num_boxes, self._search_depth, self._wall_share, self.np_random)
+        for _ in range(DRAWS):
+            self._level = make_level(self._room, self._num_boxes, self._search_depth, self._wall_share, self.np_random)
+            if seed is None or not self._disjoint_levels or side_of(self.render()) == seed % 2:
+                break
         info = {"state": self.render(), "success": False}
         if self._instructions:
             info["system"] = self._system()

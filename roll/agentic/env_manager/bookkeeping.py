@@ -22,8 +22,7 @@ def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
     sample.response_text = decoder.decode(
         sample.token_ids[len(played.turns[0].prompt) :].tolist(), skip_special_tokens=False
     )
-    if played.end == "sequence_length":
-        sample.finish_reason = "length"
+    sample.finish_reason = _finish_reason(played)
     return _scored(sample, played)
 
 
@@ -34,13 +33,13 @@ def turn_samples(played: PlayedEpisode) -> list[Sample]:
     samples = [_sample_of([turn], rewards) for turn in written]
     for sample, turn in zip(samples, written, strict=True):
         sample.response_text = turn.text
-    if played.end == "sequence_length":
-        samples[-1].finish_reason = "length"
+    for sample in samples:
+        sample.finish_reason = _finish_reason(played)
     return [_scored(sample, played) for sample in samples]
 
 
 def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
-    """The episode with these samples. It is a success if the environment's last word on it was yes."""
+    """The episode with these samples. Whether it is a success is the environment's last word on it."""
     answers = [turn.answer for turn in played.turns]
     said = [answer.success for answer in answers if answer.success is not None]
     return Episode(
@@ -48,7 +47,7 @@ def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
         seed=played.seed,
         samples=samples,
         end=played.end,
-        success=bool(said and said[-1]),
+        success=said[-1] if said else None,
         score=_score(played),
         turns=[_record(turn) for turn in played.turns],
         last_frame=answers[-1].frame,
@@ -108,6 +107,11 @@ def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample
     return sample
 
 
+def _finish_reason(played: PlayedEpisode) -> str:
+    """``length`` for an episode that was cut for want of room. A turn that was cut at its own limit is no such end."""
+    return "length" if played.end == "sequence_length" else "stop"
+
+
 def _scored(sample: Sample, played: PlayedEpisode) -> Sample:
     sample.score = _score(played)
     sample.reward = float(sum(turn.reward for turn in played.turns))
@@ -137,5 +141,6 @@ def _metrics(played: PlayedEpisode) -> dict[str, float]:
     return metrics | {
         "turns": float(len(played.turns)),
         "invalid_actions": invalid / len(played.turns),
+        "capped_turns": sum(turn.sampled.finish_reason == "length" for turn in played.turns) / len(played.turns),
         "tokens": float(sum(len(turn.sampled.token_ids) for turn in played.turns)),
     }

@@ -138,7 +138,11 @@ class ToolEnv(gymnasium.Wrapper):
             return call.problem
         if call.name not in self._tools:
             return f"there is no tool `{call.name[:60]}`; {nearest_name_hint(call.name[:60], self._tools)}"
-        return argument_problem(self._tools[call.name], call.arguments)
+        try:
+            return argument_problem(self._tools[call.name], call.arguments)
+        except Exception as error:  # a schema that a server sent may itself be wrong
+            _logger.exception("the schema of the tool `%s` cannot be used", call.name)
+            return f"the arguments of `{call.name}` cannot be checked: {type(error).__name__}"
 
     def _answer(self, call: ToolCall) -> Answer:
         try:
