@@ -2,7 +2,8 @@
 
 Everything random derives from (run seed, group id, episode index, turn), so a group can be made again. An episode that
 fails for its environment's fault is replaced by a new one while the group's spare ones last, then the group fails with
-the causes. No episode is left out for being slow.
+the causes. One that was lost with its process, perhaps through another's fault, is begun again. No episode is left out
+for being slow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from roll.agentic.env_manager.errors import EpisodeRefused
 from roll.agentic.env_manager.registry import EnvManager
-from roll.agentic.env_worker.records import EnvPoolClosed
+from roll.agentic.env_worker.records import EnvPoolClosed, SessionFailed
 from roll.agentic.episode import EnvironmentFailed, EnvSession, Episode, SampledTurn
 from roll.data.chat_turns import TemplateRefused
 from roll.data.records import Group, Prompt
@@ -28,6 +29,8 @@ from roll.strategies.infer.base import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+LOST_RETRIES = 5
+"""How often an episode is begun again after a loss that may not have been its fault."""
 
 @dataclass(frozen=True)
 class EpisodeTask:
@@ -138,13 +141,27 @@ class EpisodeRollout:
     ) -> Episode:
         seed_parts = (self.run_seed, self.purpose, group_id, index)
         policy = EnginePolicy(self.generator, self.sampling, name, seed_parts, min_version)
-        session = self.environments.session(task.tag, frames=self.frames)
         try:
-            return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
+            return await self._again_when_innocent(policy, task)
         except EnvPoolClosed as error:
             raise FatalRolloutError(str(error)) from error
         finally:
             self.generator.forget(name)
+
+    async def _again_when_innocent(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
+        """The episode; begun again with the same random numbers after a loss that may be another's fault."""
+        for _ in range(LOST_RETRIES):
+            try:
+                return await self._once(policy, task)
+            except SessionFailed as error:
+                if not error.failure.may_be_innocent:
+                    raise
+                logger.info("begun again: %s", error)
+        return await self._once(policy, task)
+
+    async def _once(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
+        session = self.environments.session(task.tag, frames=self.frames)
+        return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:

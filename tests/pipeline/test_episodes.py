@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from roll.agentic.env_manager.errors import EpisodeRefused
-from roll.agentic.env_worker.records import EnvPoolClosed
+from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, SessionFailed
 from roll.agentic.episode import EnvironmentFailed, Episode, Observation, TurnRecord
 from roll.data.records import Sample
-from roll.pipeline.episodes import EpisodeRollout, EpisodesFailed, EpisodeTask
+from roll.pipeline.episodes import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
 from roll.rollout.scheduler import FatalRolloutError
 from roll.strategies.infer.base import Completion, SamplingParams
 
@@ -129,6 +129,41 @@ def test_a_group_without_spare_episodes_left_fails_with_every_cause_and_ends_the
 
     manager = asyncio.run(scenario())
     assert sorted(manager.cancelled) == [2, 3] and manager.ended == []
+
+
+def lost(*, proven=False, kind="lost"):
+    return SessionFailed(EnvFailure("lake", 17, 3, kind, "the process died", proven))
+
+
+def test_an_episode_lost_through_another_is_begun_again_as_it_was_and_costs_no_spare_one():
+    async def scenario():
+        manager, engine = Manager(failing={number: lost() for number in (1, 2, 3, 5)}), Engine()
+        return await rollout(manager, engine).play(0, TASK), engine
+
+    episodes, engine = asyncio.run(scenario())
+    assert sorted(each.score for each in episodes) == [4.0, 6.0, 7.0]
+    names = {request.request_id for request, _, _ in engine.requests}
+    assert names == {f"train-0-{index}-{turn}" for index in range(3) for turn in range(2)}
+    assert len({request.sampling.seed for request, _, _ in engine.requests}) == 6 and len(engine.requests) == 10
+    assert sorted(engine.forgotten) == ["train-0-0", "train-0-1", "train-0-2"]
+
+
+@pytest.mark.parametrize("error", [lost(proven=True), lost(kind="hung")])
+def test_an_episode_that_failed_through_its_own_environment_is_not_begun_again(error):
+    both = rollout(Manager(failing={1: error}), group_size=1)
+    with pytest.raises(EpisodesFailed, match="turn 3: the process died"):
+        asyncio.run(both.play(0, TASK))
+    assert both.environments.opened == 1
+
+
+def test_an_episode_that_is_lost_again_and_again_counts_as_failed_in_the_end():
+    all_attempts = range(1, LOST_RETRIES + 2)
+    both = rollout(Manager(failing={number: lost() for number in all_attempts}), group_size=1)
+    with pytest.raises(EpisodesFailed, match="1 episodes failed"):
+        asyncio.run(both.play(0, TASK))
+    assert both.environments.opened == len(all_attempts)
+    last = rollout(Manager(failing={number: lost() for number in all_attempts[:-1]}), group_size=1)
+    assert [each.score for each in asyncio.run(last.play(0, TASK))] == [float(all_attempts[-1])]
 
 
 def test_slow_episodes_are_waited_for_although_spare_ones_could_be_quicker():

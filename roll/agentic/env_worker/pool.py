@@ -2,8 +2,9 @@
 
 An episode holds one of `max_sessions` places from its first reset until it is closed, fails or is cancelled, whatever
 comes first; places are given first come, first served. A process that dies or does not answer takes its sessions
-along, each of which learns why, and is replaced. One that should retire is replaced at once and ends with its last
-session. Nothing is left after `shutdown`.
+along, each of which learns why, and is replaced; who was near two deaths plays alone from then on (see `suspects` and
+`quarantine`). One that should retire is replaced at once and ends with its last session. Nothing is left after
+`shutdown`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
 from roll.agentic.env_worker.places import Places
 from roll.agentic.env_worker.process import EnvProcess, ProcessLost
+from roll.agentic.env_worker.quarantine import Quarantine
 from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, EnvSpec, HostSettings, Reset, SessionFailed, Step
+from roll.agentic.env_worker.suspects import Suspects, Who
 from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.data.names import nearest_name_hint
 
 logger = logging.getLogger(__name__)
+
+SessionEnd = Literal["whole", "failed", "interrupted"]
+"""``whole``: between two calls; ``failed``: its environment raised, hung or answered nonsense; ``interrupted``: in a
+call."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class EnvPool:
         self._live: list[EnvProcess] = []
         """Those that take new sessions."""
         self._any_live = asyncio.Event()
+        self._suspects = Suspects()
+        self._quarantine = Quarantine(lambda: self._in_background(self._start_another(self._quarantined)))
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._closed_because: str | None = None
@@ -100,13 +109,16 @@ class EnvPool:
 
     def counts(self) -> dict[str, int]:
         """Totals over the run: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes),
-        ``failures/<tag>/<kind>`` (`FailureKind`), ``environments/{made,reused,closed,close_failures}``; and as of now
-        ``sessions``, ``waiting`` (for a place), ``workers``."""
+        ``quarantined`` (sessions opened there), ``failures/<tag>/<kind>`` (`FailureKind`),
+        ``environments/{made,reused,closed,close_failures}``; and as of now ``sessions``, ``waiting`` (for a place or
+        for quarantine), ``workers`` (that of the quarantine not counted)."""
         environments = self._gone_counts.copy()
         for process in self._processes:
             environments.update(process.counts)
-        now = {"sessions": self._places.taken, "waiting": self._places.waiting, "workers": len(self._live)}
-        totals = {name: self._counts[name] for name in ("steps", "resets", "restarts", "retired")} | self._counts
+        waiting = self._places.waiting + self._quarantine.waiting
+        now = {"sessions": self._places.taken, "waiting": waiting, "workers": len(self._live)}
+        always = ("steps", "resets", "restarts", "retired", "quarantined")
+        totals = {name: self._counts[name] for name in always} | self._counts
         return now | totals | {f"environments/{name}": count for name, count in environments.items()}
 
     async def shutdown(self) -> None:
@@ -120,24 +132,27 @@ class EnvPool:
             await asyncio.wait(tasks)
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
-    async def take(self) -> Lease:
-        """A place, and a session in the least loaded process. Raises `TimeoutError`, `EnvPoolClosed`."""
+    async def take(self, who: Who) -> Lease:
+        """A place, and a session in the least loaded process, or in quarantine. Raises `TimeoutError`,
+        `EnvPoolClosed`."""
         async with asyncio.timeout(self._settings.place_timeout_seconds):
-            await self._places.take()
-            try:
-                while not self._live:
-                    self.check_open()
-                    await self._any_live.wait()
-            except BaseException:
-                self._places.give_back()
-                raise
-        process = min(self._live, key=lambda each: each.load)
-        return Lease(process, process.open())
+            while True:
+                lease = await self._leased(who, alone=self._suspects.must_be_alone(who))
+                if lease is not None:
+                    return lease
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: Lease, end: SessionEnd) -> None:
         """End a session."""
+        if lease.alone:
+            self._judge(lease, end)
         lease.process.release(lease.session)
         self._places.give_back()
+        if lease.alone:
+            self._quarantine.leave()
+
+    def may_stay(self, lease: Lease, who: Who) -> bool:
+        """Whether a session may begin an episode where its last one was."""
+        return not (lease.alone or self._suspects.must_be_alone(who))
 
     def check_open(self) -> None:
         """Raise `EnvPoolClosed` once there are no environments any more."""
@@ -151,6 +166,40 @@ class EnvPool:
     @property
     def place_timeout_seconds(self) -> float:
         return self._settings.place_timeout_seconds
+
+    async def _leased(self, who: Who, alone: bool) -> Lease | None:
+        """None if after all the waiting ``alone`` is no longer right."""
+        with ExitStack() as undo:
+            if alone:
+                await self._quarantine.enter()
+                undo.callback(self._quarantine.leave)
+                if not self._suspects.must_be_alone(who):
+                    return None
+            await self._places.take()
+            undo.callback(self._places.give_back)
+            process = await (self._quarantine.process() if alone else self._least_loaded())
+            if alone != self._suspects.must_be_alone(who):
+                return None
+            undo.pop_all()
+        self._counts["quarantined"] += alone
+        return Lease(process, process.open(), who, alone)
+
+    async def _least_loaded(self) -> EnvProcess:
+        while not self._live:
+            self.check_open()
+            await self._any_live.wait()
+        return min(self._live, key=lambda each: each.load)
+
+    def _judge(self, lease: Lease, end: SessionEnd) -> None:
+        """Learn from the end of a session in quarantine. What an episode left unfinished must not be there with the
+        next one, which would be blamed for it."""
+        if lease.process.is_lost:
+            self._suspects.prove(lease.who)
+            return
+        if end != "interrupted":
+            self._suspects.acquit(lease.who)
+        if end != "whole":
+            lease.process.retire()
 
     async def _started(self) -> EnvProcess:
         """A new process that takes commands. Raises `ProcessLost`, with nothing left of it."""
@@ -177,13 +226,19 @@ class EnvPool:
         self._any_live.set()
         self._in_background(self._serve(process))
 
+    def _quarantined(self, process: EnvProcess) -> None:
+        self._failed_starts = 0
+        self._quarantine.admit(process)
+        self._in_background(self._serve(process))
+
     async def _serve(self, process: EnvProcess) -> None:
         """Be with a process from its admission to its end."""
         death = await process.serve()
         if death is None:
             await self._end(process)
             return
-        logger.warning("environment worker %s: %s", process.name, death)
+        self._suspects.process_died(death.suspects)
+        logger.warning("environment worker %s: %s", process.name, death.because)
         if process in self._live:
             self._counts["restarts"] += 1
             self._replace(process)
@@ -200,9 +255,9 @@ class EnvPool:
         self._live.remove(process)
         if not self._live:
             self._any_live.clear()
-        self._in_background(self._start_another())
+        self._in_background(self._start_another(self._admit))
 
-    async def _start_another(self) -> None:
+    async def _start_another(self, admit: Callable[[EnvProcess], None]) -> None:
         while True:
             try:
                 process = await self._started()
@@ -213,7 +268,7 @@ class EnvPool:
                     return
                 logger.warning("an environment worker did not start: %s", lost)
             else:
-                self._admit(process)
+                admit(process)
                 return
 
     async def _end(self, process: EnvProcess) -> None:
@@ -231,6 +286,7 @@ class EnvPool:
         """End every call and all waiting. The first cause stays."""
         self._closed_because = self._closed_because or because
         self._places.close(self._closed_because)
+        self._quarantine.close(self._closed_because)
         self._live.clear()
         for process in self._processes:
             process.lose(self._closed_because)
@@ -254,6 +310,10 @@ class Lease:
 
     process: EnvProcess
     session: int
+    who: Who
+    """Who it was taken for."""
+    alone: bool
+    """In quarantine, whose turn it has too."""
 
 
 class EnvPoolSession:
@@ -275,6 +335,8 @@ class EnvPoolSession:
         self._seed, self._turn, self._closed = seed, None, False
         with self._one_call():
             self._pool.check_open()
+            if self._lease is not None and not self._pool.may_stay(self._lease, self._who):
+                self._release("whole")
             if self._lease is None:
                 self._lease = await self._taken()
             self._pool.count("resets")
@@ -293,7 +355,11 @@ class EnvPoolSession:
     async def close(self) -> None:
         """Give environment and place back. A call under way raises `EnvironmentFailed`."""
         self._closed = True
-        self._release()
+        self._release("interrupted" if self._busy else "whole")
+
+    @property
+    def _who(self) -> Who:
+        return Who(self._tag, self._seed)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -307,12 +373,12 @@ class EnvPoolSession:
 
     async def _taken(self) -> Lease:
         try:
-            lease = await self._pool.take()
+            lease = await self._pool.take(self._who)
         except TimeoutError:
             limit = f"{self._pool.place_timeout_seconds:g} s (place_timeout_seconds)"
             raise self._failed(f"no place among the running episodes within {limit}") from None
         if self._closed:
-            self._pool.give_back(lease)
+            self._pool.give_back(lease, "interrupted")
             raise self._failed("closed while it waited for a place")
         return lease
 
@@ -321,21 +387,26 @@ class EnvPoolSession:
 
     async def _ask(self, lease: Lease, command: Reset | Step) -> Observation:
         try:
-            outcome = await lease.process.ask(command)
+            outcome = await lease.process.ask(command, self._who)
         except ProcessLost as lost:
-            self._release()
+            self._release("interrupted")
             self._pool.check_open()
-            outcome = EnvFailure(self._tag, self._seed, self._turn, "lost", str(lost))
+            outcome = self._loss(lease, str(lost))
         except BaseException:
-            self._release()
+            self._release("interrupted")
             raise
         if isinstance(outcome, EnvFailure):
-            self._release()
+            self._release("failed")
             self._pool.count(f"failures/{outcome.tag}/{outcome.kind}")
             raise SessionFailed(outcome)
         return outcome
 
-    def _release(self) -> None:
+    def _loss(self, lease: Lease, cause: str) -> EnvFailure:
+        proven = lease.alone and lease.process.is_lost
+        cause += "; no other environment was in it" if proven else ""
+        return EnvFailure(self._tag, self._seed, self._turn, "lost", cause, proven)
+
+    def _release(self, end: SessionEnd) -> None:
         if self._lease is not None:
             lease, self._lease = self._lease, None
-            self._pool.give_back(lease)
+            self._pool.give_back(lease, end)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from roll.agentic.env_worker.records import Close, Command, EnvFailure, Report, Reset, Step
+from roll.agentic.env_worker.suspects import Who
 from roll.agentic.episode import Observation
 
 EXIT_TIMEOUT_SECONDS = 10.0
@@ -24,6 +27,23 @@ EXIT_TIMEOUT_SECONDS = 10.0
 
 class ProcessLost(Exception):
     """The process is gone. The message is the cause."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process ended before its time."""
+
+    because: str
+    suspects: frozenset[Who]
+    """Those that it had been given a call of, whose answer has not come. A call that was never sent kills nobody."""
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """A call without an answer."""
+
+    who: Who
+    answer: asyncio.Future[Observation | EnvFailure]
 
 
 class EnvProcess:
@@ -41,7 +61,7 @@ class EnvProcess:
         self._on_retire = on_retire
         self._numbers = itertools.count()
         self._sessions: set[int] = set()
-        self._pending: dict[int, asyncio.Future[Observation | EnvFailure]] = {}
+        self._pending: dict[int, OpenCall] = {}
         self._outgoing: list[Command] = []
         self._to_send = asyncio.Event()
         self._lost_because: str | None = None
@@ -52,6 +72,14 @@ class EnvProcess:
     def load(self) -> int:
         """Sessions."""
         return len(self._sessions)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost_because is not None
+
+    @property
+    def takes_sessions(self) -> bool:
+        return not self.is_lost and not self._retiring
 
     async def start(self, timeout_seconds: float) -> None:
         """Wait until it takes commands. Raises `ProcessLost`."""
@@ -71,19 +99,25 @@ class EnvProcess:
             self._fail(session, "its session was closed during the call")
         self._end_if_drained()
 
-    async def ask(self, command: Reset | Step) -> Observation | EnvFailure:
+    def retire(self) -> None:
+        """End with the last session."""
+        self._retiring = True
+        self._end_if_drained()
+
+    async def ask(self, command: Reset | Step, who: Who) -> Observation | EnvFailure:
         """Have a command carried out. Raises `ProcessLost`."""
         if self._lost_because is not None:
             raise ProcessLost(self._lost_because)
-        self._pending[command.session] = asyncio.get_running_loop().create_future()
+        call = OpenCall(who, asyncio.get_running_loop().create_future())
+        self._pending[command.session] = call
         self._send(command)
         try:
-            return await self._pending[command.session]
+            return await call.answer
         finally:
             del self._pending[command.session]
 
-    async def serve(self) -> str | None:
-        """Carry commands and answers. Returns why the process is gone, or None when it was retired and its last session
+    async def serve(self) -> Death | None:
+        """Carry commands and answers. Returns how the process died, or None when it was retired and its last session
         has ended. Open calls end with `ProcessLost`."""
         watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
         try:
@@ -93,8 +127,9 @@ class EnvProcess:
                     watch.result()
             return None
         except ProcessLost as lost:
-            self.lose(str(lost))
-            return str(lost)
+            death = Death(str(lost), self._suspects())
+            self.lose(death.because)
+            return death
         finally:
             for watch in watches:
                 watch.cancel()
@@ -140,9 +175,8 @@ class EnvProcess:
             for answer in report.answers:
                 self._answer(answer.session, answer.outcome)
             if report.retire_because is not None and not self._retiring:
-                self._retiring = True
                 self._on_retire(self, report.retire_because)
-                self._end_if_drained()
+                self.retire()
 
     async def _remote(self, reference: ray.ObjectRef, seconds: float) -> Any:
         """An answer of the actor. Raises `ProcessLost`."""
@@ -156,30 +190,44 @@ class EnvProcess:
         except RayTaskError as error:
             raise ProcessLost(f"the worker process failed ({_last_line(error)})") from error
         except RayActorError as error:
-            raise ProcessLost(f"the worker process died ({_death_cause(error)})") from error
+            raise ProcessLost(f"the worker process died ({death_cause(str(error))})") from error
         except RayError as error:
             raise ProcessLost(f"the worker process cannot be reached ({_last_line(error)})") from error
         finally:
             answer.cancel()
 
+    def _suspects(self) -> frozenset[Who]:
+        unsent = {command.session for command in self._outgoing}
+        calls = ((session, call) for session, call in self._pending.items() if session not in unsent)
+        return frozenset(call.who for _, call in calls if not call.answer.done())
+
     def _answer(self, session: int, outcome: Observation | EnvFailure) -> None:
-        pending = self._pending.get(session)
-        if pending is not None and not pending.done():
-            pending.set_result(outcome)
+        call = self._pending.get(session)
+        if call is not None and not call.answer.done():
+            call.answer.set_result(outcome)
 
     def _fail(self, session: int, because: str) -> None:
-        if not self._pending[session].done():
-            self._pending[session].set_exception(ProcessLost(because))
+        answer = self._pending[session].answer
+        if not answer.done():
+            answer.set_exception(ProcessLost(because))
 
     def _end_if_drained(self) -> None:
         if self._retiring and not self._sessions:
             self._drained.set()
 
 
-def _death_cause(error: RayActorError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (wanted or lines or ["no cause given"])[-1]
+def death_cause(text: str) -> str:
+    """What Ray's long text about a dead actor says about its end."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no cause given"]
+    ends = [line for line in lines if line.startswith("The actor is dead")]
+    if not ends:
+        return lines[-1]  # it failed to begin, and this is the error
+    exit_code = re.search(r"exit code (-?\d+)", ends[-1])
+    if exit_code is not None:
+        return f"its process ended with exit code {exit_code[1]}"
+    if "connection error" in ends[-1]:
+        return "its process ended without a word, by a signal or an exit"
+    return ends[-1].split(". ")[0].rstrip(".")
 
 
 def _last_line(error: BaseException) -> str:

@@ -65,6 +65,13 @@ class EnvFailure:
     """The turn whose action was being carried out, from 0; None: at the reset."""
     kind: FailureKind
     cause: str
+    proven: bool = False
+    """Of a ``lost`` one: no other episode was in the process. Else it may have been another one's doing."""
+
+    @property
+    def may_be_innocent(self) -> bool:
+        """Whether the environment may have had no part in it, so that the episode may simply be begun again."""
+        return self.kind == "lost" and not self.proven
 
     def __str__(self) -> str:
         when = "at the reset" if self.turn is None else f"turn {self.turn}"

@@ -8,6 +8,8 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -201,6 +203,186 @@ def test_a_process_that_dies_takes_its_own_sessions_only():
         return ends
 
     assert run(pool_of(num_workers=2), use) == [True] * 3
+
+
+async def suspected(pool: EnvPool, seed: int) -> None:
+    """Make the seed so by two deaths."""
+    for _ in range(2):
+        with pytest.raises(SessionFailed) as caught:
+            await episode(pool, seed, "die")
+        assert caught.value.failure.may_be_innocent
+
+
+async def proven(pool: EnvPool, seed: int) -> None:
+    """Make the seed so by a third one."""
+    await suspected(pool, seed)
+    with pytest.raises(SessionFailed) as caught:
+        await episode(pool, seed, "go", "die")
+    assert caught.value.failure.proven
+    assert "seed 7, turn 1: the worker process died (its process ended without a word" in str(caught.value)
+
+
+def test_a_killer_among_many_slow_innocents_costs_nobody_but_itself(tmp_path):
+    """The innocent steps are under way at both deaths, so all are suspects, and end after that."""
+    wait, innocents = f"wait-for {tmp_path / 'go'}", range(100, 120)
+
+    async def until_it_ends_well(pool: EnvPool, seed: int) -> str:
+        while True:
+            try:
+                return (await episode(pool, seed, wait))[0]
+            except SessionFailed as error:
+                assert error.failure.may_be_innocent
+
+    async def use(pool: EnvPool) -> tuple[list[str], dict[str, int], dict[str, int]]:
+        playing = [asyncio.create_task(until_it_ends_well(pool, seed)) for seed in innocents]
+        for death in range(3):
+            await until(partial(all_are_in_a_step, pool, death))
+            if death == 2:
+                (tmp_path / "go").touch()
+            with pytest.raises(SessionFailed) as caught:
+                await episode(pool, 7, "die")
+            assert caught.value.failure.proven == (death == 2)
+        ends = await asyncio.gather(*playing)
+        before = pool.counts()
+        for _ in range(2):
+            with pytest.raises(SessionFailed) as caught:
+                await episode(pool, 7, "die")
+            assert caught.value.failure.proven
+        return ends, before, pool.counts()
+
+    def all_are_in_a_step(pool: EnvPool, death: int) -> bool:
+        counts = pool.counts()
+        if death < 2:
+            return counts["steps"] >= (1 + death) * len(innocents) + death
+        return counts["workers"] == 1
+
+    ends, before, after = run(pool_of(), use)
+    assert [end.split(",")[0] for end in ends] == [f"seed {seed}" for seed in innocents]
+    assert before["restarts"] == after["restarts"] == 2
+    assert after["quarantined"] - before["quarantined"] == 2
+
+
+def test_an_episode_that_waits_for_its_policy_while_its_process_dies_is_no_suspect():
+    async def use(pool: EnvPool) -> int:
+        for _ in range(3):
+            idle = pool.session("a")
+            await idle.reset(1)
+            with pytest.raises(SessionFailed):
+                await episode(pool, 7, "die", tag="bad")
+            with suppress(SessionFailed):
+                await idle.step("go")
+            await idle.close()
+        before = pool.counts()["quarantined"]
+        await episode(pool, 1, "go")
+        return pool.counts()["quarantined"] - before
+
+    assert run(pool_of(envs={"bad": EnvSpec("obedient")}), use) == 0
+
+
+def test_a_proven_killer_never_shares_a_process_again():
+    async def use(pool: EnvPool) -> None:
+        await proven(pool, 7)
+        others = await process_id(pool)
+        alone = [(await episode(pool, 7, "process"))[1] for _ in range(3)]
+        assert len(set(alone)) == 1 and alone[0] != str(others)
+        assert await process_id(pool) == others
+        session = pool.session("a")
+        await session.reset(8)
+        await session.reset(7)
+        assert (await session.step("process")).messages[0]["content"] == alone[0]
+        await session.reset(9)
+        assert (await session.step("process")).messages[0]["content"] == str(others)
+        await session.close()
+        assert pool.counts()["quarantined"] == 5 and pool.counts()["sessions"] == 0
+
+    run(pool_of(), use)
+
+
+def test_a_suspect_that_ends_well_alone_is_among_others_again():
+    async def use(pool: EnvPool) -> None:
+        await suspected(pool, 7)
+        others = str(await process_id(pool))
+        homes = [(await episode(pool, 7, "process"))[1] for _ in range(2)]
+        assert homes[0] != others and homes[1] == others
+        assert pool.counts()["quarantined"] == 1
+
+    run(pool_of(), use)
+
+
+def test_what_a_suspect_leaves_unfinished_is_not_there_with_the_next(tmp_path):
+    async def use(pool: EnvPool) -> None:
+        await proven(pool, 7)
+        home = (await episode(pool, 7, "process"))[1]
+        with pytest.raises(SessionFailed, match="cannot"):
+            await episode(pool, 7, "raise")
+        second = (await episode(pool, 7, "process"))[1]
+        task = asyncio.create_task(episode(pool, 7, f"wait-for {tmp_path / 'go'}"))
+        steps = pool.counts()["steps"]
+        await until(lambda: pool.counts()["steps"] == steps + 1)
+        task.cancel()
+        await asyncio.wait([task])
+        third = (await episode(pool, 7, "process"))[1]
+        assert len({home, second, third}) == 3
+        (tmp_path / "go").touch()
+        await until(lambda: not runs(int(home)) and not runs(int(second)))
+
+    run(pool_of(), use)
+
+
+def test_suspects_play_one_at_a_time_and_those_that_wait_or_give_up_hold_nothing():
+    async def use(pool: EnvPool) -> None:
+        await proven(pool, 7)
+        first = pool.session("a")
+        await first.reset(7)
+        waiting = [asyncio.create_task(episode(pool, 7, "go")) for _ in range(3)]
+        await until(lambda: pool.counts()["waiting"] == 3)
+        assert pool.counts()["sessions"] == 1
+        assert await episode(pool, 8, "go")  # there is a second place, and they do not hold it
+        waiting[0].cancel()
+        await first.close()
+        await asyncio.wait(waiting)
+        assert [task.cancelled() for task in waiting] == [True, False, False]
+        assert [task.result()[1] for task in waiting[1:]] == ["go 7 1"] * 2
+        assert (pool.counts()["sessions"], pool.counts()["waiting"]) == (0, 0)
+
+    run(pool_of(max_sessions=2), use)
+
+
+def test_a_suspect_that_is_cancelled_while_its_process_starts_leaves_the_turn_to_the_next():
+    async def use(pool: EnvPool) -> None:
+        await suspected(pool, 7)
+        task = asyncio.create_task(episode(pool, 7, "go"))
+        await until(lambda: pool.counts()["sessions"] == 1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and pool.counts()["sessions"] == 0
+        assert (await episode(pool, 7, "go"))[1] == "go 7 1"
+        assert pool.counts()["quarantined"] == 1
+
+    run(pool_of(max_sessions=1), use)
+
+
+@pytest.mark.parametrize("when", ["its process starts", "another one plays"])
+def test_shutdown_ends_suspects_and_their_process(when):
+    async def use(pool: EnvPool) -> list[int]:
+        await suspected(pool, 7)
+        pids = []
+        if when == "another one plays":
+            await suspected(pool, 9)
+            first = pool.session("a")
+            await first.reset(9)
+            pids.append(int((await first.step("process")).messages[0]["content"]))
+        task = asyncio.create_task(episode(pool, 7))
+        counted = "waiting" if pids else "sessions"
+        await until(lambda: pool.counts()[counted] == 1)
+        await pool.shutdown()
+        with pytest.raises(EnvPoolClosed, match="shut down"):
+            await task
+        return pids
+
+    pool = pool_of()
+    assert all(is_gone(pid) for pid in run(pool, use))
+    assert not pool._processes
 
 
 def test_a_session_whose_process_died_begins_anew_elsewhere():
