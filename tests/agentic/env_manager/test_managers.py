@@ -71,7 +71,14 @@ def test_what_is_told_about_an_episode(manager):
         TurnRecord("b", "yy", 1.0, action_is_valid=True, frame=".@."),
     ]
     tokens = len(encode("x<|im_end|>")) + len(encode("yy"))
-    assert episode.metrics == {"turns": 2, "invalid_actions": 0.5, "tokens": tokens, "energy": 2, "luck": 1}
+    assert episode.metrics == {
+        "turns": 2,
+        "invalid_actions": 0.5,
+        "capped_turns": 0,
+        "tokens": tokens,
+        "energy": 2,
+        "luck": 1,
+    }
     assert rewards_by_turn(episode) == [0.25, 1.0]
     assert {(sample.score, sample.reward) for sample in episode.samples} == {(1.5, 1.25)}
 
@@ -185,13 +192,15 @@ def test_a_response_is_no_longer_than_max_tokens_per_step(manager):
     episode, session, policy = play_texts(manager, answers, ["123", "4"], settings)
     assert (policy.asked, session.texts, episode.end) == ([2, 2], ["12", "4"], "terminated")
     if manager == "step":
-        assert [sample.finish_reason for sample in episode.samples] == ["length", "stop"]
+        assert episode.metrics["capped_turns"] == 0.5
+        assert {sample.finish_reason for sample in episode.samples} == {"stop"}
 
 
-def test_a_trajectory_whose_last_response_was_cut_says_so():
+def test_a_cut_response_does_not_make_a_cut_episode():
     answers = [observe("a"), observe("b", terminated=True)]
     episode, _, _ = play_texts("trajectory", answers, ["123"], limits(max_tokens_per_step=2))
-    assert (episode.end, episode.samples[0].finish_reason) == ("terminated", "length")
+    assert (episode.end, episode.samples[0].finish_reason) == ("terminated", "stop")
+    assert episode.metrics["capped_turns"] > 0
 
 
 WINDOWS = [
@@ -235,7 +244,7 @@ def test_a_present_observation_that_does_not_fit_ends_an_episode_of_steps():
     answers = [observe("a"), observe("b"), observe("0123456789", reward=1)]
     episode, _, policy = play_texts("step", answers, "01", limits(prompt_length=9))
     assert (episode.end, len(policy.prompts), episode.score) == ("sequence_length", 2, 1)
-    assert [sample.finish_reason for sample in episode.samples] == ["stop", "length"]
+    assert [sample.finish_reason for sample in episode.samples] == ["length", "length"]
 
 
 def test_a_window_keeps_the_system_message_and_the_tools():
