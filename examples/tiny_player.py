@@ -176,11 +176,7 @@ def play_games(
         if not going:
             break
         logits = model(written(tokenizer, [game.board() for game in going]), logits_to_keep=1).logits[:, -1]
-        if temperature == 0:
-            chosen = logits.argmax(-1)
-        else:
-            chosen = torch.distributions.Categorical(logits=logits / temperature).sample()
-        for game, token in zip(going, chosen.tolist(), strict=True):
+        for game, token in zip(going, next_tokens(logits, temperature).tolist(), strict=True):
             game.play(tokenizer.decode([token]))
     return sum(game.is_won for game in games) / len(games)
 

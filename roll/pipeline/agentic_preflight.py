@@ -10,6 +10,7 @@ from roll.agentic.env.base import observation_from
 from roll.agentic.env.registry import BUILT_IN, check_env_type, make_env
 from roll.agentic.env_manager.registry import EnvManagerFactory, manager_factory
 from roll.agentic.episode import Observation
+from roll.agentic.tools.base import ToolUnavailable
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, CustomEnvConfig
 from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
@@ -71,8 +72,8 @@ def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> Turn
 def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:
     """Try what each environment says first: of our own ones what they really say, of others a plain observation."""
     for tag, env in config.custom_envs.items():
-        first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)
         try:
+            first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)
             if env.env_manager_cls == "trajectory":
                 require_append_only(template, first.messages, first.tools)
             else:
@@ -80,6 +81,8 @@ def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterato
         except TemplateRefused as refused:
             remedy = "change what the environment says (`env_config`), or take another model or template"
             yield ConfigProblem(f"custom_envs.{tag}", str(refused), remedy)
+        except ToolUnavailable as missing:
+            yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that, or leave the tool out")
 
 
 def _first_observation(env: CustomEnvConfig) -> Observation:

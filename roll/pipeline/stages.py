@@ -210,8 +210,8 @@ async def announce(context: RunContext, version: int) -> dict[str, float]:
         context.scheduler.weights_published(version)
     with context.recorder.validating(version):
         result = await context.validator.run(version)
-    await context.recorder.validation(result)
     if pause:
         context.scheduler.weights_published(version)
         context.scheduler.resume_admission()
+    await context.recorder.validation(result)
     return result.metrics

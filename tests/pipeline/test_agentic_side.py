@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from tiny import make_task
 
+from roll.agentic.tools.sandbox import Sandbox
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.configs.schema import EnvManagerConfig
@@ -133,3 +134,16 @@ def test_combinations_that_cannot_be_meant_are_refused(folder, changes, path, wo
 def test_rewards_stand_where_the_estimator_counts_them(folder, changes, weights):
     advantages = build_algorithms(config(folder, **changes)).advantages
     assert (advantages.episode_weight, advantages.turn_weight) == weights
+
+
+def test_a_tool_that_cannot_run_here_is_said_before_anything_starts(folder, monkeypatch):
+    monkeypatch.setattr("roll.agentic.tools.python_tool.default_sandbox", lambda: Sandbox(levels=[]))
+    envs = {"sums": {"env_type": "math_tools", "env_config": {"tools": ["python"], "tool_settings": {}}}}
+    found = problems_of(config(folder, custom_envs=envs))
+    assert "no sandbox for untrusted code here" in found["custom_envs.sums.env_config"]
+
+
+def test_a_template_that_cannot_write_what_an_environment_says_is_refused(folder):
+    """`template: raw` knows no tools."""
+    envs = {"sums": {"env_type": "math_tools", "env_config": {"tools": ["calculator"]}, "env_manager_cls": "step"}}
+    assert "tools" in problems_of(config(folder, custom_envs=envs))["custom_envs.sums"]

@@ -137,6 +137,13 @@ class SokobanEnv(gymnasium.Env[str, str]):
             info["system"] = self._system()
         return self._text(), info
 
+    @property
+    def level(self) -> Level:
+        """Where the boxes and the player stand. Raises `gymnasium.error.ResetNeeded` before the first reset."""
+        if self._level is None:
+            raise gymnasium.error.ResetNeeded("there is no level before the first reset")
+        return self._level
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         before = self._level
         if before is None or before.is_solved():

@@ -27,7 +27,9 @@ class ToolSettings:
 
     max_calls_per_turn: int = 4
     call_timeout_seconds: float = 15.0
-    """Of one call. All calls of a turn must fit in the environment's step timeout."""
+    """Of one call."""
+    turn_timeout_seconds: float = 40.0
+    """Of all calls of a turn together; must be less than the environment's step timeout."""
     max_answer_characters: int = 8000
     """Longer answers are cut in the middle."""
     call_penalty: float = 0.0
@@ -40,7 +42,7 @@ class ToolSettings:
     """Tool that fenced blocks of Python are calls of."""
 
     def __post_init__(self) -> None:
-        for name in ("max_calls_per_turn", "call_timeout_seconds", "max_answer_characters"):
+        for name in ("max_calls_per_turn", "call_timeout_seconds", "turn_timeout_seconds", "max_answer_characters"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"the tool setting `{name}` is {getattr(self, name)}; it must be positive")
         if self.call_penalty > 0:
@@ -115,10 +117,11 @@ class ToolEnv(gymnasium.Wrapper):
     def _carried_out(self, calls: list[ToolCall | MalformedCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
         within = calls[: self._settings.max_calls_per_turn]
         answers, valid = [], True
+        turn = Deadline.after(self._settings.turn_timeout_seconds)
         for call in within:
             problem = self._problem(call)
             valid = valid and problem is None
-            answer = Answer(problem, is_error=True) if problem is not None else self._answer(call)
+            answer = Answer(problem, is_error=True) if problem is not None else self._answer(call, turn)
             answers.append((call, answer))
         if len(calls) > len(within):
             text = f"only the first {len(within)} of {len(calls)} calls were carried out; no more are allowed in a turn"
@@ -144,9 +147,12 @@ class ToolEnv(gymnasium.Wrapper):
             _logger.exception("the schema of the tool `%s` cannot be used", call.name)
             return f"the arguments of `{call.name}` cannot be checked: {type(error).__name__}"
 
-    def _answer(self, call: ToolCall) -> Answer:
+    def _answer(self, call: ToolCall, turn: Deadline) -> Answer:
+        seconds = min(self._settings.call_timeout_seconds, turn.seconds_left())
+        if not seconds:
+            return Answer("not carried out: the calls of this turn have taken too long", is_error=True)
         try:
-            return self._tools[call.name].call(call.arguments, Deadline.after(self._settings.call_timeout_seconds))
+            return self._tools[call.name].call(call.arguments, Deadline.after(seconds))
         except ToolUnavailable:
             raise
         except Exception as error:  # a fault of the tool is no end of the episode, but must be seen

@@ -65,6 +65,15 @@ class PythonTool:
         )
         self._sandbox = Sandbox(accept_weak=True) if accept_weak_sandbox else default_sandbox()
 
+    def tools(self) -> tuple[PythonTool]:
+        """Itself, as a `Toolset` whose sandbox is tried before it is offered: were that noticed at the first call, only
+        episodes that call it would fail, and the policy would learn not to."""
+        try:
+            self._sandbox.check()
+        except SandboxUnavailable as error:
+            raise ToolUnavailable(f"the tool `python`: {error}") from error
+        return (self,)
+
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
         seconds = min(self._limits.wall_seconds, max(0.1, deadline.seconds_left()))
         try:

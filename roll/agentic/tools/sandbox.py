@@ -133,6 +133,10 @@ class Sandbox:
         level = self._level or await asyncio.to_thread(self._strongest_level)
         return await _run_async(self._interpreter, level, code, stdin, limits or Limits())
 
+    def check(self) -> None:
+        """Raise `SandboxUnavailable` if no program could be run here. Takes a moment the first time."""
+        self._strongest_level()
+
     def _strongest_level(self) -> Level:
         with self._choosing:
             if self._level is None:

@@ -158,8 +158,17 @@ def test_a_tool_that_cannot_work_ends_the_episode():
 
 def test_each_call_has_its_own_time():
     tool = Recorder()
-    begun(tool, call_timeout_seconds=50.0).step(call("record", text="x") + call("record", text="y"))
-    assert all(45 < seconds <= 50 for seconds in tool.seconds)
+    begun(tool, call_timeout_seconds=30.0).step(call("record", text="x") + call("record", text="y"))
+    assert all(25 < seconds <= 30 for seconds in tool.seconds)
+
+
+def test_the_calls_of_a_turn_end_before_the_environments_deadline():
+    tool = Recorder()
+    begun(tool, call_timeout_seconds=30.0, turn_timeout_seconds=20.0).step(call("record", text="x"))
+    assert 15 < tool.seconds[0] <= 20
+    late = begun(tool, turn_timeout_seconds=1e-9)
+    info = late.step(call("record", text="y"))[-1]
+    assert tool.calls == ["x"] and "have taken too long" in info["messages"][0]["content"]
 
 
 def test_calls_may_cost():
