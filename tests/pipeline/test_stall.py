@@ -22,6 +22,7 @@ def context(limit):
         recorder=SimpleNamespace(timeline=Timeline(clock=loop_time)),
         scheduler=scheduler,
         pool=SimpleNamespace(completed=0, restarts=0),
+        side=SimpleNamespace(steps=0, metrics=lambda: {}),
     )
 
 
@@ -38,10 +39,11 @@ def test_a_run_in_which_nothing_moves_ends_with_a_report_of_who_waits_for_what()
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("what", ["a stage", "a request", "a restart"])
+@pytest.mark.parametrize("what", ["a stage", "a request", "a restart", "a step of an environment"])
 def test_any_movement_puts_the_deadline_off(what):
     async def scenario():
         run = context(limit=100)
+        run.side.metrics = lambda: {"env_workers/steps": float(run.side.steps)}
         watch = asyncio.create_task(watch_for_stall(run))
         for turn in range(10):
             await asyncio.sleep(90)
@@ -49,6 +51,8 @@ def test_any_movement_puts_the_deadline_off(what):
                 run.recorder.timeline.transition("stage/train", "running", turn=turn)
             elif what == "a request":
                 run.pool.completed += 1
+            elif what == "a step of an environment":
+                run.side.steps += 1
             else:
                 run.pool.restarts += 1
         assert not watch.done()
