@@ -1,4 +1,4 @@
-"""One small Ray for all tests of this folder, and the helpers they share."""
+"""One small Ray for all tests of a file, gone before others start theirs, and the helpers they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.rewards.pool import PoolSettings, RewardPool
 from roll.rewards.records import RewardInput
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield

@@ -1,4 +1,4 @@
-"""One small Ray for all tests of this folder."""
+"""One small Ray for all tests of a file, gone before those of other folders start theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
