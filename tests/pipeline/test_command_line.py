@@ -67,7 +67,9 @@ WRONG = {
     "impossible bound": Wrong("max_staleness", "at least 2", {"async_generation_ratio": 2, "max_staleness": 1}),
     "KL without reference": Wrong("use_kl_loss", "add `reference", {"use_kl_loss": True}),
     "a critic nobody uses": Wrong("critic", "remove this section", {"critic": {"device_mapping": [0]}}),
-    "agentic pipeline": Wrong("pipeline", "`rlvr`", text="pipeline: agentic\ncustom_envs: {maze: {env_type: maze}}\n"),
+    "environment without a type": Wrong(
+        "custom_envs.maze.env_type", "`frozen_lake`", text="pipeline: agentic\ncustom_envs: {maze: {}}\n"
+    ),
     # Devices.
     "no devices": Wrong("actor_infer.device_mapping", "0 to 1", {"actor_infer": {}}),
     "missing devices": Wrong(
