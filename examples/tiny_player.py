@@ -181,6 +181,27 @@ def play_games(
     return sum(game.is_won for game in games) / len(games)
 
 
+def make_player(
+    folder: Path,
+    *,
+    seed: int,
+    steps: int,
+    characters: str,
+    moves: str,
+    draw: DrawLessons,
+    unseen: Callable[[], Sequence[Game]],
+    max_turns: int,
+) -> WarmedModel:
+    """Warm a model up, measure it on games that the lessons leave out (``unseen`` gives them anew), and write it."""
+    tokenizer = make_tokenizer(characters)
+    model = new_model(tokenizer, seed)
+    warm_up(model, tokenizer, moves, draw, WarmUp(steps), seed)
+    greedy, sampled = (play_games(model, tokenizer, unseen(), max_turns, temperature) for temperature in (0.0, 1.0))
+    warmed = WarmedModel(seed, steps, model.num_parameters(), greedy, sampled)
+    keep(model, tokenizer, warmed, folder)
+    return warmed
+
+
 def existing(folder: Path, seed: int) -> WarmedModel | None:
     """The finished model of an earlier call with the same seed, if there is one."""
     marker = folder / MARKER

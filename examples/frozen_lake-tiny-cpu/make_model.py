@@ -19,18 +19,7 @@ import numpy as np
 from roll.agentic.env.grid import side_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tiny_player import (  # noqa: E402
-    DrawLessons,
-    Lessons,
-    WarmedModel,
-    WarmUp,
-    keep,
-    make_tokenizer,
-    new_model,
-    play_games,
-    run,
-    warm_up,
-)
+from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402
 
 MOVES = "LDRU"
 CHARACTERS = "_OPG\n" + MOVES
@@ -171,16 +160,16 @@ def make(folder: Path, seed: int, steps: int) -> WarmedModel:
     """Warm a model and write it."""
     lakes = all_lakes()
     seen = seen_in_warm_up(lakes)
-    tokenizer = make_tokenizer(CHARACTERS)
-    model = new_model(tokenizer, seed)
-    warm_up(model, tokenizer, MOVES, lesson_maker(lakes, seen), WarmUp(steps), seed)
-    greedy, sampled = (
-        play_games(model, tokenizer, unseen_games(lakes, seen, seed), MAX_TURNS, temperature)
-        for temperature in (0.0, 1.0)
+    return make_player(
+        folder,
+        seed=seed,
+        steps=steps,
+        characters=CHARACTERS,
+        moves=MOVES,
+        draw=lesson_maker(lakes, seen),
+        unseen=lambda: unseen_games(lakes, seen, seed),
+        max_turns=MAX_TURNS,
     )
-    warmed = WarmedModel(seed, steps, model.num_parameters(), greedy, sampled)
-    keep(model, tokenizer, warmed, folder)
-    return warmed
 
 
 if __name__ == "__main__":

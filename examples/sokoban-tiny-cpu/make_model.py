@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,7 @@ import numpy as np
 from roll.agentic.env.sokoban import DIRECTIONS, SYMBOLS, Level, SokobanEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tiny_player import (  # noqa: E402
-    DrawLessons,
-    Lessons,
-    WarmedModel,
-    WarmUp,
-    keep,
-    make_tokenizer,
-    new_model,
-    play_games,
-    run,
-    warm_up,
-)
+from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402
 
 MOVES = "UDLR"
 """In the order of `DIRECTIONS`."""
@@ -158,18 +147,17 @@ class SokobanGame:
 
 def make(folder: Path, seed: int, steps: int) -> WarmedModel:
     """Warm a model and write it."""
-    tokenizer = make_tokenizer(CHARACTERS)
-    model = new_model(tokenizer, seed)
-    draw = lesson_maker(levels(range(0, 2 * LEVELS, 2)))
-    warm_up(model, tokenizer, MOVES, draw, WarmUp(steps), seed)
-    unseen = [SokobanGame(level) for level in levels(range(1, 2 * EVALUATED_LEVELS, 2))]
-    greedy, sampled = (
-        play_games(model, tokenizer, [replace(game) for game in unseen], MAX_TURNS, temperature)
-        for temperature in (0.0, 1.0)
+    unseen = levels(range(1, 2 * EVALUATED_LEVELS, 2))
+    return make_player(
+        folder,
+        seed=seed,
+        steps=steps,
+        characters=CHARACTERS,
+        moves=MOVES,
+        draw=lesson_maker(levels(range(0, 2 * LEVELS, 2))),
+        unseen=lambda: [SokobanGame(level) for level in unseen],
+        max_turns=MAX_TURNS,
     )
-    warmed = WarmedModel(seed, steps, model.num_parameters(), greedy, sampled)
-    keep(model, tokenizer, warmed, folder)
-    return warmed
 
 
 if __name__ == "__main__":

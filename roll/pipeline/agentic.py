@@ -33,22 +33,6 @@ TRAINING, VALIDATION = 0, 1
 """Seeds of environments are even in training and odd in validation, so no one is in both."""
 
 
-class EnvironmentProcesses:
-    """The environment workers, which look after their processes by themselves, as part of a run."""
-
-    def __init__(self, pool: EnvPool) -> None:
-        self.pool = pool
-
-    async def start(self) -> None:
-        await self.pool.start()
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def shutdown(self) -> None:
-        await self.pool.shutdown()
-
-
 class AgenticSide:
     """See `RolloutSide`."""
 
@@ -63,8 +47,7 @@ class AgenticSide:
         self._config = prepared.config
         self._plan = plan
         self._on_event = on_event
-        self._pool = EnvPool(env_specs(self._config), pool_settings(self._config, log_dir))
-        self.workers = EnvironmentProcesses(self._pool)
+        self.workers = EnvPool(env_specs(self._config), pool_settings(self._config, log_dir))
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Random tokens: what environments say is not known before they run."""
@@ -104,7 +87,7 @@ class AgenticSide:
 
     def metrics(self) -> dict[str, float]:
         """Totals of the environment workers."""
-        return {f"env_workers/{name}": float(count) for name, count in self._pool.counts().items()}
+        return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
 
     def _rollout(
         self,
@@ -119,7 +102,7 @@ class AgenticSide:
         config = self._config
         return EpisodeRollout(
             generator=generator,
-            environments=self._pool,
+            environments=self.workers,
             managers=self._managers(manager, arguments),
             sampling=sampling_params(arguments, derived.sequence_length(config)),
             group_size=manager.group_size,

@@ -192,3 +192,6 @@ async def _end(tasks: Mapping[asyncio.Task[Episode], int]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(list(tasks))
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen: the first failure is being raised

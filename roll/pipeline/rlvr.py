@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,22 +21,6 @@ if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
 
 
-class RewardProcesses:
-    """The reward pool, which looks after its processes by itself, as part of a run."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self.pool = pool
-
-    async def start(self) -> None:
-        await self.pool.start()
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def shutdown(self) -> None:
-        await self.pool.shutdown()
-
-
 class RLVRSide:
     """See `RolloutSide`."""
 
@@ -50,8 +33,7 @@ class RLVRSide:
         self._config = prepared.config
         self._prompts = prompts
         self._validation_prompts = validation_prompts
-        self._pool = RewardPool(self._config.rewards)
-        self.workers = RewardProcesses(self._pool)
+        self.workers = RewardPool(self._config.rewards)
 
     def canary_prompts(self) -> list[np.ndarray]:
         """The training prompts."""
@@ -99,7 +81,7 @@ class RLVRSide:
         config, training = self._config, purpose == "train"
         return RolloutFunction(
             generator=generator,
-            judge=self._pool,
+            judge=self.workers,
             decoder=self._prepared.tokenizer,
             sampling=sampling_params(arguments, config.response_length),
             samples_per_group=config.num_return_sequences_in_group if training else arguments.num_return_sequences,

@@ -33,12 +33,10 @@ class Generator(Protocol):
 
 
 class WorkerProcesses(Protocol):
-    """The processes of a rollout side: reward workers, or environment workers."""
+    """The processes of a rollout side: reward workers, or environment workers. They look after themselves; what they
+    cannot recover from ends the rollouts that need them."""
 
     async def start(self) -> None: ...
-
-    async def run(self) -> None:
-        """Look after them until cancelled; raises what they cannot recover from."""
 
     async def shutdown(self) -> None: ...
 

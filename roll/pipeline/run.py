@@ -46,7 +46,7 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder) -> None:
         context = build_context(prepared, side, roles, locks, gate, recorder)
         graph = StageGraph(build_stages(prepared, context))
         try:
-            background = background_tasks(context, side, roles, gate)
+            background = background_tasks(context, roles, gate)
             await graph.run(background=background, first=lambda: publish_initial(context))
         finally:
             recorder.ledger = context.scheduler.ledger.counts()
@@ -126,14 +126,13 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
 
 
 def background_tasks(
-    context: RunContext, side: RolloutSide, roles: Roles, gate: EngineGate
+    context: RunContext, roles: Roles, gate: EngineGate
 ) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
     """What runs beside the stages: the scheduler, the engine and its gate, and whoever watches for trouble."""
     tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
         ("scheduler", context.scheduler.run),
         ("engine", roles.pool.run),
         ("gate", gate.run),
-        ("watch/rollouts", side.workers.run),
         ("watch/actor_train", roles.trainer.watch),
         ("stall", lambda: watch_for_stall(context)),
     ]

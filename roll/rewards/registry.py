@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import RewardConfig
-from roll.configs.wording import shown
+from roll.data.arguments import converted_arguments
 from roll.data.imports import import_object
 from roll.data.names import nearest_name_hint
 from roll.data.records import Prompt
@@ -93,7 +90,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
     problems = _argument_problems(config, parameters, named, takes_anything, path)
-    arguments, value_problems = _converted(config.verifier_args, named, path)
+    arguments, value_problems = converted_arguments(config.verifier_args, named, f"{path}.verifier_args")
     if problems or value_problems:
         raise ConfigError(problems + value_problems)
     truth = named.get("ground_truth")
@@ -224,32 +221,6 @@ def _argument_problems(
             message = f"`{config.verifier}` has no argument `{key}`"
             problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, nearest_name_hint(key, settable)))
     return problems
-
-
-def _converted(
-    arguments: Mapping[str, Any], named: Mapping[str, inspect.Parameter], path: str
-) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """The arguments, converted to the types the function's annotations name (a regular expression gets compiled)."""
-    converted = dict(arguments)
-    problems = []
-    for key, value in arguments.items():
-        annotation = named[key].annotation if key in named else inspect.Parameter.empty
-        if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-            continue
-        try:
-            converted[key] = _type_adapter(annotation).validate_python(value)
-        except ValidationError as cause:
-            reason = cause.errors()[0]["msg"]
-            message = f"{shown(value, key)} does not fit ({reason})"
-            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, f"a value for `{annotation}`"))
-    return converted, problems
-
-
-def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # the type brings its own settings
-        return TypeAdapter(annotation)
 
 
 def _number(verifier_name: str, value: Any, answer: Any) -> float:

@@ -19,13 +19,12 @@ from typing import Any
 
 import gymnasium
 from gymnasium.envs import registration
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 from roll.agentic.env.adapter import TextAdapter, accepted_options
 from roll.agentic.env.base import BadOption
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.wording import nearest, shown
+from roll.configs.wording import nearest
+from roll.data.arguments import converted_arguments
 from roll.data.imports import import_object
 from roll.data.names import nearest_name_hint
 
@@ -166,7 +165,7 @@ def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Re
     settable = {*named, *of_adapter, *source.extra_options}
     problems = [] if takes_anything else _unknown(env_type, env_config, settable, paths)
     problems += _missing(env_type, {**source.given, **env_config}, parameters, paths)
-    values, value_problems = _converted(env_config, {**named, **of_adapter}, paths)
+    values, value_problems = converted_arguments(env_config, {**named, **of_adapter}, paths.env_config)
     if problems or value_problems:
         raise ConfigError(problems + value_problems)
     options = _without(values, of_adapter)
@@ -286,32 +285,6 @@ def _missing(
             path = f"{paths.env_config}.{key}"
             problems.append(ConfigProblem(path, f"`{env_type}` needs `{key}`, which is not set", f"set `{path}`"))
     return problems
-
-
-def _converted(
-    env_config: Mapping[str, Any], named: Mapping[str, inspect.Parameter], paths: _Paths
-) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """The options, converted to the types that the annotations name."""
-    converted, problems = dict(env_config), []
-    for key, value in env_config.items():
-        annotation = named[key].annotation if key in named else inspect.Parameter.empty
-        if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-            continue
-        try:
-            converted[key] = _type_adapter(annotation).validate_python(value)
-        except ValidationError as cause:
-            reason = cause.errors()[0]["msg"]
-            message = f"{shown(value, key)} does not fit ({reason})"
-            wanted = annotation.__name__ if isinstance(annotation, type) else annotation
-            problems.append(ConfigProblem(f"{paths.env_config}.{key}", message, f"a value for `{wanted}`"))
-    return converted, problems
-
-
-def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # the type brings its own settings
-        return TypeAdapter(annotation)
 
 
 def _error(path: str, message: str, remedy: str) -> ConfigError:

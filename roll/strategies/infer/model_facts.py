@@ -13,11 +13,13 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+
+from roll.configs.errors import ConfigError
+from roll.data import tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
     try:
-        tokenizer = load_tokenizer(spec)
-    except (OSError, ValueError):
+        eos = load_tokenizer(spec).eos_token_id
+    except OSError:
         return ()
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return () if eos is None else (int(eos),)
 
 
 def _generation_eos(model_path: str) -> int | list[int] | None:
@@ -65,12 +67,15 @@ def _generation_eos(model_path: str) -> int | list[int] | None:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model. Raises ``OSError`` or ``ValueError`` if there is none (transformers itself would
-    make up an empty one for a folder without)."""
+    """The tokenizer beside the model, the one that prompts are read with. Raises ``OSError`` if there is none
+    (transformers itself would make up an empty one for a folder without)."""
     folder = Path(spec.model_path)
     if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
         raise OSError(f"{folder} holds no tokenizer_config.json")
-    return AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    try:
+        return tokenizer.load_tokenizer(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    except ConfigError as error:
+        raise OSError(str(error)) from error
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:

@@ -61,7 +61,7 @@ class StopStrings:
         if self._tokenizer is None:
             try:
                 self._tokenizer = self._load_tokenizer()
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 raise ValueError(
                     f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
                     f"{error}"
