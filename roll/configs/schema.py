@@ -532,6 +532,12 @@ class EnvWorkersConfig:
     silence_timeout_seconds: float = option(
         60.0, help="A worker process that does not answer for this long is replaced.", range=POSITIVE
     )
+    place_timeout_seconds: float = option(
+        3600.0, help="Longest time that an episode waits for one of the `max_sessions` places.", range=POSITIVE
+    )
+    max_memory_growth_gib: float = option(
+        4.0, help="A worker process whose memory grew by more is replaced when its episodes have ended.", range=POSITIVE
+    )
 
 
 @dataclass

@@ -24,6 +24,8 @@ from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train.microbatches import MicroBatchLimits
+from roll.strategies.train.setup import TrainerSetup
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,8 @@ class TrainWorker(Worker):
     def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         self.set_threads()
         config = spec.config
-        self._strategy = build_train_strategy(
-            config.strategy_args.strategy_name,
-            spec.model_path,
+        setup = TrainerSetup(
+            model_path=spec.model_path,
             rank=self.identity.rank,
             world_size=self.identity.world_size,
             master_address=master_address,
@@ -75,18 +76,19 @@ class TrainWorker(Worker):
             model_args=config.model_args,
             training_args=config.training_args,
             total_optimizer_steps=spec.total_optimizer_steps,
-            max_tokens_per_micro_batch_train=(
-                config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None
+            train_limits=MicroBatchLimits(
+                config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
+                config.training_args.per_device_train_batch_size,
             ),
-            micro_batch_size_train=config.training_args.per_device_train_batch_size,
-            max_tokens_per_micro_batch_infer=(
-                config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None
+            infer_limits=MicroBatchLimits(
+                config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
+                config.infer_batch_size,
             ),
-            micro_batch_size_infer=config.infer_batch_size,
             forward_only=spec.forward_only,
             seed=spec.seed,
             strategy_config=config.strategy_args.strategy_config,
         )
+        self._strategy = build_train_strategy(config.strategy_args.strategy_name, setup)
         self._strategy.initialize()
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:

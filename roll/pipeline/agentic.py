@@ -12,7 +12,7 @@ import numpy as np
 from roll.agentic.env_manager.registry import EnvManager
 from roll.agentic.env_manager.settings import ManagerSettings
 from roll.agentic.env_worker.pool import EnvPool, PoolSettings
-from roll.agentic.env_worker.records import EnvSpec
+from roll.agentic.env_worker.records import EnvSpec, HostSettings
 from roll.configs import derived
 from roll.configs.schema import AgenticConfig, CustomEnvConfig, EnvManagerConfig, GeneratingArguments
 from roll.data.records import Group
@@ -138,9 +138,11 @@ def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
     return PoolSettings(
         num_workers=workers.num_workers,
         max_sessions=workers.max_sessions,
+        host=HostSettings(max_memory_growth_bytes=int(workers.max_memory_growth_gib * 2**30)),
         start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
         silence_timeout_seconds=workers.silence_timeout_seconds,
         max_failed_starts=workers.max_failed_starts,
+        place_timeout_seconds=workers.place_timeout_seconds,
         log_dir=log_dir,
     )
 

@@ -80,7 +80,7 @@ def test_a_run_learns_in_an_environment_of_another_package(task, ray_cluster, ra
     assert run.summary["val/last"]["copy"] > run.summary["val/first"]["copy"]
     last = run.metrics[-1]
     assert last["env/copy/turns"] == 2 and last["env/copy/tokens"] == 2 and last["val/copy/failed_groups"] == 0
-    assert last["mismatch/tokens"] == 0 or last["mismatch/abs_mean"] < 1e-4
+    assert ratio > 0 or (last["mismatch/tokens"] > 0 and last["mismatch/abs_mean"] < 1e-4)
     shown = {path.name for path in (run.folder / "episodes" / f"version-{STEPS:06d}").iterdir()}
     assert shown == {f"copy-{which}.{kind}" for which in ("best", "worst", "random") for kind in ("txt", "gif", "png")}
 

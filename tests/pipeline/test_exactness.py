@@ -30,6 +30,7 @@ from roll.strategies.infer.base import GenerateRequest, SamplingParams
 from roll.strategies.infer.hf_infer import HFInferStrategy
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 from roll.strategies.weights import pack_buckets
+from tests.strategies.train.trainers import trainer_setup
 
 STEPS = 5
 
@@ -58,22 +59,14 @@ def plain_loop(task: Path, out: Path) -> None:
     )
     stream = PromptStream(prompts, seed=config.seed)
     trainer = Fsdp2TrainStrategy(
-        config.pretrain,
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=0,
-        device="cpu",
-        model_args=config.actor_train.model_args,
-        training_args=config.actor_train.training_args,
-        total_optimizer_steps=STEPS,
-        max_tokens_per_micro_batch_train=config.actor_train.max_tokens_per_microbatch_in_train,
-        micro_batch_size_train=1,
-        max_tokens_per_micro_batch_infer=config.actor_train.max_tokens_per_microbatch_in_infer,
-        micro_batch_size_infer=1,
-        forward_only=False,
-        seed=config.seed,
-        strategy_config={},
+        trainer_setup(
+            config.pretrain,
+            model_args=config.actor_train.model_args,
+            training_args=config.actor_train.training_args,
+            total_optimizer_steps=STEPS,
+            max_tokens=config.actor_train.max_tokens_per_microbatch_in_train,
+            seed=config.seed,
+        )
     )
     trainer.initialize()
     engine = HFInferStrategy(

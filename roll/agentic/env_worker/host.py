@@ -73,9 +73,10 @@ class EnvHost:
             return f"{self._threads.stuck} threads are stuck in environments that do not return"
         grown = holdings() - self._at_first
         extra_threads = grown.threads - self._threads.count
-        if grown.open_files > limits.max_open_files:
+        living = len(self._environments) + len(self._closing)
+        if grown.open_files > limits.max_open_files + living * limits.files_per_environment:
             return f"{grown.open_files} files were opened and not closed"
-        if extra_threads > limits.max_extra_threads:
+        if extra_threads > limits.max_extra_threads + living * limits.threads_per_environment:
             return f"{extra_threads} threads were started by environments and have not ended"
         if grown.resident_bytes > limits.max_memory_growth_bytes:
             return f"its memory has grown by {grown.resident_bytes / 2**20:.0f} MiB"

@@ -43,10 +43,15 @@ class HostSettings:
     """For an environment's `close`, which nobody waits for except at the very end."""
     max_stuck_threads: int = 8
     """Threads in calls that are past their deadline and will perhaps never return."""
-    max_open_files: int = 4096
-    """More than when the process began. This and what follows finds environments that leak; Linux only."""
-    max_extra_threads: int = 1024
-    """More than when the process began, the threads of running calls not counted."""
+    max_open_files: int = 1024
+    """More than when the process began and than `files_per_environment` explains. This and what follows finds
+    environments that leak; Linux only."""
+    files_per_environment: int = 32
+    """What a living environment may hold; one with a tool server has pipes and sockets."""
+    max_extra_threads: int = 256
+    """More than when the process began and than `threads_per_environment` explains, those of running calls not
+    counted."""
+    threads_per_environment: int = 8
     max_memory_growth_bytes: int = 4 * 2**30
     """Resident."""
     leak_check_seconds: float = 1.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll.configs.errors import ConfigProblem
     from roll.strategies.train.base import TrainStrategy
+    from roll.strategies.train.setup import TrainerSetup
 
 TRAIN_STRATEGIES = {"fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy"}
 """Strategy name -> ``module:class``."""
@@ -29,9 +30,9 @@ def train_strategy_class(name: str) -> type:
     return getattr(importlib.import_module(module), class_name)
 
 
-def build_train_strategy(name: str, model_path: str, **arguments: Any) -> TrainStrategy:
-    """One rank of the trainer ``name``, not yet initialised; ``arguments`` are those of its constructor."""
-    return train_strategy_class(name)(model_path, **arguments)
+def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy:
+    """One rank of the trainer ``name``, not yet initialised."""
+    return train_strategy_class(name)(setup)
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:

@@ -9,10 +9,9 @@ calls give equal bits.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,30 +21,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from roll.algorithms.aggregation import LossNormalizers
-from roll.algorithms.logprobs import (
-    LINEAR_CHUNK_ELEMENTS,
-    linear_logprobs,
-    linear_logprobs_and_entropy,
-    token_logprobs,
-    token_logprobs_and_entropy,
-)
-from roll.algorithms.metrics import LossMetrics, combine
+from roll.algorithms.metrics import LossMetrics
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import export_model, load_model
 from roll.strategies.train.fsdp2_options import parse_options
-from roll.strategies.train.head import gives_back_head_results, install_output_head
+from roll.strategies.train.head import install_output_head
+from roll.strategies.train.hf_forward import HfForward
 from roll.strategies.train.microbatches import (
     MicroBatch,
-    MicroBatchPlan,
+    MicroBatchLimits,
     build_micro_batch,
     plan_micro_batches,
     predicted_tokens,
     scatter_to_tokens,
 )
-from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_factor
+from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
+from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.step import TrainingStep, combined_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,73 +47,41 @@ if TYPE_CHECKING:
 class Fsdp2TrainStrategy:
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        rank: int,
-        world_size: int,
-        master_address: str,
-        master_port: int,
-        device: Literal["cpu", "cuda"],
-        model_args: ModelArguments,
-        training_args: TrainingArguments,
-        total_optimizer_steps: int,
-        max_tokens_per_micro_batch_train: int | None,
-        micro_batch_size_train: int,
-        max_tokens_per_micro_batch_infer: int | None,
-        micro_batch_size_infer: int,
-        forward_only: bool,
-        seed: int,
-        strategy_config: dict[str, Any],
-    ) -> None:
-        self.options = parse_options(strategy_config)
-        self.model_path = model_path
-        self.rank = rank
-        self.world_size = world_size
-        self.master = f"tcp://{master_address}:{master_port}"
-        self.device_type = device
-        self.model_args = model_args
-        self.training_args = training_args
-        self.total_optimizer_steps = total_optimizer_steps
-        self.train_limits = (max_tokens_per_micro_batch_train, micro_batch_size_train)
-        self.infer_limits = (max_tokens_per_micro_batch_infer, micro_batch_size_infer)
-        self.forward_only = forward_only
-        self.seed = seed
-        self.chunk_elements = LINEAR_CHUNK_ELEMENTS
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup = setup
+        self.options = parse_options(setup.strategy_config)
 
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
-        torch.manual_seed(self.seed)
+        setup = self.setup
+        torch.manual_seed(setup.seed)
         self.device = self._pick_device()
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
-            init_method=self.master,
-            rank=self.rank,
-            world_size=self.world_size,
+            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
+            init_method=setup.rendezvous,
+            rank=setup.rank,
+            world_size=setup.world_size,
             timeout=timedelta(seconds=self.options.process_group_timeout_seconds),
         )
-        model = load_model(self.model_path, self.model_args, self._stored_dtype())
+        model = load_model(setup.model_path, setup.model_args, self._stored_dtype())
         head = install_output_head(model)
         self.model = self._shard(model)
-        self.keeps_positions = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        fused = head is not None and gives_back_head_results(self.model, head, self.device)
-        self.head = head if fused else None
+        self.forward = HfForward(self.model, head, self.device)
         self._reshard()
-        if self.forward_only:
+        if setup.forward_only:
             return
-        self.optimizer = build_optimizer(self.model.parameters(), self.training_args)
-        self.learning_rate_factor = learning_rate_factor(self.training_args, self.total_optimizer_steps)
+        self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+        self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
         self.optimizer_steps = 0
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         wanted = predicted_tokens(batch)
         values = np.zeros(len(wanted), dtype=np.float32)
-        for rows in self._plan(batch, self.infer_limits)[self.rank]:
+        for rows in self._rows(batch, self.setup.infer_limits):
             micro_batch = build_micro_batch(batch, rows, wanted, (), self.device)
             with torch.no_grad():
-                logprobs = self._logprobs(micro_batch, temperature)
+                logprobs = self.forward.logprobs(micro_batch, temperature)
             scatter_to_tokens(logprobs.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, rows, values)
         self._reshard()
         # Each token is non-zero on one rank only, so this sum changes no bit of it.
@@ -136,23 +97,14 @@ class Fsdp2TrainStrategy:
         not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
         forward-only role.
         """
-        if self.forward_only:
+        if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
-        fields = _training_fields(batch, objective)
-        wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
-        trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
-        owner = np.repeat(np.arange(len(batch)), batch.lengths)
-        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)))
+        step = TrainingStep.of(batch, objective)
+        rows = self._rows(batch, self.setup.train_limits)
         parts = [
-            self._accumulate(
-                build_micro_batch(batch, rows, wanted, fields, self.device, objective.sample_fields),
-                objective,
-                normalizers,
-                temperature,
-            )
-            for rows in self._plan(batch, self.train_limits)[self.rank]
+            self._accumulate(step, micro_batch, temperature) for micro_batch in step.micro_batches(rows, self.device)
         ]
-        return {**self._combined(parts), **self._update(nothing_to_learn=normalizers.tokens == 0)}
+        return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective.
@@ -162,16 +114,16 @@ class Fsdp2TrainStrategy:
         self._reshard()
         for name, parameter in self.model.named_parameters():
             weight = parameter.detach()
-            yield name, (weight.to_local() if self.world_size == 1 else weight.full_tensor()).float()
+            yield name, (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
     def save(self, path: str) -> None:
         """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""
         state = {}
         for name, weight in self.named_weights():
-            if self.rank == 0:
+            if self.setup.rank == 0:
                 state[name] = weight.cpu().clone()
-        if self.rank == 0:
-            export_model(self.model, state, self.model_path, path, self.model_args.trust_remote_code)
+        if self.setup.rank == 0:
+            export_model(self.model, state, self.setup.model_path, path, self.setup.model_args.trust_remote_code)
         dist.barrier()
 
     def load(self, path: str) -> None:
@@ -180,7 +132,7 @@ class Fsdp2TrainStrategy:
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
         self._reshard()
-        source = dict(load_model(path, self.model_args, self._stored_dtype()).named_parameters())
+        source = dict(load_model(path, self.setup.model_args, self._stored_dtype()).named_parameters())
         own = dict(self.model.named_parameters())
         if source.keys() != own.keys():
             raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ own.keys())}")
@@ -197,13 +149,13 @@ class Fsdp2TrainStrategy:
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
-        if self.device_type == "cuda":
+        if self.setup.device == "cuda":
             self._move_states(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def load_states(self) -> None:
         """Undo `offload_states`."""
-        if self.device_type == "cuda":
+        if self.setup.device == "cuda":
             self._move_states(self.device)
 
     def shutdown(self) -> None:
@@ -212,29 +164,29 @@ class Fsdp2TrainStrategy:
             dist.destroy_process_group()
 
     def _pick_device(self) -> torch.device:
-        if self.device_type == "cpu":
+        if self.setup.device == "cpu":
             return torch.device("cpu")
-        device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        device = torch.device("cuda", self.setup.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
 
     def _stored_dtype(self) -> torch.dtype:
         """A frozen model is never updated, and so needs no float32 master."""
-        return getattr(torch, self.model_args.dtype) if self.forward_only else torch.float32
+        return getattr(torch, self.setup.model_args.dtype) if self.setup.forward_only else torch.float32
 
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         model.eval()
-        model.requires_grad_(not self.forward_only)
+        model.requires_grad_(not self.setup.forward_only)
         layers = _decoder_layers(model)
-        if self.options.gradient_checkpointing and not self.forward_only:
+        if self.options.gradient_checkpointing and not self.setup.forward_only:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in layers:
                 # Checkpointing asks the layer itself whether it trains; its children, dropout among them, stay in eval.
                 layer.training = True
         settings = {
-            "mesh": init_device_mesh(self.device_type, (self.world_size,)),
+            "mesh": init_device_mesh(self.setup.device, (self.setup.world_size,)),
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.model_args.dtype), reduce_dtype=torch.float32
+                param_dtype=getattr(torch, self.setup.model_args.dtype), reduce_dtype=torch.float32
             ),
         }
         for layer in layers:
@@ -251,73 +203,26 @@ class Fsdp2TrainStrategy:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _plan(self, batch: SampleBatch, limits: tuple[int | None, int]) -> MicroBatchPlan:
-        max_tokens, max_samples = limits
-        return plan_micro_batches(batch.lengths, self.world_size, max_tokens, max_samples)
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        """This rank's micro-batches."""
+        return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
-    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        """``[rows, kept]``."""
-        targets = micro_batch.targets
-        if self.head is None:
-            return token_logprobs(self._logits(micro_batch), targets, temperature)
-
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            kept = hidden[:, micro_batch.positions]
-            return linear_logprobs(kept, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
-
-        with self.head.computing(compute):
-            return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits.squeeze(-1)
-
-    def _logprobs_and_entropy(
-        self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """``[rows, kept]`` each, the entropy without a gradient unless asked for."""
-        targets = micro_batch.targets
-        if self.head is None:
-            return token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
-
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            kept = hidden[:, micro_batch.positions]
-            results = linear_logprobs_and_entropy(
-                kept, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
-            )
-            return torch.stack(results, dim=-1)
-
-        with self.head.computing(compute):
-            output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
-        logprobs, entropy = output.logits.unbind(-1)
-        return logprobs, entropy if entropy_gradient else entropy.detach()
-
-    def _logits(self, micro_batch: MicroBatch) -> Tensor:
-        """``[rows, kept, vocabulary]``. The model's default positions and causal mask fit right padding."""
-        if self.keeps_positions:
-            output = self.model(input_ids=micro_batch.input_ids, use_cache=False, logits_to_keep=micro_batch.positions)
-            return output.logits
-        return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[:, micro_batch.positions]
-
-    def _accumulate(
-        self, micro_batch: MicroBatch, objective: PolicyObjective, normalizers: LossNormalizers, temperature: float
-    ) -> LossMetrics:
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> LossMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
-        logprobs, entropy = self._logprobs_and_entropy(micro_batch, temperature, objective.needs_entropy_gradient)
-        fields = micro_batch.fields
-        loss, metrics = objective(logprobs, entropy, micro_batch.mask, normalizers, fields, fields.get("loss_mask"))
+        logprobs, entropy = self.forward.logprobs_and_entropy(
+            micro_batch, temperature, step.objective.needs_entropy_gradient
+        )
+        loss, metrics = step.loss(micro_batch, logprobs, entropy)
         # Sharding averages gradients over ranks; the contributions of ranks are to be summed.
-        (loss * self.world_size).backward()
+        (loss * self.setup.world_size).backward()
         return metrics
-
-    def _combined(self, parts: list[LossMetrics]) -> dict[str, float]:
-        sums, maxima = (vector.cpu() for vector in combine(parts))
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return parts[0].from_vectors(sums.tolist(), maxima.tolist())
 
     def _update(self, nothing_to_learn: bool) -> dict[str, float]:
         """Clip, step unless the gradient is not finite or no token was trained on, advance the schedule in any case."""
-        learning_rate = self.training_args.learning_rate * self.learning_rate_factor(self.optimizer_steps)
+        learning_rate = self.learning_rate(self.optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        grad_norm = float(clip_gradients(self.model.parameters(), self.training_args.max_grad_norm))
+        grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
         skipped = nothing_to_learn or not np.isfinite(grad_norm)
         if not skipped:
             self.optimizer.step()
@@ -327,24 +232,13 @@ class Fsdp2TrainStrategy:
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
-        if self.forward_only:
+        if self.setup.forward_only:
             return
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 # Step counters are scalars that AdamW keeps on the CPU.
                 if isinstance(value, Tensor) and value.ndim > 0:
                     state[name] = value.to(device)
-
-
-def _training_fields(batch: SampleBatch, objective: PolicyObjective) -> list[str]:
-    """Names of the per-token fields that the objective reads, all of them there."""
-    fields = list(objective.token_fields)
-    missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
-    missing += [name for name in objective.sample_fields if name not in batch.per_sample]
-    if missing:
-        there = ", ".join(sorted([*batch.tokens, *batch.per_sample]))
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {there}")
-    return [*fields, "loss_mask"] if "loss_mask" in batch.tokens else fields
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -21,16 +21,25 @@ MicroBatchPlan = list[list[list[int]]]
 """Rank -> micro-batch -> rows of the batch; a rank short of work has empty micro-batches at its end."""
 
 
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """How much a micro-batch may hold."""
+
+    max_tokens: int | None
+    """Padded tokens; None: any number."""
+    max_samples: int
+    """Counts only where `max_tokens` is None."""
+
+
 def plan_micro_batches(
-    lengths: Sequence[int] | np.ndarray, world_size: int, max_tokens: int | None, max_samples: int
+    lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits
 ) -> MicroBatchPlan:
     """Share samples over ranks and micro-batches.
 
-    A micro-batch holds at most ``max_tokens`` padded tokens, or ``max_samples`` samples if ``max_tokens`` is ``None``.
     A sample longer than the budget has a micro-batch to itself. Rows of similar length meet, the longest first, so that
     a batch too large for the device fails at once.
     """
-    by_rank = [_fill(rows, lengths, max_tokens, max_samples) for rows in _balanced(lengths, world_size)]
+    by_rank = [_fill(rows, lengths, limits) for rows in _balanced(lengths, world_size)]
     count = max(1, max(len(micro_batches) for micro_batches in by_rank))
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
 
@@ -46,15 +55,14 @@ def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list
     return ranks
 
 
-def _fill(
-    rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int | None, max_samples: int
-) -> list[list[int]]:
+def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBatchLimits) -> list[list[int]]:
     """Cut rows (longest first) into micro-batches; the first row of each sets its width."""
+    max_tokens = limits.max_tokens
     micro_batches: list[list[int]] = []
     for row in rows:
         if micro_batches:
             current = micro_batches[-1]
-            limit = max_samples if max_tokens is None else max_tokens // max(1, int(lengths[current[0]]))
+            limit = limits.max_samples if max_tokens is None else max_tokens // max(1, int(lengths[current[0]]))
             if len(current) < limit:
                 current.append(row)
                 continue

@@ -32,11 +32,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArgum
     )
 
 
-def learning_rate_factor(arguments: TrainingArguments, total_steps: int) -> Callable[[int], float]:
-    """Share of the peak learning rate at optimizer step s = 0, 1, ... of ``total_steps``.
+def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Callable[[int], float]:
+    """The learning rate at optimizer step s = 0, 1, ... of ``total_steps``.
 
-    Warm-up over w steps: (s + 1) / w. Then 1 (``constant``), 1 - x (``linear``) or (1 + cos(pi x)) / 2 (``cosine``)
-    with x = (s - w) / (total - w), held at its end after the last step.
+    Its share of the peak in a warm-up over w steps: (s + 1) / w. Then 1 (``constant``), 1 - x (``linear``) or
+    (1 + cos(pi x)) / 2 (``cosine``) with x = (s - w) / (total - w), held at its end after the last step.
     """
     warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
 
@@ -48,7 +48,7 @@ def learning_rate_factor(arguments: TrainingArguments, total_steps: int) -> Call
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         return 1.0 - progress if arguments.lr_scheduler_type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
 
-    return factor
+    return lambda step: arguments.learning_rate * factor(step)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

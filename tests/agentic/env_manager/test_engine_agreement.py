@@ -17,7 +17,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll.agentic.env_manager.registry import make_manager
 from roll.agentic.episode import SampledTurn
-from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.chat_turns import ChatTurns
 from roll.data.records import SampleBatch
 from roll.strategies.infer.base import GenerateRequest, InferStrategy, SamplingParams
@@ -25,7 +24,7 @@ from roll.strategies.infer.hf_infer import HFInferStrategy
 from roll.strategies.train import build_train_strategy
 from tests.agentic.env_manager.episodes import ScriptedSession, limits, observe
 from tests.data.chat_templates import FORMATS, make_tokenizer
-from tests.strategies.train.trainers import free_ports
+from tests.strategies.train.trainers import trainer_setup
 
 EPISODES = 12
 TURNS = 4
@@ -105,25 +104,7 @@ def log_probs():
     """What the trainer makes of samples, as one flat array."""
 
     def compute(path: str, samples) -> np.ndarray:
-        trainer = build_train_strategy(
-            "fsdp2_train",
-            path,
-            rank=0,
-            world_size=1,
-            master_address="127.0.0.1",
-            master_port=free_ports(1)[0],
-            device="cpu",
-            model_args=ModelArguments(),
-            training_args=TrainingArguments(),
-            total_optimizer_steps=1,
-            max_tokens_per_micro_batch_train=10_000,
-            micro_batch_size_train=1,
-            max_tokens_per_micro_batch_infer=10_000,
-            micro_batch_size_infer=1,
-            forward_only=False,
-            seed=0,
-            strategy_config={},
-        )
+        trainer = build_train_strategy("fsdp2_train", trainer_setup(path))
         trainer.initialize()
         return trainer.log_probs(SampleBatch.from_samples(samples), 1.0)
 

@@ -274,8 +274,16 @@ def test_stuck_threads_are_counted_until_they_return():
 @pytest.mark.parametrize(
     ("order", "limit", "words"),
     [
-        ("files 20", {"max_open_files": 15}, "files were opened and not closed"),
-        ("threads 20", {"max_extra_threads": 15}, "threads were started by environments and have not ended"),
+        (
+            "files 20",
+            {"max_open_files": 7, "files_per_environment": 8},
+            "files were opened and not closed",
+        ),
+        (
+            "threads 20",
+            {"max_extra_threads": 7, "threads_per_environment": 8},
+            "threads were started by environments and have not ended",
+        ),
         ("memory 200000000", {"max_memory_growth_bytes": 100_000_000}, "its memory has grown by"),
     ],
 )
@@ -291,6 +299,31 @@ def test_leaks_are_seen(order, limit, words, monkeypatch):
     run(use, limits=HostSettings(**limit))
 
 
+@pytest.mark.parametrize("order", ["files 8", "threads 8"])
+def test_what_living_environments_hold_is_no_leak(order, monkeypatch):
+    monkeypatch.setattr(sample_environments, "KEPT", [])
+
+    async def use(host: EnvHost) -> None:
+        sessions = [host.open("a", False) for _ in range(40)]
+        for session in sessions:
+            await session.reset(1)
+            await session.step(order)
+        assert host.retire_because() is None
+        for session in sessions[:20]:
+            await session.step("raise")
+        while host.counts["closed"] < 20:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        assert host.retire_because() is not None
+
+    run(
+        use,
+        limits=HostSettings(
+            max_open_files=20, files_per_environment=8, max_extra_threads=20, threads_per_environment=8
+        ),
+    )
+
+
 def test_threads_of_running_calls_are_no_leak(tmp_path):
     async def use(host: EnvHost) -> None:
         sessions = [host.open("a", False) for _ in range(40)]
@@ -301,7 +334,7 @@ def test_threads_of_running_calls_are_no_leak(tmp_path):
         (tmp_path / "go").touch()
         await asyncio.gather(*steps)
 
-    run(use, limits=HostSettings(max_extra_threads=8))
+    run(use, limits=HostSettings(max_extra_threads=8, threads_per_environment=0))
 
 
 def test_closing_closes_every_environment_idle_or_not():

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.configs.schema import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy
 from roll.strategies.weights import pack_buckets
 from tests.strategies.infer.vllm_helpers import assert_close, request
-from tests.strategies.train.trainers import free_ports
+from tests.strategies.train.trainers import trainer_setup
 
 PROMPT = (5, 6, 7)
 SAMPLES = 24
@@ -22,25 +22,8 @@ SAMPLES = 24
 
 @pytest.fixture
 def trainer(vllm_path):
-    trainer = build_train_strategy(
-        "fsdp2_train",
-        vllm_path,
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_ports(1)[0],
-        device="cpu",
-        model_args=ModelArguments(),
-        training_args=TrainingArguments(learning_rate=3e-3),
-        total_optimizer_steps=20,
-        max_tokens_per_micro_batch_train=10_000,
-        micro_batch_size_train=1,
-        max_tokens_per_micro_batch_infer=10_000,
-        micro_batch_size_infer=1,
-        forward_only=False,
-        seed=0,
-        strategy_config={},
-    )
+    arguments = TrainingArguments(learning_rate=3e-3)
+    trainer = build_train_strategy("fsdp2_train", trainer_setup(vllm_path, training_args=arguments))
     trainer.initialize()
     yield trainer
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
-from tests.strategies.train.trainers import ALMOST_SGD, free_ports
+from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
 
 VOCABULARY = 23
 def write_model(path: Path, tied: bool = True, seed: int = 0) -> str:
@@ -28,20 +28,8 @@ def write_model(path: Path, tied: bool = True, seed: int = 0) -> str:
     return str(path)
 
 
-def build(model_path, *, rank=0, world_size=1, port=None, training=ALMOST_SGD, max_tokens=10_000, size=1, **changes):
-    arguments = {
-        "model_args": ModelArguments(),
-        "total_optimizer_steps": 10,
-        "forward_only": False,
-        "seed": 0,
-        "strategy_config": {"process_group_timeout_seconds": 60},
-    } | changes
-    trainer = build_train_strategy(
-        "fsdp2_train", model_path, rank=rank, world_size=world_size, master_address="127.0.0.1",
-        master_port=port or free_ports(1)[0], device="cpu", training_args=training,
-        max_tokens_per_micro_batch_train=max_tokens, micro_batch_size_train=size,
-        max_tokens_per_micro_batch_infer=max_tokens, micro_batch_size_infer=size, **arguments,
-    )  # fmt: skip
+def build(model_path, **changes):
+    trainer = build_train_strategy("fsdp2_train", trainer_setup(model_path, **{"training_args": ALMOST_SGD} | changes))
     trainer.initialize()
     return trainer
 
@@ -170,8 +158,8 @@ def reference_results(model_path):
     return results
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": 12}, {"max_tokens": 25}, {"max_tokens": None, "size": 1},
-                                    {"max_tokens": None, "size": 3}])  # fmt: skip
+@pytest.mark.parametrize("limits", [{"max_tokens": 12}, {"max_tokens": 25}, {"max_tokens": None, "max_samples": 1},
+                                    {"max_tokens": None, "max_samples": 3}])  # fmt: skip
 def test_any_micro_batch_split_gives_the_same_training(start, model_path, reference_results, limits):
     assert_close(two_steps(start(model_path, **limits)), reference_results)
 
@@ -270,7 +258,7 @@ def test_weights_that_do_not_fit_are_named(start, model_path, tmp_path):
 
 def test_gradients_are_clipped_to_the_configured_norm(start, model_path):
     before = weights_of(start(model_path))
-    trainer = start(model_path, training=replace(ALMOST_SGD, max_grad_norm=0.01))
+    trainer = start(model_path, training_args=replace(ALMOST_SGD, max_grad_norm=0.01))
     assert trainer.train_step(make_batch(), OBJECTIVE, 1.0)["grad_norm"] > 0.1
     moved = np.concatenate([(value - before[name]).ravel() for name, value in weights_of(trainer).items()])
     assert np.linalg.norm(moved) == pytest.approx(ALMOST_SGD.learning_rate * 0.01, rel=0.01)
@@ -278,7 +266,7 @@ def test_gradients_are_clipped_to_the_configured_norm(start, model_path):
 
 def test_learning_rate_follows_the_schedule(start, model_path):
     training = TrainingArguments(learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
-    trainer = start(model_path, training=training, total_optimizer_steps=4)
+    trainer = start(model_path, training_args=training, total_optimizer_steps=4)
     rates = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["learning_rate"] for _ in range(5)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 0.0])
 
@@ -324,7 +312,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_said(start, model_path):
 
 @pytest.mark.parametrize("pg_variant", ["vanilla", "ppo", "tis"])
 def test_positive_advantages_raise_the_probability_of_the_tokens(start, model_path, pg_variant):
-    trainer = start(model_path, training=TrainingArguments(learning_rate=1e-2))
+    trainer = start(model_path, training_args=TrainingArguments(learning_rate=1e-2))
     batch = make_batch()
     wanted = batch.tokens["response_mask"].copy()
     wanted[batch.offsets[:-1]] = False

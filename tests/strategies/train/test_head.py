@@ -30,7 +30,7 @@ from roll.configs.schema import ModelArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 from roll.strategies.train.head import gives_back_head_results, install_output_head
-from tests.strategies.train.trainers import ALMOST_SGD, free_ports
+from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
 
 VOCABULARY = 61
 
@@ -122,15 +122,14 @@ def build(path: str, *, rank=0, world_size=1, port=None, dtype="float32", max_to
     # Gemma 2 caps its attention scores, which `sdpa` cannot.
     model_args = ModelArguments(dtype=dtype, attn_implementation="eager" if "gemma" in path else "sdpa")
     trainer = Fsdp2TrainStrategy(
-        path, rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port or free_ports(1)[0],
-        device="cpu", model_args=model_args, training_args=ALMOST_SGD, total_optimizer_steps=10,
-        max_tokens_per_micro_batch_train=max_tokens, micro_batch_size_train=1,
-        max_tokens_per_micro_batch_infer=max_tokens, micro_batch_size_infer=1, forward_only=False, seed=0,
-        strategy_config={"process_group_timeout_seconds": 60},
+        trainer_setup(
+            path, rank=rank, world_size=world_size, port=port, model_args=model_args, training_args=ALMOST_SGD,
+            max_tokens=max_tokens,
+        )
     )  # fmt: skip
     trainer.initialize()
     if chunk_elements is not None:
-        trainer.chunk_elements = chunk_elements
+        trainer.forward.chunk_elements = chunk_elements
     return trainer
 
 
@@ -244,11 +243,11 @@ def test_a_head_that_is_no_plain_linear_layer_is_left_alone():
 @pytest.mark.parametrize("kind", ["tied", "untied", "biased_head", "plain_signature"])
 def test_chunks_train_the_same_and_one_chunk_has_the_bits_of_full_logits(start, saved, kind, objective):
     trainer = start(saved(kind))
-    assert trainer.head is not None
+    assert trainer.forward.head is not None
     fused = everything(trainer, objective)
     assert_close(everything(start(saved(kind), chunk_elements=5 * VOCABULARY + 7), objective), fused)
     trainer = start(saved(kind))
-    trainer.head = None
+    trainer.forward.head = None
     full = everything(trainer, objective)
     # A model that cannot leave positions out multiplies matrices of another shape.
     (assert_close if kind == "plain_signature" else assert_same_bits)(fused, full)
@@ -257,7 +256,7 @@ def test_chunks_train_the_same_and_one_chunk_has_the_bits_of_full_logits(start, 
 @pytest.mark.parametrize("kind", FULL_LOGITS)
 def test_models_that_change_their_logits_are_trained_on_what_they_give(start, saved, kind):
     trainer = start(saved(kind), chunk_elements=100)
-    assert trainer.head is None
+    assert trainer.forward.head is None
     results = everything(trainer)
     model = AutoModelForCausalLM.from_pretrained(saved(kind)).eval()
     batch = make_batch()
@@ -273,7 +272,7 @@ def test_models_that_change_their_logits_are_trained_on_what_they_give(start, sa
 def test_low_precision_compute_trains_alike_in_chunks_and_in_one(start, saved):
     fused = everything(start(saved("tied"), dtype="bfloat16"))
     trainer = start(saved("tied"), dtype="bfloat16")
-    trainer.head = None
+    trainer.forward.head = None
     assert_same_bits(fused, everything(trainer))
     chunked = everything(start(saved("tied"), dtype="bfloat16", chunk_elements=5 * VOCABULARY))
     exact = everything(start(saved("tied")))
@@ -312,7 +311,7 @@ def test_no_tensor_of_the_trainer_has_the_size_of_the_logits(start, saved):
         return seen.elements
 
     assert largest() > logits
-    trainer.chunk_elements = 1000
+    trainer.forward.chunk_elements = 1000
     # What the layers need: 4 x 60 tokens of size 24.
     assert largest() < logits / 2
 

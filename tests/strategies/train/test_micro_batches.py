@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roll.data.records import SampleBatch
 from roll.strategies.train.microbatches import (
+    MicroBatchLimits,
     build_micro_batch,
     plan_micro_batches,
     predicted_tokens,
@@ -21,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 @settings(deadline=None, max_examples=200)
 @given(lengths=LENGTHS, world_size=st.integers(1, 4), max_tokens=st.integers(1, 200))
 def test_token_budget_holds_and_every_row_appears_once(lengths, world_size, max_tokens):
-    plan = plan_micro_batches(lengths, world_size, max_tokens, 1)
+    plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(max_tokens, 1))
     rows = [row for rank in plan for micro_batch in rank for row in micro_batch]
     assert sorted(rows) == list(range(len(lengths)))
     assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
@@ -32,7 +33,7 @@ def test_token_budget_holds_and_every_row_appears_once(lengths, world_size, max_
 @settings(deadline=None, max_examples=100)
 @given(lengths=LENGTHS, world_size=st.integers(1, 4), size=st.integers(1, 8))
 def test_fixed_size_holds_and_every_row_appears_once(lengths, world_size, size):
-    plan = plan_micro_batches(lengths, world_size, None, size)
+    plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(None, size))
     sizes = [len(micro_batch) for rank in plan for micro_batch in rank]
     assert max(sizes) <= size and sum(sizes) == len(lengths)
     assert len(plan[0]) == max(1, -(-max(sum(map(len, rank)) for rank in plan) // size))
@@ -41,17 +42,17 @@ def test_fixed_size_holds_and_every_row_appears_once(lengths, world_size, size):
 @settings(deadline=None, max_examples=100)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), world_size=st.integers(1, 4))
 def test_ranks_get_about_equally_many_tokens(lengths, world_size):
-    plan = plan_micro_batches(lengths, world_size, 100, 1)
+    plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(100, 1))
     loads = [sum(lengths[row] for micro_batch in rank for row in micro_batch) for rank in plan]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 def test_a_row_longer_than_the_budget_is_alone():
-    assert plan_micro_batches([5, 100, 5], 1, 20, 1) == [[[1], [0, 2]]]
+    assert plan_micro_batches([5, 100, 5], 1, MicroBatchLimits(20, 1)) == [[[1], [0, 2]]]
 
 
 def test_a_rank_short_of_work_gets_empty_micro_batches():
-    assert plan_micro_batches([3], 2, 100, 1) == [[[0]], [[]]]
+    assert plan_micro_batches([3], 2, MicroBatchLimits(100, 1)) == [[[0]], [[]]]
 
 
 def make_batch():

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from roll.configs.schema import TrainingArguments
-from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_factor
+from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
 
 
 def factors(total, count, **arguments):
-    factor = learning_rate_factor(TrainingArguments(**arguments), total)
-    return [factor(step) for step in range(count)]
+    """Shares of the peak."""
+    schedule = learning_rate_schedule(TrainingArguments(learning_rate=0.25, **arguments), total)
+    return [schedule(step) / 0.25 for step in range(count)]
 
 
 def test_warm_up_rises_linearly_and_reaches_the_peak():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from typing import Any
 
-from roll.configs.schema import TrainingArguments
+from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.strategies.train.microbatches import MicroBatchLimits
+from roll.strategies.train.setup import TrainerSetup
 
 ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
 """With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
@@ -18,3 +21,26 @@ def free_ports(count: int) -> list[int]:
         for server in servers:
             server.bind(("127.0.0.1", 0))
         return [server.getsockname()[1] for server in servers]
+
+
+def trainer_setup(
+    model_path: str, *, max_tokens: int | None = 10_000, max_samples: int = 1, port: int | None = None, **changes: Any
+) -> TrainerSetup:
+    """One rank on a CPU with the default arguments, unless said otherwise."""
+    limits = MicroBatchLimits(max_tokens, max_samples)
+    settings = {
+        "rank": 0,
+        "world_size": 1,
+        "master_address": "127.0.0.1",
+        "master_port": port or free_ports(1)[0],
+        "device": "cpu",
+        "model_args": ModelArguments(),
+        "training_args": TrainingArguments(),
+        "total_optimizer_steps": 10,
+        "train_limits": limits,
+        "infer_limits": limits,
+        "forward_only": False,
+        "seed": 0,
+        "strategy_config": {"process_group_timeout_seconds": 60},
+    }
+    return TrainerSetup(model_path=model_path, **settings | changes)

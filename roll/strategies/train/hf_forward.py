@@ -1,0 +1,74 @@
+"""The forward pass of a Hugging Face causal model, as far as a trainer needs it: two numbers for each wanted token.
+
+The same for every trainer that keeps the model's own modules. Where the model allows, both numbers are computed inside
+its head, so that no logits of a whole micro-batch exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from roll.algorithms.logprobs import (
+    LINEAR_CHUNK_ELEMENTS,
+    linear_logprobs,
+    linear_logprobs_and_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
+from roll.strategies.train.head import OutputHead, gives_back_head_results
+from roll.strategies.train.microbatches import MicroBatch
+
+
+class HfForward:
+    """Calls a model, which a trainer may have wrapped. ``head``: what `install_output_head` gave for it."""
+
+    def __init__(self, model: nn.Module, head: OutputHead | None, device: torch.device) -> None:
+        """Collective: the model is tried on a few tokens."""
+        self.model = model
+        self.keeps_positions = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.head = head if head is not None and gives_back_head_results(model, head, device) else None
+        self.chunk_elements = LINEAR_CHUNK_ELEMENTS
+        """Logits that the head computes at a time."""
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        """``[rows, kept]``."""
+        targets = micro_batch.targets
+        if self.head is None:
+            return token_logprobs(self._logits(micro_batch), targets, temperature)
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            kept = hidden[:, micro_batch.positions]
+            return linear_logprobs(kept, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
+
+        with self.head.computing(compute):
+            return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits.squeeze(-1)
+
+    def logprobs_and_entropy(
+        self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``[rows, kept]`` each, the entropy without a gradient unless asked for."""
+        targets = micro_batch.targets
+        if self.head is None:
+            return token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            kept = hidden[:, micro_batch.positions]
+            results = linear_logprobs_and_entropy(
+                kept, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
+            )
+            return torch.stack(results, dim=-1)
+
+        with self.head.computing(compute):
+            output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
+        logprobs, entropy = output.logits.unbind(-1)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
+
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
+        """``[rows, kept, vocabulary]``. The model's default positions and causal mask fit right padding."""
+        if self.keeps_positions:
+            output = self.model(input_ids=micro_batch.input_ids, use_cache=False, logits_to_keep=micro_batch.positions)
+            return output.logits
+        return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[:, micro_batch.positions]
