@@ -179,6 +179,7 @@ class GroupBuffer(Generic[Item, Result]):
             _Fifo() if order == "fifo" else _ReadyFirst()
         )
         self.batches_taken = 0
+        """A run that goes on begins with as many as it has training steps behind it."""
 
     @property
     def ready(self) -> int:
