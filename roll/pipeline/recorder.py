@@ -20,7 +20,7 @@ from roll.pipeline.gallery import hang_up
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console
-from roll.tracking.metrics import MetricsLog
+from roll.tracking.metrics import MetricsLog, read_metrics
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import ReadableSample, SampleLog
 from roll.tracking.summary import Summary
@@ -33,13 +33,21 @@ FinalStatus = Literal["success", "failed", "interrupted"]
 class RunRecorder:
     """Writes the run directory while the run goes on."""
 
-    def __init__(self, config: PipelineConfig, run: RunDirectory, *, started: float) -> None:
+    def __init__(
+        self, config: PipelineConfig, run: RunDirectory, *, started: float, after_step: int | None = None
+    ) -> None:
+        """``after_step``: of a run that goes on; its folder tells of nothing later."""
+        earlier = [] if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
-        self.summary = Summary(run.summary, started=started)
+        self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
+        for record in earlier:
+            self.console.recall(
+                {name: value for name, value in record.items() if value is not None}, record["step"]
+            )
         self.ledger: dict[str, int] = {}
-        self._trackers = Trackers([MetricsLog(run.metrics), *open_trackers(config.trackers, run)])
+        self._trackers = Trackers([MetricsLog(run.metrics), *open_trackers(config.trackers, run, after_step)])
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._step_ended = time.time()
