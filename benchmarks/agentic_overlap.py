@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="episodes per group")
     parser.add_argument("--turns", type=int, default=4, help="turns of an episode")
     parser.add_argument("--tokens", type=int, default=4, help="tokens of every turn")
-    parser.add_argument("--median-seconds", type=float, default=0.1, help="median time of a step of the environment")
+    parser.add_argument("--median-seconds", type=float, default=0.15, help="median time of a step of the environment")
     parser.add_argument("--epochs", type=int, default=4, help="passes of training over a batch")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -148,7 +148,7 @@ def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, start
     cluster = prepared.config.cluster
     try:
         with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
-            _interrupt_on_terminate()
+            _end_in_order_on_signals()
             asyncio.run(run_pipeline(prepared, recorder, point))
     except KeyboardInterrupt:
         status = recorder.close("interrupted", "interrupted by a signal")
@@ -161,8 +161,12 @@ def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, start
     return SUCCESS if status == "success" else FAILURE
 
 
-def _interrupt_on_terminate() -> None:
-    """Let SIGTERM end a run in the same orderly way as Ctrl-C (Ray has put a handler of its own in place)."""
+def _end_in_order_on_signals() -> None:
+    """Let SIGTERM end a run in the same orderly way as Ctrl-C (Ray has put a handler of its own in place).
+
+    Jobs that a shell starts in the background ignore SIGINT; one that is sent to this process is meant.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
 

@@ -196,9 +196,17 @@ def test_a_trainer_killed_by_its_id_ends_the_run_in_seconds_and_is_named(task, c
     assert f"worker actor_train/0 died: process {pid}" in run.summary["error"]
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_so_and_leaves_no_process(task, command, signal_number):
-    run = command(rewarded_by(task, "late_reward", max_steps=500, async_generation_ratio=1))
+@pytest.mark.parametrize(
+    ("signal_number", "in_background"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
+def test_an_interrupted_run_says_so_and_leaves_no_process(task, command, signal_number, in_background):
+    config = rewarded_by(task, "late_reward", max_steps=500, async_generation_ratio=1)
+    # A shell starts jobs in the background with SIGINT ignored.
+    present = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_background else signal.getsignal(signal.SIGINT)
+    try:
+        run = command(config)
+    finally:
+        signal.signal(signal.SIGINT, present)
     run.wait_for_step(1)
     run.process.send_signal(signal_number)
     output = run.end()
