@@ -37,12 +37,12 @@ class RunRecorder:
         self, config: PipelineConfig, run: RunDirectory, *, started: float, after_step: int | None = None
     ) -> None:
         """``after_step``: of a run that goes on; its folder tells of nothing later."""
-        earlier = [] if after_step is None else read_metrics(run.metrics)
+        earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
         self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
-        for record in earlier:
+        for record in earlier or []:
             self.console.recall(
                 {name: value for name, value in record.items() if value is not None}, record["step"]
             )

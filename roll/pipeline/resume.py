@@ -146,6 +146,8 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
 
 
 def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]) -> list[ConfigProblem]:
+    if not run.config.exists():  # it was interrupted in its first moment
+        return []
     found = changes(load_config(run.config), config)
     notes += [f"changed: {change}" for change in found]
     problems = [_problem(change, "set it back, or begin a new run") for change in found if _is(change, "impossible")]

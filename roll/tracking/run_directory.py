@@ -60,8 +60,8 @@ class RunDirectory:
     def existing(cls, root: Path | str) -> RunDirectory:
         """The folder of a run that is to go on. Raises `FileNotFoundError` if there is none."""
         run = cls(Path(root))
-        if not run.metrics.is_file() or not run.config.is_file():
-            raise FileNotFoundError(f"{root} holds no run: {run.config.name} and {run.metrics.name} are not there")
+        if not run.metrics.is_file():
+            raise FileNotFoundError(f"{root} holds no run: there is no {run.metrics.name}")
         return run
 
     @classmethod

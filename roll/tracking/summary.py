@@ -63,7 +63,7 @@ class Summary:
         path: Path,
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
-        earlier: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """``earlier``: of a resumed run, what `metrics.jsonl` has of the steps that still count. Seconds are those of
         all processes of the run together."""
@@ -71,7 +71,7 @@ class Summary:
         self._clock = clock
         self._started = clock() if started is None else started
         self._state = _State()
-        if earlier:
+        if earlier is not None and path.exists():
             self._take_over(earlier)
         self._write()
 
