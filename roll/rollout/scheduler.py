@@ -146,7 +146,8 @@ class SchedulerObserver(Protocol[Item, Result]):
         """A group waits to be trained on."""
 
     def group_dropped(self, group: DroppedGroup, version: int) -> None:
-        """A group will not be trained on; the engine held ``version``. Not told of groups cancelled at the end."""
+        """A group will not be trained on; there was no newer policy than ``version``. Not told of groups cancelled at
+        the end."""
 
 
 class _Phase(Enum):
@@ -190,7 +191,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._refund_cap = RefundCap(plan.max_consecutive_refunds)
         self._in_flight: dict[int, _Running[Item]] = {}
         self._to_begin_again: deque[_Running[Item]] = deque()
-        """In flight since before the run was resumed; their tasks begin with the first admission."""
+        """In flight since before the run was resumed; they begin before any new group does."""
         self._untrained: deque[tuple[int, ...]] = deque()
         """Groups of each batch that was handed out and whose training step is not done."""
         self._phase = _Phase.NEW
@@ -204,11 +205,11 @@ class RolloutScheduler(Generic[Item, Result]):
         recovered: Recovered,
         restored: Callable[[int, Item, bytes], FinishedGroup[Item, Result]],
     ) -> None:
-        """Go on where another scheduler with the same plan and source was. To be called before `run`.
+        """Go on where another scheduler with the same source and batch size was. To be called before `run`.
 
         ``restored`` makes a finished group of its id, its item and what the journal kept of it. Groups in flight begin
-        again, with their own ids and items. Raises `SourceExhausted` if the source does not reach as far as before, and
-        `ValueError` if the plan has no room for what was recovered.
+        again, with their own ids and items; so do finished ones that this plan, if it allows less staleness, has no
+        room for. Raises `SourceExhausted` if the source does not reach as far as before.
         """
         if self._phase is not _Phase.NEW or self.ledger.issued:
             raise RuntimeError("a scheduler is resumed before it has done anything")
@@ -223,14 +224,14 @@ class RolloutScheduler(Generic[Item, Result]):
         finished = [restored(group_id, items[group_id], kept) for group_id, kept in recovered.finished.items()]
         # In the order of their deadlines, which is how the buffer meets them in any run.
         for group in sorted(finished, key=lambda group: (group.start_version, group.group_id)):
-            self._buffer.start(group.group_id, group.start_version)
-            self._buffer.finish(group)
-            self.ledger.finish(group.group_id)
-        for group_id in recovered.in_flight:
-            self._buffer.start(group_id, step)
-            group = _Running(group_id, items[group_id], step, 0.0)
-            self._in_flight[group_id] = group
-            self._to_begin_again.append(group)
+            if self._buffer.has_room(group.start_version):
+                self._buffer.start(group.group_id, group.start_version)
+                self._buffer.finish(group)
+                self.ledger.finish(group.group_id)
+                open_groups.remove(group.group_id)
+        for group_id in sorted(open_groups):
+            self._in_flight[group_id] = _Running(group_id, items[group_id], step, 0.0)
+        self._to_begin_again.extend(self._in_flight.values())
         self.ledger.check()
 
     def progress(self) -> RolloutProgress:
@@ -336,12 +337,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Start every group that may start now. Never awaits, so the groups of one event begin in one iteration."""
         if self._phase is not _Phase.RUNNING or self._failure is not None:
             return
-        while self._to_begin_again and not self._admission.is_paused:
-            group = self._to_begin_again.popleft()
-            if group.group_id in self._in_flight:  # not dropped since
-                group.started_at = asyncio.get_running_loop().time()
-                self._begin(group)
-        while self._admission.refusal(self.ledger.net_issued) is None:
+        self._begin_again()
+        while not self._to_begin_again and self._admission.refusal(self.ledger.net_issued) is None:
             try:
                 item = next(self._source)
             except StopIteration:
@@ -362,6 +359,15 @@ class RolloutScheduler(Generic[Item, Result]):
         group = _Running(group_id, item, version, asyncio.get_running_loop().time())
         self._in_flight[group_id] = group
         self._begin(group)
+
+    def _begin_again(self) -> None:
+        """Start groups of before the run was resumed: all at once, unless this plan allows less than the one before."""
+        version = self._admission.version
+        while self._to_begin_again and not self._admission.is_paused and self._buffer.has_room(version):
+            group = self._to_begin_again.popleft()
+            group.start_version, group.started_at = version, asyncio.get_running_loop().time()
+            self._buffer.start(group.group_id, version)
+            self._begin(group)
 
     def _begin(self, group: _Running[Item]) -> None:
         group.task = self._tasks.create_task(self._attempt_until_done(group), name=f"group-{group.group_id}")
@@ -471,7 +477,7 @@ class RolloutScheduler(Generic[Item, Result]):
         dropped = DroppedGroup(group.group_id, reason, group.attempt, cause)
         self.recent_drops.append(dropped)
         if self._observer is not None and not self._observed(
-            self._observer.group_dropped, dropped, self._admission.version
+            self._observer.group_dropped, dropped, self._admission.steps_done
         ):
             return
         try:

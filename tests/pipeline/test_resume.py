@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(tas
 
 
 def test_two_processes_never_work_on_one_run(task, tmp_path):
-    command = Command(tmp_path, tiny_config(task, max_steps=40))
+    command = Command(tmp_path, tiny_config(task, max_steps=100_000))
     first = command.start()
     try:
         while command.steps() < 1:
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(task, t
     config = tiny_config(task, max_steps=STEPS, save_steps=2)
     command = Command(tmp_path, config)
     command.kill_when(lambda: saved_steps(command.out / "checkpoints")[-1:] == [2])
-    tight = command.start("actor_train.worker_cls=custom_parts:TightTrainWorker")
+    tight = command.start("actor_train.worker_cls=custom_parts:TightTrainWorker", "accept_config_changes=true")
     output, _ = tight.communicate(timeout=200)
     assert tight.returncode == 1
     assert "File too large" in output and "rank-00000" in output

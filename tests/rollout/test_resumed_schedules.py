@@ -10,7 +10,7 @@ import json
 import math
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,6 +35,13 @@ class Case:
     damaged: bool
     """Whether the newest checkpoint is lost at each crash as well."""
     seed: int
+    later_ratio: float | None = None
+    """Of every process but the first; None: the same."""
+
+    def plan_of(self, life: int) -> SchedulePlan:
+        if life == 0 or self.later_ratio is None:
+            return self.plan
+        return replace(self.plan, ratio=self.later_ratio, max_staleness=math.ceil(self.later_ratio))
 
 
 @dataclass
@@ -51,11 +58,11 @@ class Disk:
 class Life:
     """One process of a run, from its start or resumption to its end or death."""
 
-    def __init__(self, case: Case, disk: Disk) -> None:
-        self.case, self.disk, self.plan = case, disk, case.plan
+    def __init__(self, case: Case, disk: Disk, number: int) -> None:
+        self.case, self.disk, self.plan = case, disk, case.plan_of(number)
         items = itertools.count(1000)
         self.scheduler = RolloutScheduler(
-            case.plan, items, self.rollout, group_filter=lambda result: result["kept"], observer=self
+            self.plan, items, self.rollout, group_filter=lambda result: result["kept"], observer=self
         )
         progress, versions = disk.checkpoints[-1] if disk.checkpoints else (RolloutProgress.at_start(), ["initial"])
         self.versions = list(versions)
@@ -83,7 +90,8 @@ class Life:
 
     async def rollout(self, ticket):
         assert ticket.item == 1000 + ticket.group_id
-        assert ticket.group_id not in self.known, "a finished group was made again"
+        if self.case.later_ratio is None:
+            assert ticket.group_id not in self.known, "a finished group was made again"
         dice = random.Random(self.case.seed * 1_000_003 + ticket.group_id * 101 + ticket.attempt)
         failed, filtered = dice.random() < self.case.failures, dice.random() < self.case.filtered
         await asyncio.sleep(self.case.latencies[ticket.group_id % len(self.case.latencies)])
@@ -146,7 +154,7 @@ class Life:
             tasks.create_task(self.scheduler.run())
             trainer = tasks.create_task(self.train())
             await asyncio.sleep(0.5)
-            assert not self.begun_again or self.scheduler.ledger.in_flight >= len(self.begun_again)
+            assert self.scheduler.ledger.in_flight >= len(self.begun_again)
             self.scheduler.resume_admission()
             await trainer
 
@@ -173,8 +181,8 @@ class Life:
 
 def run(case: Case, lifetimes: list[float]) -> Life:
     disk = Disk()
-    for seconds in [*lifetimes, None]:
-        life = Life(case, disk)
+    for number, seconds in enumerate([*lifetimes, None]):
+        life = Life(case, disk, number)
         if life.live(seconds):
             break
     ledger = life.scheduler.ledger
@@ -222,6 +230,12 @@ SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "
 @given(cases(), LIFETIMES)
 def test_a_run_killed_at_any_moments_consumes_or_drops_every_group_exactly_once(case, lifetimes):
     run(case, lifetimes)
+
+
+@settings(max_examples=300, **SETTINGS)
+@given(cases(), st.sampled_from([0, 0.5, 1, 3]), LIFETIMES)
+def test_so_does_one_that_goes_on_with_another_ratio(case, later_ratio, lifetimes):
+    run(replace(case, later_ratio=later_ratio), lifetimes)
 
 
 @settings(max_examples=300, **SETTINGS)
