@@ -1,7 +1,6 @@
 """Parts of a user's own, named in the configurations of tests as `custom_parts:Name`."""
 
 import resource
-import signal
 
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.stages import AdvantageStage
@@ -28,7 +27,6 @@ class TightTrainWorker(TrainWorker):
     """A trainer that may write no large files, as if the disk were full."""
 
     async def snapshot(self, folder):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
         await super().snapshot(folder)
 

@@ -53,16 +53,16 @@ def whole(name: str, tensor: Tensor) -> Part:
 
 
 def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
-    """Write this rank's file and wait until it is on the disk. Empty parts need no place."""
+    """Write this rank's file and wait until it is on the disk. Empty parts need no place. `OSError` names the file."""
     parts = [part for part in snapshot.parts if part.tensor.numel()]
     places = {part.name: [part.whole_shape, part.offsets] for part in parts}
     path = folder / f"rank-{rank:05d}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {part.name: part.tensor.contiguous() for part in parts},
-        path,
-        {"places": json.dumps(places), "facts": json.dumps(dict(snapshot.facts))},
-    )
+    header = {"places": json.dumps(places), "facts": json.dumps(dict(snapshot.facts))}
+    try:
+        save_file({part.name: part.tensor.contiguous() for part in parts}, path, header)
+    except SafetensorError as cause:
+        raise OSError(f"cannot write {path}: {cause}") from cause
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return path

@@ -1,5 +1,8 @@
 """State of any number of ranks is read by any number of ranks, and what does not fit is refused by name."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -65,3 +68,15 @@ def test_an_empty_folder_and_an_unknown_tensor_are_refused(tmp_path):
     write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 1)
     with pytest.raises(UnfitState, match="no tensor weight/b: it is the state of another model"):
         SavedState(tmp_path).read("weight/b", (0,), (1,))
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    code = (
+        "import resource, torch; from pathlib import Path\n"
+        "from roll.strategies.train.sharded_state import StateSnapshot, whole, write_state\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"write_state(Path({str(tmp_path)!r}), 3, StateSnapshot([whole('a', torch.zeros(4000))], {{}}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "OSError: cannot write" in result.stderr and "rank-00003.safetensors" in result.stderr
+    assert "too large" in result.stderr.lower()
