@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from roll.configs import derived
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import masked, shown
 
@@ -37,21 +38,35 @@ HARMLESS = (
     "num_logged_samples",
     "resume_from_checkpoint",
     "accept_config_changes",
-    "*timeout_seconds",
-    "*device_mapping*",
-    "*num_gpus_per_engine",
-    "*strategy_args*",
-    "*infer_batch_size",
-    "*dynamic_batching*",
-    "*max_tokens_per_microbatch*",
-    "*per_device_train_batch_size",
-    "*num_workers",
-    "*max_retries",
-    "*max_replica_restarts",
+    "stall_timeout_seconds",
+    "cluster*timeout_seconds",
+    "actor_infer.*timeout_seconds",
+    "env_workers*timeout_seconds",
+    *(
+        f"{role}.{key}"
+        for role in ("actor_train", "actor_infer", "reference", "critic")
+        for key in (
+            "device_mapping*",
+            "strategy_args*",
+            "infer_batch_size",
+            "use_dynamic_batching*",
+            "max_tokens_per_microbatch*",
+            "training_args.per_device_train_batch_size",
+        )
+    ),
+    "rewards.*.num_workers",
+    "rewards.*.max_retries",
+    "actor_infer.max_replica_restarts",
+    "actor_infer.num_gpus_per_engine",
     "max_group_retries",
     "max_consecutive_refunds",
     "env_workers*",
-    "weight_update*",
+    "weight_update.transport",
+    "weight_update.dual_buffer",
+    "weight_update.*bucket_size_mb",
+    "weight_update.checkpoint_dir",
+    "weight_update.timeout_seconds",
+    "weight_update.canary*",
     "val_batch_size",
     "validation*",
     "val_env_manager*",
@@ -78,12 +93,21 @@ class Change:
 
 def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
     """The keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
-    old, new = dict(_leaves(masked(asdict(before)), "")), dict(_leaves(masked(asdict(after)), ""))
+    old, new = _everything(before), _everything(after)
     return [
         _judged(path, old.get(path), new.get(path))
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
+
+
+def _everything(config: PipelineConfig) -> dict[str, Any]:
+    """The keys, and what follows from several of them: devices and batch limits may change, but not what one optimizer
+    step trains on."""
+    everything = dict(_leaves(masked(asdict(config)), ""))
+    if config.actor_train.training_args.gradient_accumulation_steps is not None:
+        everything["(samples of an optimizer step)"] = derived.optimizer_batch_size(config)
+    return everything
 
 
 def _judged(path: str, before: Any, after: Any) -> Change:

@@ -41,6 +41,7 @@ def encode_group(group: Group) -> bytes:
     header = {
         "group_id": group.group_id,
         "baseline_score": group.baseline_score,
+        "baseline_version": group.baseline_version,
         "prompt": {
             "prompt_id": prompt.prompt_id,
             "domain": prompt.domain,
@@ -80,4 +81,5 @@ def decode_group(data: bytes) -> Group:
     ]
     if offset != len(data):
         raise ValueError(f"a group of {offset} bytes cannot have {len(data)}")
-    return Group(header["group_id"], Prompt(**prompt), samples, header["baseline_score"])
+    baseline = {name: header[name] for name in ("baseline_score", "baseline_version")}
+    return Group(header["group_id"], Prompt(**prompt), samples, **baseline)

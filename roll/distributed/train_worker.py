@@ -59,6 +59,8 @@ class TrainWorker(Worker):
     """Wraps a `TrainStrategy`."""
 
     _strategy: TrainStrategy
+    _writing: asyncio.Task[Path]
+    """Of the last snapshot."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from typing import Any
 from roll.distributed.trainers import TrainerGroup
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import naming, write_atomically
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 STATE = "state"
@@ -63,10 +66,15 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step}"
 
 
+def exported_steps(checkpoints: Path) -> list[int]:
+    """Steps with a model, whether or not one can go on from there, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
 def saved_steps(checkpoints: Path) -> list[int]:
     """Steps whose folders hold (or held) a state to go on from, ascending."""
-    names = (_NAME.fullmatch(path.name) for path in checkpoints.glob("step-*") if (path / STATE).is_dir())
-    return sorted(int(match[1]) for match in names if match)
+    return [step for step in exported_steps(checkpoints) if (checkpoint_folder(checkpoints, step) / STATE).is_dir()]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -99,10 +107,16 @@ class _Pending:
     partial: Path
     facts: dict[str, Any] | None
     """None: a model only."""
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    completed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Checkpointer:
-    """Takes, completes and prunes the checkpoints of a run. At most one is being written."""
+    """Takes, completes and prunes the checkpoints of a run. At most one state is being written.
+
+    `take` is called by whoever holds the trainer's devices, and never waits for the record of an earlier step: that
+    may need the same devices.
+    """
 
     def __init__(
         self,
@@ -124,10 +138,8 @@ class Checkpointer:
         self._keep = keep
         self._source = source
         self._on_oldest = on_oldest
-        self._pending: _Pending | None = None
-        self._recorded = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._pending: dict[int, _Pending] = {}
+        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         discard_partial(folder)
 
     def due(self, step: int) -> bool:
@@ -136,7 +148,8 @@ class Checkpointer:
 
     async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
         """Copy what belongs into it; to be called while nothing trains."""
-        await self._idle.wait()
+        if any(pending.facts is not None for pending in self._pending.values()):
+            await self._states_written()
         partial = self._folder / f".step-{step}.partial"
         exported, *_ = self._trainers.values()
         await exported.save(str(partial))
@@ -145,46 +158,53 @@ class Checkpointer:
             for role, trainer in self._trainers.items():
                 await trainer.snapshot(str(partial / STATE / role))
             facts = {"format": FORMAT, "progress": asdict(progress), "source": self._source, "memory": dict(memory)}
-        self._recorded.clear()
-        self._idle.clear()
-        self._pending = _Pending(step, partial, facts)
+        self._pending[step] = _Pending(step, partial, facts)
+        self._queue.put_nowait(self._pending[step])
 
     async def step_recorded(self, step: int) -> None:
-        """The metrics of a step are written. Of the last step, returns when its checkpoint is complete."""
-        if self._pending is not None and self._pending.step == step:
-            self._recorded.set()
+        """The metrics of a step are on the disk. Of the last step, returns when its checkpoint is complete."""
+        if step in self._pending:
+            pending = self._pending[step]
+            pending.recorded.set()
             if step == self._max_steps:
-                await self._idle.wait()
+                await pending.completed.wait()
 
     async def run(self) -> None:
         """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
         while True:
-            await self._recorded.wait()
-            self._recorded.clear()
-            await self._complete(self._pending)
-            self._pending = None
-            self._idle.set()
+            pending = await self._queue.get()
+            await pending.recorded.wait()
+            await self._complete(pending)
+            del self._pending[pending.step]
+            pending.completed.set()
+
+    async def _states_written(self) -> None:
+        for trainer in self._trainers.values():
+            await trainer.snapshot_written()
 
     async def _complete(self, pending: _Pending) -> None:
         final = checkpoint_folder(self._folder, pending.step)
         if pending.facts is not None:
-            for trainer in self._trainers.values():
-                await trainer.snapshot_written()
+            await self._states_written()
         await asyncio.to_thread(_publish, pending, final)
         if pending.facts is not None:
             self._on_oldest(await asyncio.to_thread(prune, self._folder, self._keep))
 
 
 def prune(folder: Path, keep: int) -> RolloutProgress:
-    """Delete all but the newest ``keep`` checkpoints (0: none); the progress of the oldest that is left."""
+    """Delete all but the newest ``keep`` checkpoints (0: none); the progress of the oldest that is left and whole."""
     steps = saved_steps(folder)
     for step in steps[:-keep] if keep else []:
         # Under another name first: half a checkpoint must not look like one.
         partial = folder / f".step-{step}.partial"
         os.replace(checkpoint_folder(folder, step), partial)
         shutil.rmtree(partial)
-    oldest = steps[-keep:][0]
-    return read_checkpoint(checkpoint_folder(folder, oldest)).state.progress
+    for step in steps[-keep:]:
+        try:
+            return read_checkpoint(checkpoint_folder(folder, step)).state.progress
+        except DamagedCheckpoint as damage:
+            logger.warning("nobody can go back to a damaged checkpoint: %s", damage)
+    raise DamagedCheckpoint(f"no checkpoint in {folder} is whole")
 
 
 def discard_partial(folder: Path) -> None:
@@ -202,7 +222,7 @@ def _publish(pending: _Pending, final: Path) -> None:
                 str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()
             }
             write_atomically(partial / STATE / FACTS, json.dumps(pending.facts | {"files": files}, indent=1))
-        for path in [path for path in partial.rglob("*") if path.is_file()]:
+        for path in [*partial.rglob("*"), partial]:
             _sync(path)
         if final.exists():
             shutil.rmtree(final)

@@ -24,7 +24,7 @@ from roll.configs.loader import dump_config, load_config
 from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
-from roll.tracking.run_directory import RunDirectory, RunExists
+from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
@@ -64,13 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
         return FAILURE
-    if point is not None and point.step >= prepared.config.max_steps:
-        print(f"the run in {run.root} has all its {point.step} steps; raise max_steps to go on")
+    if point is not None and point.has_ended(prepared.config.max_steps):
+        print(f"the run in {run.root} has all its {prepared.config.max_steps} steps")
         return SUCCESS
     try:
         with run.held():
+            if point is not None:
+                _go_back(point)
             return _run(prepared, run, point, started)
-    except RunExists as error:
+    except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
         return FAILURE
 
@@ -129,19 +131,24 @@ def _create_run_directory(config: PipelineConfig) -> RunDirectory:
     return run
 
 
+def _go_back(point: ResumePoint) -> None:
+    from roll.pipeline.resume import take_out_of_the_way
+
+    try:
+        take_out_of_the_way(point)
+    except (OSError, ValueError) as error:
+        raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
+
+
 def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, started: float) -> int:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
-    from roll.pipeline.resume import take_out_of_the_way
     from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
     configure_logging(run.logs, "driver", console=True)
-    if point is not None:
-        take_out_of_the_way(point)
-        run.write_config(dump_config(prepared.config))
     recorder = RunRecorder(
-        prepared.config, run, started=started, after_step=None if point is None else point.step
+        prepared.config, run, started=started, after_step=None if point is None else point.last_record
     )
     if point is not None:
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))

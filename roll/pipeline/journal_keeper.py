@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ _START_VERSION_BYTES = 8
 
 
 class JournalKeeper:
-    """A `SchedulerObserver` over a `Journal`. Its methods raise `OSError` if earlier records could not be written."""
+    """A `SchedulerObserver` over a `Journal`. Its methods raise what went wrong with earlier records: an `OSError` that
+    names the folder, as a rule."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +32,7 @@ class JournalKeeper:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._submitted = 0
         self._done = 0
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def went_back(self, step: int) -> None:
         """The run goes on after this training step; what came later does not count."""
@@ -38,12 +40,13 @@ class JournalKeeper:
 
     def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
         """See `SchedulerObserver`."""
-        newest = max((int(sample.versions.max(initial=-1)) for sample in group.result.samples), default=-1)
-        start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
-        record = finished_record(
-            group.group_id, max(newest, group.start_version), start + encode_group(group.result)
+        result = group.result
+        newest = max(
+            [group.start_version, result.baseline_version]
+            + [int(sample.versions.max(initial=-1)) for sample in result.samples]
         )
-        self._submit(self._journal.append, record)
+        start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
+        self._submit(self._journal.append, finished_record(group.group_id, newest, start + encode_group(result)))
 
     def group_dropped(self, group: DroppedGroup, version: int) -> None:
         """See `SchedulerObserver`."""
@@ -56,9 +59,12 @@ class JournalKeeper:
     def close(self) -> None:
         """Wait until everything is written."""
         self._thread.shutdown()
-        self._journal.close()
         if self._failure is not None:
+            with suppress(OSError):
+                self._journal.close()
             raise self._failure
+        with naming(self._folder):
+            self._journal.close()
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._failure is not None:
@@ -67,15 +73,16 @@ class JournalKeeper:
         self._thread.submit(self._do, work, arguments)
 
     def _do(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if self._failure is None:
-            try:
-                with naming(self._folder):
-                    work(*arguments)
-                    if self._done + 1 == self._submitted:
-                        self._journal.sync()
-            except OSError as error:
-                self._failure = error
         self._done += 1
+        if self._failure is not None:
+            return
+        try:
+            with naming(self._folder):
+                work(*arguments)
+                if self._done == self._submitted:
+                    self._journal.sync()
+        except Exception as error:  # raised at the next group, and at the end
+            self._failure = error
 
 
 def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:

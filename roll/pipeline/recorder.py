@@ -47,7 +47,8 @@ class RunRecorder:
                 {name: value for name, value in record.items() if value is not None}, record["step"]
             )
         self.ledger: dict[str, int] = {}
-        self._trackers = Trackers([MetricsLog(run.metrics), *open_trackers(config.trackers, run, after_step)])
+        self._metrics = MetricsLog(run.metrics)
+        self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._step_ended = time.time()
@@ -102,6 +103,10 @@ class RunRecorder:
         batch.metrics["engine/resumed_tokens"] = float(pool.resumed_tokens)
         self._log(batch.metrics, step)
         self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
+
+    async def sync(self) -> None:
+        """Wait until the metrics of all steps so far are on the disk."""
+        await asyncio.to_thread(self._metrics.sync)
 
     def before_training(self, metrics: dict[str, float]) -> None:
         """Record what is known of version 0, as step 0: no training step would carry it."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from roll.pipeline.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folder,
+    exported_steps,
     read_checkpoint,
     saved_steps,
 )
@@ -44,7 +47,17 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
+        """Training steps behind it."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def last_record(self) -> int:
+        """Last step of the metrics that count; -1: a run that begins again measures its first version again."""
+        return -1 if self.checkpoint is None else self.checkpoint.step
+
+    def has_ended(self, max_steps: int) -> bool:
+        """Whether all its steps are done already."""
+        return self.step >= max_steps or max_steps in exported_steps(self.run.checkpoints)
 
     @property
     def progress(self) -> RolloutProgress:
@@ -66,7 +79,11 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
     """
     if config.resume_from_checkpoint is False:
         return None
-    run, wanted = _named_run(config)
+    try:
+        run, wanted = _named_run(config)
+    except FileNotFoundError as error:
+        remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
+        raise ConfigError([ConfigProblem(KEY, str(error), remedy)]) from None
     if run is None:
         return None
     notes: list[str] = []
@@ -88,21 +105,24 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
 
 def take_out_of_the_way(point: ResumePoint) -> None:
     """Leave in the run's folder what happened up to the step that it goes on from."""
-    run, step = point.run, point.step
-    for later in saved_steps(run.checkpoints):
-        if later > step:
+    run, last = point.run, point.last_record
+    for later in exported_steps(run.checkpoints):
+        if later > last:
             folder = checkpoint_folder(run.checkpoints, later)
             aside = _free_name(run.checkpoints / f"abandoned-{folder.name}")
             os.replace(folder, aside)
             logger.info("the checkpoint of step %d is no part of the run any more: %s", later, aside)
-    keep_lines(run.metrics, lambda record: record["step"] <= step)
-    keep_lines(run.samples, lambda record: record["step"] <= step)
+    if last < 0 and run.metrics.stat().st_size:
+        shutil.copyfile(run.metrics, _free_name(run.root / "metrics-before.jsonl"))
+    keep_lines(run.metrics, lambda record: record["step"] <= last)
+    keep_lines(run.samples, lambda record: record["step"] <= last)
     if run.timeline.exists():
         os.replace(run.timeline, _free_name(run.root / "timeline-before.json"))
 
 
 def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
-    """The run, and the step that its owner wants; None, None for a run that is yet to begin."""
+    """The run, and the step that its owner wants; None, None for a run that is yet to begin. `FileNotFoundError` if
+    there is no run where there should be one."""
     named = config.resume_from_checkpoint
     if named is True:
         if config.output_dir is None:
@@ -110,14 +130,9 @@ def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]
         exists = RunDirectory(Path(config.output_dir)).metrics.exists()
         return (RunDirectory.existing(config.output_dir) if exists else None), None
     path = Path(str(named))
-    step = None
-    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
-        step, path = int(path.name.removeprefix("step-")), path.parent.parent
-    try:
-        run = RunDirectory.existing(path)
-    except FileNotFoundError as error:
-        remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
-        raise ConfigError([ConfigProblem(KEY, str(error), remedy)]) from None
+    checkpoint = re.fullmatch(r"step-(\d+)", path.name) if path.parent.name == "checkpoints" else None
+    step = int(checkpoint[1]) if checkpoint else None
+    run = RunDirectory.existing(path.parent.parent if checkpoint else path)
     if config.output_dir is not None and Path(config.output_dir).absolute() != run.root.absolute():
         message = f"{config.output_dir} is not the folder of the run that goes on, {run.root}"
         remedy = "remove the key: a resumed run goes on in its own folder"

@@ -7,12 +7,14 @@ are this code; they differ in their rollout side.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.loader import dump_config
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.placement import Placement
@@ -36,6 +38,7 @@ from roll.pipeline.stages import STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
+from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
 
 
@@ -49,9 +52,13 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumeP
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event)
     states = point.role if point is not None else lambda role: None
     roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
-    with journal_of(config, recorder.run, point) as journal:
+    if config.save_steps and (point is None or point.checkpoint is None):
+        made_of = f"{prepared.rollouts.fingerprint(config)} {derived.model_path(config, config.actor_train)}"
+        forget_other_rollouts(recorder.run, made_of)
+    with journal_of(config, recorder.run) as journal:
         try:
             await roles.start()
+            recorder.run.write_config(dump_config(config))
             gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
             context = build_context(prepared, side, roles, locks, gate, recorder, journal, point)
             graph = StageGraph(build_stages(prepared, context))
@@ -65,9 +72,7 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumeP
 
 
 @contextmanager
-def journal_of(
-    config: PipelineConfig, run: RunDirectory, point: ResumePoint | None
-) -> Iterator[JournalKeeper | None]:
+def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKeeper | None]:
     """Where finished groups are kept, in runs that have checkpoints to go on from."""
     if not config.save_steps and not run.journal.exists():
         yield None
@@ -77,6 +82,17 @@ def journal_of(
         yield journal
     finally:
         journal.close()
+
+
+def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
+    """A run that begins at step 0 takes over rollouts of step 0 that an earlier process made of the same model and
+    prompts (or environments), and no others."""
+    note = run.journal / "made_of.txt"
+    if note.exists() and note.read_text() == made_of:
+        return
+    shutil.rmtree(run.journal, ignore_errors=True)
+    run.journal.mkdir()
+    write_atomically(note, made_of)
 
 
 async def publish_initial(context: RunContext) -> None:
@@ -106,7 +122,7 @@ def build_context(
 ) -> RunContext:
     """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
-    scheduler = build_scheduler(config, side, gate, journal)
+    scheduler = build_scheduler(config, side, gate, journal if config.save_steps else None)
     scheduler.pause_admission()
     if point is not None:
         go_on(point, scheduler, prepared.advantages, journal)

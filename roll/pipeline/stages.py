@@ -161,8 +161,11 @@ class ParamUpdateStage(Stage):
 
     async def deliver(self, batch: TrainingBatch) -> None:
         """The end of a step: its record, the time of this stage included. Then its checkpoint may be completed."""
-        await self.context.recorder.step(batch, self.context.scheduler, self.context.pool)
-        await self.context.checkpoints.step_recorded(batch.step + 1)
+        context, step = self.context, batch.step + 1
+        await context.recorder.step(batch, context.scheduler, context.pool)
+        if context.checkpoints.due(step):
+            await context.recorder.sync()
+            await context.checkpoints.step_recorded(step)
 
 
 def validation_due(context: RunContext, version: int) -> bool:

@@ -2,8 +2,8 @@
 
 Records are appended, never changed. Each carries the newest policy version it depends on, and the log also says where
 earlier runs went back to a checkpoint; from that alone follows what still counts: whatever depends on versions that
-came after the checkpoint belongs to a future that did not happen. What a torn or damaged record loses is made again,
-so a damaged log costs time and nothing else. Segments that only tell of ended groups are deleted, oldest first.
+came after the checkpoint belongs to a future that did not happen. What a torn record loses is made again, so a
+crash costs time and nothing else. Segments that only tell of ended groups are deleted, oldest first.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Journal:
     def prune(self, oldest: RolloutProgress) -> None:
         """Begin a new segment, and delete the oldest ones as long as they tell of nothing that a return to ``oldest``
         or anything later would need."""
+        self.sync()
         self._file.close()
         open_groups = set(oldest.open_groups)
         for path, members in list(self._members.items()):

@@ -221,6 +221,11 @@ class RolloutScheduler(Generic[Item, Result]):
         dropped = Counter(progress.dropped)
         dropped.update(recovered.dropped.values())
         self.ledger = Ledger.resumed(recovered.issued, dropped, open_groups)
+        if self.ledger.consumed != step * self.plan.batch_size:
+            raise ValueError(
+                f"{step} steps of {self.plan.batch_size} groups were done, but {self.ledger.consumed} groups are "
+                "neither open nor dropped"
+            )
         finished = [restored(group_id, items[group_id], kept) for group_id, kept in recovered.finished.items()]
         # In the order of their deadlines, which is how the buffer meets them in any run.
         for group in sorted(finished, key=lambda group: (group.start_version, group.group_id)):

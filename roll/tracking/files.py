@@ -76,6 +76,11 @@ class JsonLines:
             self._file.write(line.encode("utf-8", errors="backslashreplace"))
             self._file.flush()
 
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         with naming(self.path):
             self._file.close()

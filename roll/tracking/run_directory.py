@@ -23,6 +23,10 @@ class RunExists(FileExistsError):
     """The chosen folder already holds a run."""
 
 
+class RunUnusable(OSError):
+    """The folder of a run cannot be worked in."""
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run."""
@@ -72,10 +76,13 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Claim the run for this process as long as it lives. Raises `RunExists` if another process works on it."""
+        """Claim the run for this process as long as it lives. Raises `RunExists` if another process works on it,
+        `RunUnusable` if its folder cannot be written."""
         path = self.root / ".lock"
-        with naming(path):
+        try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {self.root}: {error.strerror}") from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,6 +26,7 @@ class Trainer:
         self.may_write = may_write
         self.failure = failure
         self.snapshots: list[str] = []
+        self.written: list[str] = []
 
     async def save(self, path: str) -> None:
         Path(path).mkdir(parents=True)
@@ -35,11 +36,14 @@ class Trainer:
         self.snapshots.append(folder)
 
     async def snapshot_written(self) -> None:
+        if self.snapshots[-1] in self.written:
+            return
         if self.may_write is not None:
             await self.may_write.wait()
         if self.failure is not None:
             raise self.failure
-        Path(self.snapshots[-1]).mkdir(parents=True)
+        self.written.append(self.snapshots[-1])
+        Path(self.snapshots[-1]).mkdir(parents=True, exist_ok=True)
         (Path(self.snapshots[-1]) / "rank-00000.safetensors").write_bytes(b"state of rank 0")
 
 
@@ -109,13 +113,40 @@ def test_a_checkpoint_waits_for_its_state_and_for_the_record_of_its_step(tmp_pat
         await checkpoints.step_recorded(4)
         third = asyncio.create_task(checkpoints.take(6, progress(6), {}))
         await asyncio.sleep(0.05)
-        assert saved_steps(tmp_path) == [2] and not third.done(), "one at a time"
+        assert saved_steps(tmp_path) == [2] and not third.done(), "one state at a time"
         may_write.set()
         await third
-        assert saved_steps(tmp_path) == [2, 4]
+        while len(saved_steps(tmp_path)) < 2:
+            await asyncio.sleep(0.01)
         running.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_the_next_one_is_taken_though_the_step_of_the_last_is_not_on_record(tmp_path):
+    """Its record may need the devices that the trainer holds while it waits here."""
+
+    async def main():
+        checkpoints = checkpointer(tmp_path, Trainer(), keep=0)
+        running = asyncio.create_task(checkpoints.run())
+        for step in (2, 4, 6):
+            await checkpoints.take(step, progress(step), {})
+        for step in (2, 4, 6):
+            await checkpoints.step_recorded(step)
+        while len(saved_steps(tmp_path)) < 3:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        assert read_checkpoint(checkpoint_folder(tmp_path, 4)).state.progress == progress(4)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_damaged_old_checkpoint_does_not_end_the_run(tmp_path):
+    oldest: list[RolloutProgress] = []
+    asyncio.run(train(checkpointer(tmp_path, Trainer(), keep=3, max_steps=4), [1, 2, 3, 4]))
+    (tmp_path / "step-2" / "model.safetensors").unlink()
+    asyncio.run(train(checkpointer(tmp_path, Trainer(), oldest, keep=3, max_steps=6), [5, 6]))
+    assert saved_steps(tmp_path) == [2, 4, 6] and oldest == [progress(4)]
 
 
 def test_a_state_that_cannot_be_written_is_raised_and_leaves_the_others(tmp_path):

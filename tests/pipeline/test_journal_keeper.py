@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -59,6 +62,33 @@ def test_what_could_not_be_written_is_raised_at_the_next_group_and_at_the_end(tm
         keeper.group_finished(finished(1, 0))
     with pytest.raises(OSError, match="journal"):
         keeper.close()
+
+
+def test_a_full_disk_is_named_at_the_end_too(tmp_path):
+    code = (
+        "import resource; from pathlib import Path\n"
+        "from roll.pipeline.journal_keeper import JournalKeeper\n"
+        "from tests.pipeline.test_journal_keeper import finished\n"
+        f"keeper = JournalKeeper(Path({str(tmp_path / 'journal')!r}))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "keeper.group_finished(finished(1, 0))\n"
+        "try:\n"
+        "    keeper.close()\n"
+        "except OSError as error:\n"
+        "    print('named', error.filename)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout == f"named {tmp_path / 'journal'}\n", result.stderr
+
+
+def test_the_version_of_a_greedy_baseline_counts(tmp_path):
+    keeper = JournalKeeper(tmp_path)
+    group = finished(1, 3)
+    group.result.baseline_score, group.result.baseline_version = 0.5, 9
+    keeper.group_finished(group)
+    keeper.close()
+    (record,) = read_journal(tmp_path)
+    assert record.version == 9 and finished_again(1, None, record.payload).result.baseline_version == 9
 
 
 def test_pruning_reaches_the_files(tmp_path):

@@ -91,7 +91,8 @@ def reproducible(record: dict) -> dict:
 
 def assert_one_history(run: FinishedRun) -> None:
     assert run.summary["status"] == "success" and run.summary["steps"] == STEPS
-    assert [record["step"] for record in run.metrics] == list(range(1, STEPS + 1))
+    every_step = [record["step"] for record in read_metrics(run.folder / "metrics.jsonl")]
+    assert every_step == list(range(0, STEPS + 1))
     ledger = run.summary["ledger"]
     assert ledger["consumed"] == STEPS * 8
     assert ledger["issued"] == ledger["consumed"] + sum(
@@ -119,7 +120,7 @@ def test_a_run_at_ratio_zero_that_is_killed_three_times_is_the_undisturbed_one_t
     assert [reproducible(record) for record in run.metrics] == [reproducible(record) for record in undisturbed.metrics]
     assert same_weights(final_weights(run), final_weights(undisturbed))
     assert saved_steps(run.folder / "checkpoints") == [6, 8]
-    assert "nothing" not in command.output and command.finish().exit_code == 0
+    command.finish()
     assert f"has all its {STEPS} steps" in command.output
 
 
@@ -159,7 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(tas
     state = next((command.out / "checkpoints" / "step-6" / "state" / "actor_train").iterdir())
     state.write_bytes(state.read_bytes()[:-100])
     command.finish("rollout_batch_size=4", expect=2)
-    assert "rollout_batch_size" in command.output and "counts" not in command.output.splitlines()[0]
+    assert "rollout_batch_size: was 8" in command.output
     command.finish("actor_train.training_args.learning_rate=0.5", expect=2)
     assert "learning_rate" in command.output and "accept_config_changes" in command.output
     other = tmp_path / "other.jsonl"

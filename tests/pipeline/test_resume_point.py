@@ -96,6 +96,38 @@ def test_a_run_or_one_of_its_checkpoints_may_be_named(run):
     assert "goes on in its own folder" in refusal(elsewhere, "prompts")
 
 
+@pytest.mark.parametrize("name", ["step-abc", "step-", "other"])
+def test_an_odd_name_is_a_problem_of_the_configuration(run, name):
+    assert "holds no run" in refusal(config(resume_from_checkpoint=str(run.checkpoints / name)), "prompts")
+
+
+def test_a_latest_run_without_files_is_one_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunDirectory.create(None, "addition").metrics.unlink()
+    assert "holds no run" in refusal(config(exp_name="addition"), "prompts")
+
+
+def test_a_run_that_has_its_last_model_has_ended_also_without_states(run):
+    (run.checkpoints / "step-7").mkdir()
+    point = find_resume_point(config(output_dir=str(run.root)), "prompts")
+    assert point.has_ended(7) and not point.has_ended(8)
+    make_checkpoint(run, 4)
+    point = find_resume_point(config(output_dir=str(run.root)), "prompts")
+    assert point.step == 4 and point.has_ended(7) and point.has_ended(4) and not point.has_ended(5)
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_an_empty_record(run):
+    (run.checkpoints / "step-7").mkdir()
+    lines = JsonLines(run.metrics)
+    lines.append({"step": 0})
+    lines.append({"step": 1})
+    lines.close()
+    take_out_of_the_way(find_resume_point(config(output_dir=str(run.root)), "prompts"))
+    assert read_json_lines(run.metrics) == []
+    assert len(read_json_lines(run.root / "metrics-before.jsonl")) == 2
+    assert [path.name for path in run.checkpoints.iterdir()] == ["abandoned-step-7"]
+
+
 def test_other_prompts_are_refused(run):
     make_checkpoint(run, 2, source="earlier prompts")
     assert "other prompts" in refusal(config(output_dir=str(run.root), accept_config_changes=True), "prompts")

@@ -160,8 +160,13 @@ class Fsdp2TrainStrategy:
             state = self.optimizer.state.get(parameter, {})
             tensors = {"weight": parameter.detach(), **{key: state[key] for key in _MOMENTS if key in state}}
             parts += [_copied_part(f"{kind}/{name}", tensor) for kind, tensor in tensors.items()]
-        updates = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
-        return StateSnapshot(parts, {"optimizer_steps": self.optimizer_steps, "updates": updates})
+        updates = {
+            name: int(self.optimizer.state[parameter]["step"])
+            for name, parameter in self.model.named_parameters()
+            if parameter in self.optimizer.state
+        }
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
+        return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
         """See `TrainStrategy`."""
@@ -169,17 +174,19 @@ class Fsdp2TrainStrategy:
         own = {f"weight/{name}" for name, _ in self.model.named_parameters()}
         saved = {name for name in state.names() if name.startswith("weight/")}
         if own != saved:
-            raise UnfitState(f"{state.folder} is the state of another model: {sorted(own ^ saved)}")
-        moments = set(state.names()) - saved
+            odd = sorted(own ^ saved)
+            raise UnfitState(
+                f"{state.folder} is the state of another model: {odd[0]} is in one of them only ({len(odd)} such names)"
+            )
         for name, parameter in self.model.named_parameters():
             with torch.no_grad():
                 _fill(parameter, f"weight/{name}", state)
-            if f"{_MOMENTS[0]}/{name}" not in moments:
+            if name not in state.facts["updates"]:
                 continue
             own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in _MOMENTS}
             for key, tensor in own_state.items():
                 _fill(tensor, f"{key}/{name}", state)
-            step = torch.tensor(float(state.facts["updates"]), dtype=torch.float32)
+            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32)
             self.optimizer.state[parameter] = {"step": step, **own_state}
         self.optimizer_steps = state.facts["optimizer_steps"]
 

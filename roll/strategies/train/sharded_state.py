@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-FILES = "rank-*.safetensors"
 
 
 class UnfitState(ValueError):
@@ -45,6 +42,8 @@ class StateSnapshot:
     parts: Sequence[Part]
     facts: Mapping[str, Any]
     """Whatever JSON can hold, equal on all ranks."""
+    ranks: int = 1
+    """How many write."""
 
 
 def whole(name: str, tensor: Tensor) -> Part:
@@ -56,9 +55,13 @@ def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
     """Write this rank's file and wait until it is on the disk. Empty parts need no place. `OSError` names the file."""
     parts = [part for part in snapshot.parts if part.tensor.numel()]
     places = {part.name: [part.whole_shape, part.offsets] for part in parts}
-    path = folder / f"rank-{rank:05d}.safetensors"
+    path = _file(folder, rank)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"places": json.dumps(places), "facts": json.dumps(dict(snapshot.facts))}
+    header = {
+        "places": json.dumps(places),
+        "facts": json.dumps(dict(snapshot.facts)),
+        "ranks": str(snapshot.ranks),
+    }
     try:
         save_file({part.name: part.tensor.contiguous() for part in parts}, path, header)
     except SafetensorError as cause:
@@ -83,12 +86,13 @@ class SavedState:
         """Reads headers only. Raises `UnfitState` if files are missing or damaged."""
         self.folder = folder
         self._places: dict[str, list[_Place]] = {}
+        self._files: dict[Path, Any] = {}
         self.facts: dict[str, Any] = {}
-        paths = sorted(folder.glob(FILES))
-        if not paths:
-            raise UnfitState(f"{folder} holds no training state ({FILES})")
-        for path in paths:
-            self._read_header(path)
+        if not _file(folder, 0).is_file():
+            raise UnfitState(f"{folder} holds no training state: there is no {_file(folder, 0).name}")
+        ranks = self._read_header(_file(folder, 0))
+        for rank in range(1, ranks):
+            self._read_header(_file(folder, rank))
 
     def names(self) -> list[str]:
         """Of all tensors."""
@@ -123,19 +127,21 @@ class SavedState:
         return box
 
     def _slice(self, path: Path, name: str, there: tuple[slice, ...]) -> Tensor:
-        file = self._files[path]
+        file = self._open(path)
         return file.get_slice(name)[there] if there else file.get_tensor(name)
 
-    @cached_property
-    def _files(self) -> dict[Path, Any]:
-        return {path: safe_open(path, "pt") for path in sorted(self.folder.glob(FILES))}
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        return self._files[path]
 
     def _known(self, name: str) -> list[_Place]:
         if name not in self._places:
             raise UnfitState(f"{self.folder} has no tensor {name}: it is the state of another model")
         return self._places[name]
 
-    def _read_header(self, path: Path) -> None:
+    def _read_header(self, path: Path) -> int:
+        """Learn what a file holds; returns how many files there are."""
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata()
@@ -146,3 +152,8 @@ class SavedState:
         for name, (whole_shape, offsets) in json.loads(header["places"]).items():
             place = _Place(path, tuple(whole_shape), tuple(offsets), shapes[name])
             self._places.setdefault(name, []).append(place)
+        return int(header["ranks"])
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.safetensors"

@@ -20,7 +20,7 @@ def write_in_rows(folder, tensors, ranks, facts=()):
             first = min(rank * rows, tensor.shape[0])
             offsets = (first, *[0] * (tensor.ndim - 1))
             parts.append(Part(name, tensor[first : first + rows], tuple(tensor.shape), offsets))
-        write_state(folder, rank, StateSnapshot(parts, dict(facts)))
+        write_state(folder, rank, StateSnapshot(parts, dict(facts), ranks))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,8 +49,21 @@ def test_values_keep_dtype_and_bits(tmp_path, dtype):
 def test_the_file_of_a_rank_that_is_missing_is_noticed(tmp_path):
     write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 2)
     (tmp_path / "rank-00001.safetensors").unlink()
+    with pytest.raises(UnfitState, match="rank-00001.safetensors is damaged"):
+        SavedState(tmp_path)
+
+
+def test_a_part_that_nobody_wrote_is_noticed(tmp_path):
+    part = Part("weight/a", torch.ones(2, 2), (4, 2), (0, 0))
+    write_state(tmp_path, 0, StateSnapshot([part], {}))
     with pytest.raises(UnfitState, match=r"weight/a: 4 of 8 values"):
         SavedState(tmp_path).read("weight/a", (0, 0), (4, 2))
+
+
+def test_files_of_ranks_that_are_no_more_are_not_read(tmp_path):
+    write_in_rows(tmp_path, {"weight/a": torch.zeros(4, 2)}, 2)
+    write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 1)
+    assert torch.equal(SavedState(tmp_path).read("weight/a", (0, 0), (4, 2)), torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
