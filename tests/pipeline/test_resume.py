@@ -15,6 +15,7 @@ import pytest
 import yaml
 from runs import ROOT, TESTS, FinishedRun, run_pipeline
 from safetensors.torch import load_file
+from test_agentic_runs import agentic_config
 from tiny import make_task, tiny_config, write_config
 
 from roll.pipeline.checkpoints import checkpoint_folder, read_checkpoint, saved_steps
@@ -22,6 +23,8 @@ from roll.rollout.journal import read_journal, segments
 from roll.tracking.metrics import read_metrics
 
 STEPS = 8
+
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,48 @@ def test_finished_rollouts_are_not_made_again(task, tmp_path):
     assert kept and made <= (issued_later + again) * 4
     assert run.summary["lag/max"] <= 2
     assert len(segments(run.folder / "journal")) <= 5, "the journal keeps growing"
+
+
+def test_episodes_go_on_to_the_bit_as_well(task, ray_cluster, tmp_path):
+    config = agentic_config(task, max_steps=STEPS, save_steps=3, group_filter="zero_variance")
+    undisturbed = run_pipeline(task, ray_cluster, config)
+    command = Command(tmp_path, config)
+    command.kill_when(lambda: command.steps() >= 4)
+    run = command.finish()
+    assert "the run goes on after step 3" in command.output
+    assert_one_history(run)
+    assert same_weights(final_weights(run), final_weights(undisturbed))
+
+
+def test_checkpoints_of_a_colocated_run_with_validation_at_each_step_do_not_wait_for_each_other(
+    task, ray_cluster, tmp_path
+):
+    """The record of a step needs the devices for its validation; the next checkpoint is taken with them in hand."""
+    validation = {"data_args": {"file_name": str(task / "val.jsonl")}}
+    config = tiny_config(
+        task,
+        max_steps=STEPS,
+        save_steps=1,
+        eval_steps=2,
+        async_generation_ratio=1,
+        actor_infer__device_mapping=[0],
+        validation=validation,
+        stall_timeout_seconds=60.0,
+    )
+    run = run_pipeline(task, ray_cluster, config)
+    assert_one_history(run)
+    assert saved_steps(run.folder / "checkpoints") == [STEPS - 1, STEPS]
+
+
+def test_a_run_goes_on_with_two_ranks_where_one_was(task, tmp_path):
+    config = tiny_config(task, max_steps=4, save_steps=2, cluster__num_devices_per_node=3)
+    command = Command(tmp_path, config)
+    command.finish()
+    two_ranks = ["actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[2]"]
+    run = command.finish(f"max_steps={STEPS}", *two_ranks)
+    assert "the run goes on after step 4" in command.output and "(harmless)" in command.output
+    assert_one_history(run)
+    assert len(list((run.folder / "checkpoints" / f"step-{STEPS}" / "state" / "actor_train").iterdir())) == 2
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(task, undisturbed, ray_cluster, tmp_path):
