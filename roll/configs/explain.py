@@ -73,7 +73,7 @@ def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterato
         wrong = bool not in kinds and bool({int, float} & set(kinds))
     else:
         left_out = value is None and is_optional(kind)
-        wrong = bool in kinds and not left_out and str(value).lower() not in ("true", "false")
+        wrong = bool in kinds and str not in kinds and not left_out and str(value).lower() not in ("true", "false")
     if wrong:
         yield parts, value
 

@@ -301,9 +301,10 @@ def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if not nearest_existing.is_dir():
         message = f"{shown(config.output_dir)}: {nearest_existing} is a file"
         yield ConfigProblem("output_dir", message, "choose another folder")
-    elif RunDirectory(folder).metrics.exists():
+    elif RunDirectory(folder).metrics.exists() and config.resume_from_checkpoint is False:
         message = f"{shown(config.output_dir)} holds a run already, whose results would be written over"
-        yield ConfigProblem("output_dir", message, "name a new folder, or remove the key: each run then gets its own")
+        remedy = "set `resume_from_checkpoint: true` to go on with it, name a new folder, or remove the key"
+        yield ConfigProblem("output_dir", message, remedy)
     elif not os.access(nearest_existing, os.W_OK | os.X_OK):
         message = f"{shown(config.output_dir)}: no permission to write to {nearest_existing}"
         yield ConfigProblem("output_dir", message, "choose a folder that you may write to")

@@ -558,7 +558,18 @@ class PipelineConfig:
 
     max_steps: int = option(100, help="Training steps.", range=COUNT)
     save_steps: int = option(
-        0, help="Export the model in Hugging Face format every n steps; 0: only at the end.", range=NOT_NEGATIVE
+        0,
+        help="Write a checkpoint every n steps, with which an interrupted run goes on; 0: only the model, at the end.",
+        range=NOT_NEGATIVE,
+    )
+    max_ckpt_to_keep: int = option(2, help="Checkpoints that stay; older ones are deleted. 0: all.", range=NOT_NEGATIVE)
+    resume_from_checkpoint: bool | str = option(
+        False,
+        help="`true`: go on with the run in `output_dir` (without one: with the latest run of `exp_name`), or begin it "
+        "if there is none; or the folder of a run, or of one of its checkpoints.",
+    )
+    accept_config_changes: bool = option(
+        False, help="Resume although keys that decide what is learned have changed. The run lists them."
     )
     eval_steps: int = option(
         0, help="Validate every n steps (and before the first and after the last); 0: never.", range=NOT_NEGATIVE

@@ -77,6 +77,8 @@ class Group:
     samples: list[Sample]
     baseline_score: float | None = None
     """Score of a greedy response to the prompt, which is not trained on; None: not asked for."""
+    baseline_version: int = -1
+    """Newest policy version among that response's tokens; -1: there is none."""
 
     @property
     def episodes(self) -> list[list[Sample]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
 from roll.strategies.train.microbatches import MicroBatchLimits
 from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.sharded_state import SavedState, write_state
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class TrainerSpec:
     forward_only: bool
     seed: int
     transport: TransportSpec
+    restore_from: Path | None = None
+    """Folder of a training state to go on from."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class TrainWorker(Worker):
     """Wraps a `TrainStrategy`."""
 
     _strategy: TrainStrategy
+    _writing: asyncio.Task[Path]
+    """Of the last snapshot."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
@@ -90,6 +96,8 @@ class TrainWorker(Worker):
         )
         self._strategy = build_train_strategy(config.strategy_args.strategy_name, setup)
         self._strategy.initialize()
+        if spec.restore_from is not None:
+            self._strategy.restore(SavedState(spec.restore_from))
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Log-probabilities of the batch's tokens; from rank 0 only."""
@@ -134,6 +142,17 @@ class TrainWorker(Worker):
     async def save(self, path: str) -> None:
         """Export the model in Hugging Face format."""
         await self.in_thread(self._strategy.save, path)
+
+    async def snapshot(self, folder: str) -> None:
+        """Copy this rank's training state, and begin to write it into the folder beside training."""
+        snapshot = await self.in_thread(self._strategy.snapshot)
+        self._writing = asyncio.create_task(
+            asyncio.to_thread(write_state, Path(folder), self.identity.rank, snapshot)
+        )
+
+    async def snapshot_written(self) -> None:
+        """Wait until the last snapshot is on the disk. Raises `OSError` if it could not be written."""
+        await self._writing
 
     async def offload_states(self) -> None:
         await self.in_thread(self._strategy.offload_states)

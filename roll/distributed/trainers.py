@@ -62,6 +62,14 @@ class TrainerGroup:
     async def save(self, path: str) -> None:
         await self._call("save", path)
 
+    async def snapshot(self, folder: str) -> None:
+        """Copy the training state of all ranks; they write it into the folder while they go on."""
+        await self._call("snapshot", folder)
+
+    async def snapshot_written(self) -> None:
+        """Wait until it is on the disk."""
+        await self._call("snapshot_written")
+
     async def offload_states(self) -> None:
         await self._call("offload_states")
 

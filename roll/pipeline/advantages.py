@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,19 @@ class AdvantageSettings:
     """Weight of an episode's (or a response's) shaped reward, at its last token."""
     turn_weight: float = 0.0
     """Weight of the rewards of turns, at the last token of each."""
+
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must keep."""
+        controller = {} if self.kl_controller is None else self.kl_controller.state()
+        return {"reward_moments": self.reward_moments.state(), "kl_controller": controller}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from a `memory`; of a run without memory there is nothing to recall."""
+        if "reward_moments" in memory:
+            self.reward_moments.restore(memory["reward_moments"])
+        if self.kl_controller is not None and memory.get("kl_controller"):
+            self.kl_controller.restore(memory["kl_controller"])
 
 
 def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from roll.agentic.env.base import observation_from
 from roll.agentic.env.registry import BUILT_IN, check_env_type, make_env
 from roll.agentic.env_manager.registry import EnvManagerFactory, manager_factory
 from roll.agentic.episode import Observation
 from roll.agentic.tools.base import ToolUnavailable
+from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, CustomEnvConfig
 from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
@@ -32,6 +36,12 @@ class AgenticPlan:
     template: TurnTemplate
     managers: dict[str, EnvManagerFactory]
     """By tag."""
+
+    def fingerprint(self, config: AgenticConfig) -> str:
+        """See `RolloutPlan.fingerprint`."""
+        shares = derived.used_tags(config, config.train_env_manager)
+        envs = {tag: [config.custom_envs[tag].env_type, config.custom_envs[tag].env_config] for tag in shares}
+        return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
 
     def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> AgenticSide:
         """See `RolloutPlan.build`."""

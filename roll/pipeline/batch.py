@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class TrainingBatch:
     """Whether the trainer has set the new weights aside for publication."""
     canaries: CanaryScores | None = None
     """What the trainer computes with them for the canary sequences, if this publication is checked."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What the advantages of this batch and of those before it left behind, for a checkpoint."""
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:

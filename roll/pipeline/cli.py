@@ -24,10 +24,11 @@ from roll.configs.loader import dump_config, load_config
 from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
-from roll.tracking.run_directory import RunDirectory
+from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
+    from roll.pipeline.resume import ResumePoint
 
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check_env(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
-        prepared, run = _check(options.config, options.overrides)
+        prepared, run, point = _check(options.config, options.overrides)
     except ConfigError as error:
         print(_refusal(options.config, error), file=sys.stderr)
         gc.freeze()  # the process ends here: nothing of what was imported needs to be searched for garbage
@@ -63,7 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
         return FAILURE
-    return _run(prepared, run, started)
+    if point is not None and point.has_ended(prepared.config.max_steps):
+        print(f"the run in {run.root} has all its {prepared.config.max_steps} steps")
+        return SUCCESS
+    try:
+        with run.held():
+            if point is not None:
+                _go_back(point)
+            return _run(prepared, run, point, started)
+    except (RunExists, RunUnusable) as error:
+        print(error, file=sys.stderr)
+        return FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,14 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: str, overrides: Sequence[str]) -> tuple[Prepared, RunDirectory]:
+def _check(path: str, overrides: Sequence[str]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
     """Everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     with _garbage_collection_off():
         config = check_config(load_config(path, overrides))
         print(render(plan(config)), flush=True)
         from roll.pipeline.preflight import prepare
+        from roll.pipeline.resume import find_resume_point
 
-        return prepare(config), _create_run_directory(config)
+        prepared = prepare(config)
+        point = find_resume_point(config, prepared.rollouts.fingerprint(config))
+        return prepared, _create_run_directory(config) if point is None else point.run, point
 
 
 @contextmanager
@@ -117,19 +131,32 @@ def _create_run_directory(config: PipelineConfig) -> RunDirectory:
     return run
 
 
-def _run(prepared: Prepared, run: RunDirectory, started: float) -> int:
+def _go_back(point: ResumePoint) -> None:
+    from roll.pipeline.resume import take_out_of_the_way
+
+    try:
+        take_out_of_the_way(point)
+    except (OSError, ValueError) as error:
+        raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
+
+
+def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, started: float) -> int:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
     from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
     configure_logging(run.logs, "driver", console=True)
-    recorder = RunRecorder(prepared.config, run, started=started)
+    recorder = RunRecorder(
+        prepared.config, run, started=started, after_step=None if point is None else point.last_record
+    )
+    if point is not None:
+        recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
     cluster = prepared.config.cluster
     try:
         with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
             _end_in_order_on_signals()
-            asyncio.run(run_pipeline(prepared, recorder))
+            asyncio.run(run_pipeline(prepared, recorder, point))
     except KeyboardInterrupt:
         status = recorder.close("interrupted", "interrupted by a signal")
     except Exception as error:

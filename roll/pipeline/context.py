@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from roll.algorithms.correction import Correction
@@ -15,6 +14,7 @@ from roll.distributed.inference import InferencePool
 from roll.distributed.trainers import TrainerGroup
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import Canaries
+from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.mismatch import MismatchAlarm
 from roll.pipeline.recorder import RunRecorder
@@ -43,7 +43,9 @@ class RunContext:
     mismatch_alarm: MismatchAlarm | None
     max_staleness: int
     train_temperature: float
-    checkpoint_dir: Path
+    checkpoints: Checkpointer
+    first_step: int
+    """Training steps that the run had behind it when this process began."""
 
     @property
     def needs_proximal(self) -> bool:

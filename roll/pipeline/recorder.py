@@ -20,7 +20,7 @@ from roll.pipeline.gallery import hang_up
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console
-from roll.tracking.metrics import MetricsLog
+from roll.tracking.metrics import MetricsLog, read_metrics
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import ReadableSample, SampleLog
 from roll.tracking.summary import Summary
@@ -33,13 +33,22 @@ FinalStatus = Literal["success", "failed", "interrupted"]
 class RunRecorder:
     """Writes the run directory while the run goes on."""
 
-    def __init__(self, config: PipelineConfig, run: RunDirectory, *, started: float) -> None:
+    def __init__(
+        self, config: PipelineConfig, run: RunDirectory, *, started: float, after_step: int | None = None
+    ) -> None:
+        """``after_step``: of a run that goes on; its folder tells of nothing later."""
+        earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
-        self.summary = Summary(run.summary, started=started)
+        self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
+        for record in earlier or []:
+            self.console.recall(
+                {name: value for name, value in record.items() if value is not None}, record["step"]
+            )
         self.ledger: dict[str, int] = {}
-        self._trackers = Trackers([MetricsLog(run.metrics), *open_trackers(config.trackers, run)])
+        self._metrics = MetricsLog(run.metrics)
+        self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._step_ended = time.time()
@@ -94,6 +103,10 @@ class RunRecorder:
         batch.metrics["engine/resumed_tokens"] = float(pool.resumed_tokens)
         self._log(batch.metrics, step)
         self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
+
+    async def sync(self) -> None:
+        """Wait until the metrics of all steps so far are on the disk."""
+        await asyncio.to_thread(self._metrics.sync)
 
     def before_training(self, metrics: dict[str, float]) -> None:
         """Record what is known of version 0, as step 0: no training step would carry it."""

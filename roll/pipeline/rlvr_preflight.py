@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import RLVRConfig
@@ -27,6 +30,15 @@ class RLVRPlan:
 
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
+
+    def fingerprint(self, config: RLVRConfig) -> str:
+        """See `RolloutPlan.fingerprint`."""
+        data_args = config.actor_train.data_args
+        digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
+        for prompt in self.prompts:
+            digest.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
+            digest.update(prompt.token_ids.tobytes())
+        return digest.hexdigest()
 
     def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RLVRSide:
         """See `RolloutPlan.build`."""

@@ -42,7 +42,10 @@ class Roles:
         workers: WorkerProcesses,
         run: RunDirectory,
         on_event: Callable[[str], None],
+        states: Callable[[str], Path | None] = lambda role: None,
     ) -> None:
+        """``states``: the training state that a trained role goes on from; None where it begins anew."""
+        self._states = states
         self._prepared = prepared
         self._config: PipelineConfig = prepared.config
         self._placement = placement
@@ -139,6 +142,7 @@ class Roles:
             forward_only=forward_only,
             seed=self._config.seed,
             transport=self._transport,
+            restore_from=None if forward_only else self._states(role),
         )
         async with self._locks[role].hold(role):
             await trainer.start(spec)

@@ -66,8 +66,11 @@ class RolloutFunction:
                 self.generator.forget(self._sticky_key(group_id))
         samples = [task.result() for task in running]
         await self._judge(prompt, samples)
-        baseline = samples.pop() if self.greedy_baseline else None
-        return Group(group_id, prompt, samples, baseline_score=baseline.score if baseline else None)
+        if not self.greedy_baseline:
+            return Group(group_id, prompt, samples)
+        baseline = samples.pop()
+        newest = int(baseline.versions.max(initial=-1))
+        return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
 
     async def _sample(
         self, group_id: int, index: int, prompt: Prompt, min_version: int | None, sampling: SamplingParams

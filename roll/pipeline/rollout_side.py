@@ -16,6 +16,7 @@ from roll.rollout.scheduler import Ticket
 from roll.strategies.infer.base import Completion, GenerateRequest
 
 if TYPE_CHECKING:
+    from roll.configs.schema import PipelineConfig
     from roll.pipeline.preflight import Prepared
     from roll.pipeline.validation import ValidationResult
     from roll.tracking.run_directory import RunDirectory
@@ -73,6 +74,9 @@ class RolloutSide(Protocol):
 
 class RolloutPlan(Protocol):
     """What the preflight found for the rollout side."""
+
+    def fingerprint(self, config: PipelineConfig) -> str:
+        """Of what groups are made of, in their order: equal for runs whose group ``n`` is made of the same."""
 
     def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RolloutSide:
         """The side itself. Starts nothing."""

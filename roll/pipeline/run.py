@@ -7,59 +7,105 @@ are this code; they differ in their rollout side.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.loader import dump_config
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.placement import Placement
+from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import build_canaries
 from roll.pipeline.channel import Channel
+from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.context import RunContext
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
 from roll.pipeline.engine_gate import EngineGate
+from roll.pipeline.journal_keeper import JournalKeeper, finished_again
 from roll.pipeline.mismatch import build_alarm
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_function import has_score_variance
 from roll.pipeline.rollout_side import RolloutSide
 from roll.pipeline.stage import Stage, StageGraph
 from roll.pipeline.stages import STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
+from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
+from roll.tracking.files import write_atomically
+from roll.tracking.run_directory import RunDirectory
 
 
-async def run_pipeline(prepared: Prepared, recorder: RunRecorder) -> None:
-    """Run to the last step. Raises the first failure, which names its cause."""
+async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumePoint | None = None) -> None:
+    """Run to the last step, from the first or from where an earlier process was. Raises the first failure, which names
+    its cause."""
     config = prepared.config
     placement = Placement(config.cluster)
     await placement.reserve()
     locks = build_device_locks(_devices_of_roles(config))
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event)
-    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event)
-    try:
-        await roles.start()
-        gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-        context = build_context(prepared, side, roles, locks, gate, recorder)
-        graph = StageGraph(build_stages(prepared, context))
+    states = point.role if point is not None else lambda role: None
+    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
+    if config.save_steps and (point is None or point.checkpoint is None):
+        made_of = f"{prepared.rollouts.fingerprint(config)} {derived.model_path(config, config.actor_train)}"
+        forget_other_rollouts(recorder.run, made_of)
+    with journal_of(config, recorder.run) as journal:
         try:
-            background = background_tasks(context, roles, gate)
-            await graph.run(background=background, first=lambda: publish_initial(context))
+            await roles.start()
+            recorder.run.write_config(dump_config(config))
+            gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
+            context = build_context(prepared, side, roles, locks, gate, recorder, journal, point)
+            graph = StageGraph(build_stages(prepared, context))
+            try:
+                background = background_tasks(context, roles, gate)
+                await graph.run(background=background, first=lambda: publish_initial(context))
+            finally:
+                recorder.ledger = context.scheduler.ledger.counts()
         finally:
-            recorder.ledger = context.scheduler.ledger.counts()
+            await roles.shutdown()
+
+
+@contextmanager
+def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKeeper | None]:
+    """Where finished groups are kept, in runs that have checkpoints to go on from."""
+    if not config.save_steps and not run.journal.exists():
+        yield None
+        return
+    journal = JournalKeeper(run.journal)
+    try:
+        yield journal
     finally:
-        await roles.shutdown()
+        journal.close()
+
+
+def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
+    """A run that begins at step 0 takes over rollouts of step 0 that an earlier process made of the same model and
+    prompts (or environments), and no others."""
+    note = run.journal / "made_of.txt"
+    if note.exists() and note.read_text() == made_of:
+        return
+    shutil.rmtree(run.journal, ignore_errors=True)
+    run.journal.mkdir()
+    write_atomically(note, made_of)
 
 
 async def publish_initial(context: RunContext) -> None:
-    """Version 0: the engine gets the trainer's weights and is validated before anything is generated."""
+    """The first version: the engine gets the trainer's weights, and is validated before anything is generated. A run
+    that goes on has that on record."""
+    version = context.first_step
     async with context.locks["actor_train"].hold("actor_train"):
-        canaries = await gather(context, 0)
-    metrics = await publish(context, 0, canaries)
-    context.recorder.before_training({**metrics, **await announce(context, 0)})
+        canaries = await gather(context, version)
+    metrics = await publish(context, version, canaries)
+    if version == 0:
+        context.recorder.before_training({**metrics, **await announce(context, 0)})
+    else:
+        context.scheduler.weights_published(version)
     context.recorder.start_clock()
     context.scheduler.resume_admission()
 
@@ -71,11 +117,15 @@ def build_context(
     locks: dict[str, DeviceLock],
     gate: EngineGate,
     recorder: RunRecorder,
+    journal: JournalKeeper | None,
+    point: ResumePoint | None,
 ) -> RunContext:
-    """Wire services and settings. Admission starts paused, until version 0 is published."""
+    """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
-    scheduler = build_scheduler(config, side, gate)
+    scheduler = build_scheduler(config, side, gate, journal if config.save_steps else None)
     scheduler.pause_admission()
+    if point is not None:
+        go_on(point, scheduler, prepared.advantages, journal)
     return RunContext(
         config=config,
         scheduler=scheduler,
@@ -93,11 +143,36 @@ def build_context(
         mismatch_alarm=build_alarm(config),
         max_staleness=derived.resolved_max_staleness(config),
         train_temperature=config.actor_infer.generating_args.temperature,
-        checkpoint_dir=recorder.run.checkpoints,
+        checkpoints=Checkpointer(
+            recorder.run.checkpoints,
+            {"actor_train": roles.trainer},
+            save_steps=config.save_steps,
+            max_steps=config.max_steps,
+            keep=config.max_ckpt_to_keep,
+            source=prepared.rollouts.fingerprint(config),
+            on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
+        ),
+        first_step=0 if point is None else point.step,
     )
 
 
-def build_scheduler(config: PipelineConfig, side: RolloutSide, gate: EngineGate) -> RolloutScheduler[Any, Group]:
+def go_on(
+    point: ResumePoint,
+    scheduler: RolloutScheduler[Any, Group],
+    advantages: AdvantageSettings,
+    journal: JournalKeeper | None,
+) -> None:
+    """Take over what an earlier process left behind, beside the trainer's state."""
+    recovered = recover(read_journal(point.run.journal), point.progress)
+    scheduler.resume(point.progress, recovered, finished_again)
+    advantages.recall(point.memory)
+    if journal is not None:
+        journal.went_back(point.step)
+
+
+def build_scheduler(
+    config: PipelineConfig, side: RolloutSide, gate: EngineGate, journal: JournalKeeper | None = None
+) -> RolloutScheduler[Any, Group]:
     """The scheduler over what the groups of the run start from."""
     plan = SchedulePlan(
         batch_size=config.rollout_batch_size,
@@ -110,7 +185,9 @@ def build_scheduler(config: PipelineConfig, side: RolloutSide, gate: EngineGate)
         max_consecutive_refunds=config.max_consecutive_refunds,
     )
     group_filter = has_score_variance if config.group_filter == "zero_variance" else None
-    return RolloutScheduler(plan, side.source(), side.rollout(gate), group_filter=group_filter)
+    return RolloutScheduler(
+        plan, side.source(), side.rollout(gate), group_filter=group_filter, observer=journal
+    )
 
 
 def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
@@ -135,6 +212,7 @@ def background_tasks(
         ("gate", gate.run),
         ("watch/actor_train", roles.trainer.watch),
         ("stall", lambda: watch_for_stall(context)),
+        ("checkpoints", context.checkpoints.run),
     ]
     if roles.reference is not None:
         tasks.append(("watch/reference", roles.reference.watch))

@@ -33,7 +33,7 @@ class RolloutStage(Stage):
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__("rollout", context.recorder.timeline, inbox=inbox, outbox=outbox)
         self.context = context
-        self._next_step = 0
+        self._next_step = context.first_step
 
     async def take_input(self) -> list[FinishedGroup]:
         if self._next_step == self.context.config.max_steps:
@@ -82,6 +82,7 @@ class AdvantageStage(Stage):
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
         # In a thread: long responses take a good part of a second, and rollouts go on meanwhile.
         batch.metrics.update(await asyncio.to_thread(add_advantages, batch, self.context.advantages))
+        batch.memory = self.context.advantages.memory()
         return batch
 
 
@@ -113,15 +114,15 @@ class TrainStage(Stage):
             if publication_due(context, version):
                 batch.canaries = await gather(context, version)
                 batch.gathered = True
-            if version == config.max_steps or (config.save_steps and version % config.save_steps == 0):
-                await context.trainer.save(str(context.checkpoint_dir / f"step-{version}"))
+            context.scheduler.training_step_done(version)
+            if context.checkpoints.due(version):
+                await context.checkpoints.take(version, context.scheduler.progress(), batch.memory)
         batch.metrics.update(
             {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
         )
         if context.mismatch_alarm is not None:
             context.mismatch_alarm.check(version, batch.metrics)
         context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
-        context.scheduler.training_step_done(version)
         return batch
 
     async def _correct(self, batch: TrainingBatch) -> None:
@@ -159,8 +160,12 @@ class ParamUpdateStage(Stage):
         return batch
 
     async def deliver(self, batch: TrainingBatch) -> None:
-        """The end of a step: its record, the time of this stage included."""
-        await self.context.recorder.step(batch, self.context.scheduler, self.context.pool)
+        """The end of a step: its record, the time of this stage included. Then its checkpoint may be completed."""
+        context, step = self.context, batch.step + 1
+        await context.recorder.step(batch, context.scheduler, context.pool)
+        if context.checkpoints.due(step):
+            await context.recorder.sync()
+            await context.checkpoints.step_recorded(step)
 
 
 def validation_due(context: RunContext, version: int) -> bool:

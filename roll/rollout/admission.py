@@ -77,6 +77,14 @@ class Admission:
             raise ValueError(f"version {version} was published, but only {self.steps_done} training steps are done")
         self.version = version
 
+    def resume_at(self, steps_done: int) -> None:
+        """Of a run that goes on: its engine will have the weights of the last step."""
+        self.steps_done = self.version = steps_done
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pauses > 0
+
     def pause(self) -> None:
         """Start nothing until `resume`. Pauses add up, so that two owners do not resume each other's."""
         self._pauses += 1

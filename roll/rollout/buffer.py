@@ -179,6 +179,7 @@ class GroupBuffer(Generic[Item, Result]):
             _Fifo() if order == "fifo" else _ReadyFirst()
         )
         self.batches_taken = 0
+        """A run that goes on begins with as many as it has training steps behind it."""
 
     @property
     def ready(self) -> int:
@@ -190,12 +191,17 @@ class GroupBuffer(Generic[Item, Result]):
         """Id of the group in flight that was issued first."""
         return self._in_flight.oldest()
 
+    def has_room(self, version: int) -> bool:
+        """Whether the batches up to the deadline of a group that starts at this version can take one more."""
+        unconsumed = len(self._in_flight) + len(self._ready) + 1
+        return unconsumed <= (version + self._max_staleness - self.batches_taken + 1) * self._batch_size
+
     def start(self, group_id: int, version: int) -> None:
         """A group begins. Raises `ValueError` if the batches up to its deadline have no room for it, which admission
         rules out."""
         deadline = version + self._max_staleness
-        unconsumed = len(self._in_flight) + len(self._ready) + 1
-        if unconsumed > (deadline - self.batches_taken + 1) * self._batch_size:
+        if not self.has_room(version):
+            unconsumed = len(self._in_flight) + len(self._ready) + 1
             raise ValueError(
                 f"group {group_id} started too early: it is due in batch {deadline}, the next batch is "
                 f"{self.batches_taken}, and {unconsumed} groups want to be in these batches of {self._batch_size}"

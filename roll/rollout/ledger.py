@@ -9,6 +9,7 @@ new has ended.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Literal, get_args
 
@@ -76,6 +77,19 @@ class Ledger:
             self.buffered -= 1
         self.dropped[reason] += 1
         self._refunds += 1
+
+    @classmethod
+    def resumed(cls, issued: int, dropped: Mapping[DropReason, int], in_flight: Iterable[int]) -> Ledger:
+        """Of a run that goes on: groups below ``issued`` that are not in flight were consumed, or dropped."""
+        ledger = cls()
+        ledger._open = {group_id: _State.IN_FLIGHT for group_id in sorted(in_flight)}
+        ledger.issued, ledger.in_flight = issued, len(ledger._open)
+        ledger.dropped.update(dropped)
+        ledger._refunds = ledger.dropped.total()
+        ledger.consumed = issued - ledger.in_flight - ledger._refunds
+        if ledger.consumed < 0:
+            raise LedgerError(f"{issued} groups cannot be {ledger._refunds} dropped and {ledger.in_flight} in flight")
+        return ledger
 
     def open_groups(self) -> list[int]:
         """Ids of the groups that have not ended, in order of issue."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import Generic, Literal, get_args
+from typing import Generic, Literal, Protocol, get_args
 
 from roll.rollout.admission import Admission, RefundCap, Refusal, TooManyRefunds, exact_ratio
 from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer, Item, Result
+from roll.rollout.journal import Recovered, RolloutProgress
 from roll.rollout.ledger import DropReason, Ledger
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,17 @@ class _Running(Generic[Item]):
     task: asyncio.Task[None] | None = None
 
 
+class SchedulerObserver(Protocol[Item, Result]):
+    """Is told what became of groups, at the moment it happens. What it raises ends the run."""
+
+    def group_finished(self, group: FinishedGroup[Item, Result]) -> None:
+        """A group waits to be trained on."""
+
+    def group_dropped(self, group: DroppedGroup, version: int) -> None:
+        """A group will not be trained on; there was no newer policy than ``version``. Not told of groups cancelled at
+        the end."""
+
+
 class _Phase(Enum):
     NEW = "new"
     RUNNING = "running"
@@ -161,6 +173,7 @@ class RolloutScheduler(Generic[Item, Result]):
         rollout: Callable[[Ticket[Item]], Awaitable[Result]],
         *,
         group_filter: Callable[[Result], bool] | None = None,
+        observer: SchedulerObserver[Item, Result] | None = None,
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
@@ -168,6 +181,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._source = source
         self._rollout = rollout
         self._group_filter = group_filter
+        self._observer = observer
         self._admission = Admission(
             batch_size=plan.batch_size, max_steps=plan.max_steps, ratio=plan.ratio, max_staleness=plan.max_staleness
         )
@@ -176,10 +190,64 @@ class RolloutScheduler(Generic[Item, Result]):
         )
         self._refund_cap = RefundCap(plan.max_consecutive_refunds)
         self._in_flight: dict[int, _Running[Item]] = {}
+        self._to_begin_again: deque[_Running[Item]] = deque()
+        """In flight since before the run was resumed; they begin before any new group does."""
+        self._untrained: deque[tuple[int, ...]] = deque()
+        """Groups of each batch that was handed out and whose training step is not done."""
         self._phase = _Phase.NEW
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
         self._batch_waiter: asyncio.Future[None] | None = None
+
+    def resume(
+        self,
+        progress: RolloutProgress,
+        recovered: Recovered,
+        restored: Callable[[int, Item, bytes], FinishedGroup[Item, Result]],
+    ) -> None:
+        """Go on where another scheduler with the same source and batch size was. To be called before `run`.
+
+        ``restored`` makes a finished group of its id, its item and what the journal kept of it. Groups in flight begin
+        again, with their own ids and items; so do finished ones that this plan, if it allows less staleness, has no
+        room for. Raises `SourceExhausted` if the source does not reach as far as before.
+        """
+        if self._phase is not _Phase.NEW or self.ledger.issued:
+            raise RuntimeError("a scheduler is resumed before it has done anything")
+        step = progress.steps_done
+        self._admission.resume_at(step)
+        self._buffer.batches_taken = step
+        open_groups = {*recovered.finished, *recovered.in_flight}
+        items = self._items_again(recovered.issued, open_groups)
+        dropped = Counter(progress.dropped)
+        dropped.update(recovered.dropped.values())
+        self.ledger = Ledger.resumed(recovered.issued, dropped, open_groups)
+        if self.ledger.consumed != step * self.plan.batch_size:
+            raise ValueError(
+                f"{step} steps of {self.plan.batch_size} groups were done, but {self.ledger.consumed} groups are "
+                "neither open nor dropped"
+            )
+        finished = [restored(group_id, items[group_id], kept) for group_id, kept in recovered.finished.items()]
+        # In the order of their deadlines, which is how the buffer meets them in any run.
+        for group in sorted(finished, key=lambda group: (group.start_version, group.group_id)):
+            if self._buffer.has_room(group.start_version):
+                self._buffer.start(group.group_id, group.start_version)
+                self._buffer.finish(group)
+                self.ledger.finish(group.group_id)
+                open_groups.remove(group.group_id)
+        for group_id in sorted(open_groups):
+            self._in_flight[group_id] = _Running(group_id, items[group_id], step, 0.0)
+        self._to_begin_again.extend(self._in_flight.values())
+        self.ledger.check()
+
+    def progress(self) -> RolloutProgress:
+        """Where the rollouts stand, as of the last training step that is done; for a checkpoint."""
+        untrained = [group_id for batch in self._untrained for group_id in batch]
+        return RolloutProgress(
+            steps_done=self._admission.steps_done,
+            issued=self.ledger.issued,
+            dropped=dict(self.ledger.dropped),
+            open_groups=tuple(sorted([*untrained, *self.ledger.open_groups()])),
+        )
 
     async def run(self) -> None:
         """Run rollouts until the last batch was handed out.
@@ -228,6 +296,7 @@ class RolloutScheduler(Generic[Item, Result]):
         if steps_done > self._buffer.batches_taken:
             raise ValueError(f"step {steps_done} cannot be done: {self._buffer.batches_taken} batches were handed out")
         self._admission.training_step_done(steps_done)
+        self._untrained.popleft()
         self._start_admissible()
 
     def weights_published(self, version: int) -> None:
@@ -273,7 +342,8 @@ class RolloutScheduler(Generic[Item, Result]):
         """Start every group that may start now. Never awaits, so the groups of one event begin in one iteration."""
         if self._phase is not _Phase.RUNNING or self._failure is not None:
             return
-        while self._admission.refusal(self.ledger.net_issued) is None:
+        self._begin_again()
+        while not self._to_begin_again and self._admission.refusal(self.ledger.net_issued) is None:
             try:
                 item = next(self._source)
             except StopIteration:
@@ -293,7 +363,32 @@ class RolloutScheduler(Generic[Item, Result]):
         self._buffer.start(group_id, version)
         group = _Running(group_id, item, version, asyncio.get_running_loop().time())
         self._in_flight[group_id] = group
-        group.task = self._tasks.create_task(self._attempt_until_done(group), name=f"group-{group_id}")
+        self._begin(group)
+
+    def _begin_again(self) -> None:
+        """Start groups of before the run was resumed: all at once, unless this plan allows less than the one before."""
+        version = self._admission.version
+        while self._to_begin_again and not self._admission.is_paused and self._buffer.has_room(version):
+            group = self._to_begin_again.popleft()
+            group.start_version, group.started_at = version, asyncio.get_running_loop().time()
+            self._buffer.start(group.group_id, version)
+            self._begin(group)
+
+    def _begin(self, group: _Running[Item]) -> None:
+        group.task = self._tasks.create_task(self._attempt_until_done(group), name=f"group-{group.group_id}")
+
+    def _items_again(self, issued: int, wanted: Collection[int]) -> dict[int, Item]:
+        """Draw what earlier groups were made of, and keep the items of those that are wanted."""
+        items: dict[int, Item] = {}
+        for group_id in range(issued):
+            try:
+                item = next(self._source)
+            except StopIteration:
+                message = f"the source ended after {group_id} groups; before the run was resumed it gave {issued}"
+                raise SourceExhausted(message) from None
+            if group_id in wanted:
+                items[group_id] = item
+        return items
 
     # One group's life
 
@@ -358,12 +453,22 @@ class RolloutScheduler(Generic[Item, Result]):
         self.ledger.finish(group.group_id)
         self._refund_cap.accepted()
         finished_at = asyncio.get_running_loop().time()
-        self._buffer.finish(
-            FinishedGroup(
-                group.group_id, group.item, result, group.start_version, group.attempt, group.started_at, finished_at
-            )
+        finished = FinishedGroup(
+            group.group_id, group.item, result, group.start_version, group.attempt, group.started_at, finished_at
         )
+        self._buffer.finish(finished)
+        if self._observer is not None and not self._observed(self._observer.group_finished, finished):
+            return
         self._wake_consumer()
+
+    def _observed(self, tell: Callable[..., None], *what: object) -> bool:
+        """False if the observer raised, which ends the run."""
+        try:
+            tell(*what)
+        except Exception as error:
+            self._fail(error)
+            return False
+        return True
 
     def _is_in_flight(self, group: _Running[Item]) -> bool:
         """False once the group was dropped while its task was still unwinding, or the run is ending."""
@@ -374,7 +479,12 @@ class RolloutScheduler(Generic[Item, Result]):
         del self._in_flight[group.group_id]
         self._buffer.drop(group.group_id)
         self.ledger.drop(group.group_id, reason)
-        self.recent_drops.append(DroppedGroup(group.group_id, reason, group.attempt, cause))
+        dropped = DroppedGroup(group.group_id, reason, group.attempt, cause)
+        self.recent_drops.append(dropped)
+        if self._observer is not None and not self._observed(
+            self._observer.group_dropped, dropped, self._admission.steps_done
+        ):
+            return
         try:
             self._refund_cap.dropped(reason, cause)
         except TooManyRefunds as error:
@@ -399,6 +509,7 @@ class RolloutScheduler(Generic[Item, Result]):
             return None
         for group in batch:
             self.ledger.consume(group.group_id)
+        self._untrained.append(tuple(group.group_id for group in batch))
         self.ledger.check()
         if self._buffer.batches_taken == self.plan.max_steps:
             self._ended.set()
@@ -410,7 +521,8 @@ class RolloutScheduler(Generic[Item, Result]):
         for group_id in self._buffer.overdue():
             group = self._in_flight[group_id]
             self._drop(group, "stale")
-            group.task.cancel()
+            if group.task is not None:
+                group.task.cancel()
 
     def _wake_consumer(self) -> None:
         """Wake a waiting `next_batch` if it may succeed now."""
@@ -431,7 +543,8 @@ class RolloutScheduler(Generic[Item, Result]):
     def _stop(self) -> None:
         self._phase = _Phase.STOPPED
         for group in self._in_flight.values():
-            group.task.cancel()
+            if group.task is not None:
+                group.task.cancel()
         if self._batch_waiter is not None and not self._batch_waiter.done():
             self._batch_waiter.set_result(None)
 

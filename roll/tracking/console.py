@@ -109,6 +109,11 @@ class Console:
         if self._live is None and due:
             self._print(plain_line(self._progress, now))
 
+    def recall(self, metrics: Mapping[str, float], step: int) -> None:
+        """Know of a step of an earlier process, without a line."""
+        progress = self._progress.after({self._printable(name): value for name, value in metrics.items()}, step, 0.0)
+        self._progress = replace(progress, marks=())
+
     def event(self, text: str) -> None:
         """Say something worth a line of its own, such as a restarted worker."""
         text = self._printable(text)

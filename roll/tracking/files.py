@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -76,6 +76,11 @@ class JsonLines:
             self._file.write(line.encode("utf-8", errors="backslashreplace"))
             self._file.flush()
 
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         with naming(self.path):
             self._file.close()
@@ -95,6 +100,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         records.append(record)
     last = _parse_object(tail)
     return records if last is None else [*records, last]
+
+
+def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file of `JsonLines` with the records that are wanted, in one step. No file: nothing to do."""
+    if not path.is_file():
+        return
+    records = [record for record in read_json_lines(path) if wanted(record)]
+    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

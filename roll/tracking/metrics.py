@@ -26,6 +26,10 @@ class MetricsLog:
         """
         self._lines.append(_as_record(metrics, step))
 
+    def sync(self) -> None:
+        """Wait until all steps are on the disk."""
+        self._lines.sync()
+
     def close(self) -> None:
         self._lines.close()
 

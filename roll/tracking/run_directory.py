@@ -5,8 +5,11 @@ Creating it claims it: two runs never share a folder, and the results of an earl
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
@@ -18,6 +21,10 @@ _logger = logging.getLogger(__name__)
 
 class RunExists(FileExistsError):
     """The chosen folder already holds a run."""
+
+
+class RunUnusable(OSError):
+    """The folder of a run cannot be worked in."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,38 @@ class RunDirectory:
             _point_latest_to(root)
         return run
 
+    @classmethod
+    def existing(cls, root: Path | str) -> RunDirectory:
+        """The folder of a run that is to go on. Raises `FileNotFoundError` if there is none."""
+        run = cls(Path(root))
+        if not run.metrics.is_file():
+            raise FileNotFoundError(f"{root} holds no run: there is no {run.metrics.name}")
+        return run
+
+    @classmethod
+    def latest(cls, exp_name: str, base: Path | str = "output") -> RunDirectory | None:
+        """The last run that got a folder of its own; None if there is none."""
+        link = Path(base) / _checked_name(exp_name) / "latest"
+        return cls.existing(link.resolve()) if link.exists() else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Claim the run for this process as long as it lives. Raises `RunExists` if another process works on it,
+        `RunUnusable` if its folder cannot be written."""
+        path = self.root / ".lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {self.root}: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunExists(f"another process works on the run in {self.root}: end it first") from None
+            yield
+        finally:
+            os.close(descriptor)
+
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
@@ -76,6 +115,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        """What became of groups."""
+        return self.root / "journal"
 
     @property
     def weights(self) -> Path:

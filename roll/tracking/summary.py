@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,7 @@ class _State:
     last_accuracy: dict[str, float] = field(default_factory=dict)
     lag_max: float | None = None
     ledger: dict[str, Any] = field(default_factory=dict)
+    resumed_at: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -58,13 +59,31 @@ class Summary:
     """
 
     def __init__(
-        self, path: Path, clock: Callable[[], float] = time.monotonic, started: float | None = None
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
+        earlier: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        """``earlier``: of a resumed run, what `metrics.jsonl` has of the steps that still count. Seconds are those of
+        all processes of the run together."""
         self._path = path
         self._clock = clock
         self._started = clock() if started is None else started
         self._state = _State()
+        if earlier is not None and path.exists():
+            self._take_over(earlier)
         self._write()
+
+    def _take_over(self, earlier: Sequence[Mapping[str, Any]]) -> None:
+        before = json.loads(self._path.read_text())
+        state = self._state
+        state.first_step_seconds = before["first_step_seconds"]
+        self._started -= before["seconds"]
+        for record in earlier:
+            metrics = {name: value for name, value in record.items() if value is not None}
+            self._note(metrics, record["step"])
+        state.resumed_at = [*before["resumed_at"], state.steps]
 
     def update(self, metrics: Mapping[str, float], step: int, ledger: Mapping[str, Any] | None = None) -> None:
         """Take over what the summary reports from the metrics of a step: ``val/<domain>/accuracy`` and ``lag/max``.
@@ -73,17 +92,21 @@ class Summary:
         given, replaces the one before.
         """
         state = self._state
-        state.steps = max(state.steps, step)
         if step > 0 and state.first_step_seconds is None:
             state.first_step_seconds = self._elapsed()
+        self._note(metrics, step)
+        if ledger is not None:
+            state.ledger = dict(ledger)
+        self._write()
+
+    def _note(self, metrics: Mapping[str, float], step: int) -> None:
+        state = self._state
+        state.steps = max(state.steps, step)
         accuracy = validation_accuracy(metrics)
         state.first_accuracy = {**accuracy, **state.first_accuracy}
         state.last_accuracy = {**state.last_accuracy, **accuracy}
         if "lag/max" in metrics:
             state.lag_max = max(metrics["lag/max"], state.lag_max or 0)
-        if ledger is not None:
-            state.ledger = dict(ledger)
-        self._write()
 
     def finish(
         self,
@@ -113,6 +136,7 @@ class Summary:
             "val/last": {domain: json_number(value) for domain, value in state.last_accuracy.items()},
             "lag/max": None if state.lag_max is None else json_number(state.lag_max),
             "ledger": state.ledger,
+            "resumed_at": state.resumed_at,
             "error": state.error,
         }
 

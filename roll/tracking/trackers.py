@@ -38,7 +38,8 @@ class PictureTracker(Protocol):
 class TensorBoardTracker:
     """Scalars in a TensorBoard event file under ``folder``. ``clock`` gives the wall time of a point in seconds."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, after_step: int | None = None) -> None:
+        """``after_step``: of a resumed run; what an earlier process wrote of later steps is not shown any more."""
         # Imported here: it takes half a second that a run without TensorBoard need not spend.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -46,6 +47,16 @@ class TensorBoardTracker:
         self._clock = clock
         with naming(folder):
             self._writer = EventFileWriter(str(folder))
+        if after_step is not None:
+            self._forget_after(after_step)
+
+    def _forget_after(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        with naming(self._folder):
+            self._writer.add_event(Event(wall_time=self._clock(), step=step + 1, session_log=start))
+            self._writer.flush()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -97,16 +108,20 @@ class Trackers:
                 stack.callback(tracker.close)
 
 
-TRACKERS: dict[str, Callable[[RunDirectory], Tracker]] = {
-    "tensorboard": lambda run: TensorBoardTracker(run.tensorboard),
+TRACKERS: dict[str, Callable[[RunDirectory, int | None], Tracker]] = {
+    "tensorboard": lambda run, after_step: TensorBoardTracker(run.tensorboard, after_step=after_step),
 }
+"""Name -> (run, step after which it goes on, or None) -> tracker."""
 
 
-def open_trackers(names: Sequence[str], run: RunDirectory) -> list[Tracker]:
-    """Open registered trackers for a run. Raises `ValueError` with the known names for an unknown one."""
+def open_trackers(names: Sequence[str], run: RunDirectory, after_step: int | None = None) -> list[Tracker]:
+    """Open registered trackers for a run, which goes on after a step or is new.
+
+    Raises `ValueError` with the known names for an unknown one.
+    """
     for name in names:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(TRACKERS))}"
             raise ValueError(f"unknown tracker {name!r}: {hint}")
-    return [TRACKERS[name](run) for name in names]
+    return [TRACKERS[name](run, after_step) for name in names]

@@ -1,5 +1,7 @@
 """Parts of a user's own, named in the configurations of tests as `custom_parts:Name`."""
 
+import resource
+
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.stages import AdvantageStage
 
@@ -19,6 +21,14 @@ class CountingTrainer(TrainWorker):
 
     async def train(self, batch, objective, plan):
         return {**await super().train(batch, objective, plan), "samples_seen": float(len(batch))}
+
+
+class TightTrainWorker(TrainWorker):
+    """A trainer that may write no large files, as if the disk were full."""
+
+    async def snapshot(self, folder):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+        await super().snapshot(folder)
 
 
 class NotAStage:

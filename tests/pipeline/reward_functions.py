@@ -55,3 +55,11 @@ def slow_reward(response, ground_truth):
 def first_digit_reward(response):
     """0 or 1, so that small groups often agree."""
     return float(response[:1].isdigit())
+
+
+def noted_reward(response, ground_truth, path):
+    """Leaves a line for each response."""
+    with open(path, "a") as file:
+        file.write("judged\n")
+    time.sleep(0.01)
+    return digit_reward(response, ground_truth)

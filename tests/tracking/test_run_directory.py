@@ -1,6 +1,8 @@
 """The run directory is new, claimed, and never written over."""
 
 import os
+import subprocess
+import sys
 from datetime import datetime
 
 import pytest
@@ -82,3 +84,33 @@ def test_config_is_saved_as_given(tmp_path):
     run = RunDirectory.create(str(tmp_path), "addition")
     run.write_config("exp_name: addition\n")
     assert run.config.read_text() == "exp_name: addition\n"
+
+
+def test_the_run_that_goes_on_is_the_named_or_the_latest_one(tmp_path):
+    assert RunDirectory.latest("addition", base=tmp_path) is None
+    first, second = (RunDirectory.create(None, "addition", now=NOON, base=tmp_path) for _ in range(2))
+    assert RunDirectory.latest("addition", base=tmp_path).root == second.root.resolve()
+    assert RunDirectory.existing(first.root) == first
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        RunDirectory.existing(tmp_path)
+
+
+def test_a_run_belongs_to_one_process_as_long_as_that_lives(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "addition")
+    code = (
+        "import sys, time; from pathlib import Path; from roll.tracking.run_directory import RunDirectory\n"
+        f"with RunDirectory(Path({str(tmp_path)!r})).held():\n"
+        "    print('held', flush=True); time.sleep(100)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RunExists, match="another process works on the run"), run.held():
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    with run.held(), pytest.raises(RunExists), run.held():
+        pass
+    with run.held():
+        pass

@@ -59,6 +59,7 @@ def test_the_whole_story_of_a_success(path):
         "val/last": {"addition": 0.5, "other": 0.25},
         "lag/max": 2,
         "ledger": {"issued": 128, "consumed": 120, "dropped": {"failed": 8}},
+        "resumed_at": [],
         "error": None,
     }
 
@@ -105,3 +106,27 @@ def test_errors_are_described_by_their_roots_and_causes():
     assert describe_error(group) == (
         "ValueError: generate failed (caused by RuntimeError: out of memory)\nTimeoutError"
     )
+
+
+def test_a_resumed_run_goes_on_with_what_counts_of_the_earlier_one(path):
+    clock = Clock()
+    first = Summary(path, clock)
+    clock.now += 30
+    first.update({"val/a/accuracy": 0.1}, 0)
+    first.update({"val/a/accuracy": 0.2, "lag/max": 3}, 1)
+    clock.now += 30
+    first.update({"val/a/accuracy": 0.9, "lag/max": 5}, 2)
+    earlier = [
+        {"step": 0, "val/a/accuracy": 0.1, "odd": None},
+        {"step": 1, "val/a/accuracy": 0.2, "lag/max": 3},
+    ]
+    later = Clock()
+    second = Summary(path, later, earlier=earlier)
+    later.now += 10
+    second.update({"val/a/accuracy": 0.5, "lag/max": 1}, 2)
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["steps"], summary["seconds"]) == ("running", 2, 70)
+    assert summary["first_step_seconds"] == 30 and summary["resumed_at"] == [1]
+    assert summary["val/first"] == {"a": 0.1} and summary["val/last"] == {"a": 0.5} and summary["lag/max"] == 3
+    third = Summary(path, Clock(), earlier=earlier)
+    assert third.as_dict()["resumed_at"] == [1, 1] and third.as_dict()["val/last"] == {"a": 0.2}

@@ -88,6 +88,18 @@ def test_trackers_are_opened_by_name_in_the_run_directory(tmp_path):
     assert list(scalars(run.tensorboard)) == ["a"]
 
 
+def test_a_resumed_run_shows_each_step_once(tmp_path):
+    run = RunDirectory.create(str(tmp_path), "addition")
+    for value, after_step, steps in ((1.0, None, range(1, 6)), (2.0, 3, range(4, 7))):
+        (tracker,) = open_trackers(["tensorboard"], run, after_step)
+        for step in steps:
+            tracker.log({"a": value}, step)
+        tracker.close()
+    assert [(step, value) for step, value, _ in scalars(run.tensorboard)["a"]] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0),
+    ]  # fmt: skip
+
+
 def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path):
     run = RunDirectory.create(str(tmp_path), "addition")
     with pytest.raises(ValueError, match="did you mean 'tensorboard'"):

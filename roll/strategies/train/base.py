@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from roll.algorithms.objective import PolicyObjective
+    from roll.strategies.train.sharded_state import SavedState, StateSnapshot
 
 
 class TrainStrategy(Protocol):
@@ -44,6 +45,14 @@ class TrainStrategy(Protocol):
 
     def load(self, path: str) -> None:
         """Load such an export into the running model. Collective."""
+
+    def snapshot(self) -> StateSnapshot:
+        """This rank's part of all that training needs to go on (weights, optimizer, schedule), copied to memory of its
+        own. Collective."""
+
+    def restore(self, state: SavedState) -> None:
+        """Go on where a snapshot was taken, by however many ranks of this trainer. Collective. Raises `UnfitState` if
+        it is not of this model."""
 
     def offload_states(self) -> None:
         """Move weights, gradients and optimizer state off the device."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.algorithms.metrics import LossMetrics
 from roll.algorithms.objective import PolicyObjective
@@ -38,10 +38,15 @@ from roll.strategies.train.microbatches import (
 )
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
 from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState
 from roll.strategies.train.step import TrainingStep, combined_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight."""
 
 
 class Fsdp2TrainStrategy:
@@ -147,6 +152,44 @@ class Fsdp2TrainStrategy:
                 )
                 parameter.to_local().copy_(shard.to_local())
 
+    def snapshot(self) -> StateSnapshot:
+        """Copies of this rank's shards; see `TrainStrategy`."""
+        self._reshard()
+        parts = []
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            tensors = {"weight": parameter.detach(), **{key: state[key] for key in _MOMENTS if key in state}}
+            parts += [_copied_part(f"{kind}/{name}", tensor) for kind, tensor in tensors.items()]
+        updates = {
+            name: int(self.optimizer.state[parameter]["step"])
+            for name, parameter in self.model.named_parameters()
+            if parameter in self.optimizer.state
+        }
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
+        return StateSnapshot(parts, facts, self.setup.world_size)
+
+    def restore(self, state: SavedState) -> None:
+        """See `TrainStrategy`."""
+        self._reshard()
+        own = {f"weight/{name}" for name, _ in self.model.named_parameters()}
+        saved = {name for name in state.names() if name.startswith("weight/")}
+        if own != saved:
+            odd = sorted(own ^ saved)
+            raise UnfitState(
+                f"{state.folder} is the state of another model: {odd[0]} is in one of them only ({len(odd)} such names)"
+            )
+        for name, parameter in self.model.named_parameters():
+            with torch.no_grad():
+                _fill(parameter, f"weight/{name}", state)
+            if name not in state.facts["updates"]:
+                continue
+            own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in _MOMENTS}
+            for key, tensor in own_state.items():
+                _fill(tensor, f"{key}/{name}", state)
+            step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32)
+            self.optimizer.state[parameter] = {"step": step, **own_state}
+        self.optimizer_steps = state.facts["optimizer_steps"]
+
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
         if self.setup.device == "cuda":
@@ -239,6 +282,33 @@ class Fsdp2TrainStrategy:
                 # Step counters are scalars that AdamW keeps on the CPU.
                 if isinstance(value, Tensor) and value.ndim > 0:
                     state[name] = value.to(device)
+
+
+def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's shard, and where it begins in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    local = tensor.to_local()
+    # Rows are dealt out as by `torch.chunk`: the first ranks have equally many, the last ones fewer or none.
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
+    return local, (first, *(0,) * (tensor.ndim - 1))
+
+
+def _copied_part(name: str, tensor: Tensor) -> Part:
+    local, offsets = _box(tensor)
+    return Part(name, local.to("cpu", copy=True), tuple(tensor.shape), offsets)
+
+
+def _fill(tensor: Tensor, name: str, state: SavedState) -> None:
+    if state.shape(name) != tuple(tensor.shape):
+        raise UnfitState(
+            f"{name} is {list(tensor.shape)} in the model and {list(state.shape(name))} in {state.folder}: it is the "
+            "state of another model"
+        )
+    local, offsets = _box(tensor)
+    if local.numel():
+        local.copy_(state.read(name, offsets, local.shape))
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
+from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
 from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
 
 VOCABULARY = 23
@@ -362,3 +363,72 @@ def test_unknown_options_and_strategies_are_refused_before_anything_loads():
     assert check({"gradient_checkpointing": True}, "path") == []
     with pytest.raises(ValueError, match="fsdp2_train"):
         train_strategy_class("fsdp3_train")
+
+
+def trained(trainer, steps):
+    return [trainer.train_step(make_batch(step), OBJECTIVE, 0.9) for step in steps]
+
+
+def snapshot_rank(rank, model_path, ports, folder, world_size):
+    """Train, save, train on; then a new trainer goes on from what was saved."""
+    torch.set_num_threads(1)
+    training = TrainingArguments(learning_rate=0.01, lr_scheduler_type="linear", warmup_steps=2)
+    options = {"rank": rank, "world_size": world_size, "training_args": training, "max_tokens": 25}
+    trainer = build(model_path, port=ports[0], **options)
+    trained(trainer, range(3))
+    snapshot = trainer.snapshot()
+    expected = trained(trainer, range(3, 6))
+    write_state(Path(folder) / "state", rank, snapshot)
+    weights = weights_of(trainer)
+    trainer.shutdown()
+    trainer = build(model_path, port=ports[1], **options)
+    trainer.restore(SavedState(Path(folder) / "state"))
+    assert trained(trainer, range(3, 6)) == expected
+    assert all(np.array_equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
+    trainer.shutdown()
+    if rank == 0:
+        np.savez(Path(folder) / "weights.npz", **weights)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_restored_trainer_goes_on_to_the_bit_also_as_another_number_of_ranks(
+    model_path, tmp_path, start, world_size
+):
+    ports = free_ports(2)
+    if world_size == 1:
+        snapshot_rank(0, model_path, ports, tmp_path, 1)
+    else:
+        torch.multiprocessing.spawn(snapshot_rank, (model_path, ports, str(tmp_path), 2), nprocs=2)
+    training = TrainingArguments(learning_rate=0.01, lr_scheduler_type="linear", warmup_steps=2)
+    trainer = start(model_path, training_args=training, max_tokens=25)
+    trainer.restore(SavedState(tmp_path / "state"))
+    trained(trainer, range(3, 6))
+    with np.load(tmp_path / "weights.npz") as expected:
+        for name, weight in weights_of(trainer).items():
+            np.testing.assert_allclose(weight, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_snapshot_is_not_changed_by_training_on(start, model_path):
+    trainer = start(model_path)
+    trained(trainer, [0])
+    snapshot = trainer.snapshot()
+    before = [part.tensor.clone() for part in snapshot.parts]
+    trained(trainer, [1])
+    assert len(before) == 3 * len(weights_of(trainer))
+    assert all(torch.equal(part.tensor, kept) for part, kept in zip(snapshot.parts, before, strict=True))
+
+
+def test_the_state_of_another_model_is_refused_by_name(start, model_path, tmp_path):
+    write_state(tmp_path / "state", 0, start(write_model(tmp_path / "untied", tied=False)).snapshot())
+    trainer = start(model_path)
+    with pytest.raises(UnfitState, match="another model.*lm_head"):
+        trainer.restore(SavedState(tmp_path / "state"))
+
+
+def test_a_state_from_before_the_first_update_has_no_moments(start, model_path, tmp_path):
+    trainer = start(model_path)
+    write_state(tmp_path, 0, trainer.snapshot())
+    expected = trained(trainer, range(2))
+    trainer = start(model_path)
+    trainer.restore(SavedState(tmp_path))
+    assert trained(trainer, range(2)) == expected

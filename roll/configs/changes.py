@@ -1,0 +1,125 @@
+"""What a resumed run may change: the difference between two configurations, each key judged.
+
+Most keys say how a run is carried out and may change freely. Some say what is learned: changing them makes another
+experiment of the rest of the run, which its owner has to want. A few are what the numbers in a checkpoint count; with
+other values they would mean something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from roll.configs import derived
+from roll.configs.schema import PipelineConfig
+from roll.configs.wording import masked, shown
+
+Judgement = Literal["harmless", "needs confirmation", "impossible"]
+
+IMPOSSIBLE = {
+    "pipeline": "a checkpoint is of one pipeline",
+    "seed": "it decides which group is made of what",
+    "rollout_batch_size": "checkpoints count groups in batches of this size",
+}
+"""Key -> why it cannot change. Whether prompts or environments are the same ones is judged by themselves."""
+
+HARMLESS = (
+    "exp_name",
+    "output_dir",
+    "cluster*",
+    "max_steps",
+    "save_steps",
+    "max_ckpt_to_keep",
+    "eval_steps",
+    "logging_steps",
+    "trackers*",
+    "num_logged_samples",
+    "resume_from_checkpoint",
+    "accept_config_changes",
+    "stall_timeout_seconds",
+    "cluster*timeout_seconds",
+    "actor_infer.*timeout_seconds",
+    "env_workers*timeout_seconds",
+    *(
+        f"{role}.{key}"
+        for role in ("actor_train", "actor_infer", "reference", "critic")
+        for key in (
+            "device_mapping*",
+            "strategy_args*",
+            "infer_batch_size",
+            "use_dynamic_batching*",
+            "max_tokens_per_microbatch*",
+            "training_args.per_device_train_batch_size",
+        )
+    ),
+    "rewards.*.num_workers",
+    "rewards.*.max_retries",
+    "actor_infer.max_replica_restarts",
+    "actor_infer.num_gpus_per_engine",
+    "max_group_retries",
+    "max_consecutive_refunds",
+    "env_workers*",
+    "weight_update.transport",
+    "weight_update.dual_buffer",
+    "weight_update.*bucket_size_mb",
+    "weight_update.checkpoint_dir",
+    "weight_update.timeout_seconds",
+    "weight_update.canary*",
+    "val_batch_size",
+    "validation*",
+    "val_env_manager*",
+    "mismatch_alarm",
+    "mismatch_action",
+)
+"""Patterns of keys that change how a run is carried out, and not what it learns."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs."""
+
+    path: str
+    before: Any
+    after: Any
+    judgement: Judgement
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.path}: {shown(self.before)} -> {shown(self.after)} ({self.judgement}{reason})"
+
+
+def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
+    """The keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
+    old, new = _everything(before), _everything(after)
+    return [
+        _judged(path, old.get(path), new.get(path))
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _everything(config: PipelineConfig) -> dict[str, Any]:
+    """The keys, and what follows from several of them: devices and batch limits may change, but not what one optimizer
+    step trains on."""
+    everything = dict(_leaves(masked(asdict(config)), ""))
+    if config.actor_train.training_args.gradient_accumulation_steps is not None:
+        everything["(samples of an optimizer step)"] = derived.optimizer_batch_size(config)
+    return everything
+
+
+def _judged(path: str, before: Any, after: Any) -> Change:
+    if path in IMPOSSIBLE:
+        return Change(path, before, after, "impossible", IMPOSSIBLE[path])
+    harmless = any(fnmatchcase(path, pattern) for pattern in HARMLESS)
+    return Change(path, before, after, "harmless" if harmless else "needs confirmation")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -1,0 +1,238 @@
+"""Checkpoints of a run: whole or absent, taken while training waits briefly, written while it goes on.
+
+``checkpoints/step-N/`` is a model in Hugging Face format; with `save_steps` it also has ``state/``: what the trainer
+needs to go on, and ``state/checkpoint.json``: what the driver knew. Everything is written into a folder of another
+name, and gets its own name when all of it is on the disk and the metrics of step N are. So a crash at any moment leaves
+the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll.distributed.trainers import TrainerGroup
+from roll.rollout.journal import RolloutProgress
+from roll.tracking.files import naming, write_atomically
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+STATE = "state"
+FACTS = "checkpoint.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+class DamagedCheckpoint(ValueError):
+    """A folder that was a checkpoint once."""
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """What the driver knew after a training step."""
+
+    progress: RolloutProgress
+    source: str
+    """Fingerprint of what groups are made of, in their order."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward moments and the KL controller remember."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole one."""
+
+    folder: Path
+    state: DriverState
+
+    @property
+    def step(self) -> int:
+        return self.state.progress.steps_done
+
+    def role(self, name: str) -> Path:
+        """The training state of a role."""
+        return self.folder / STATE / name
+
+
+def checkpoint_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step}"
+
+
+def exported_steps(checkpoints: Path) -> list[int]:
+    """Steps with a model, whether or not one can go on from there, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Steps whose folders hold (or held) a state to go on from, ascending."""
+    return [step for step in exported_steps(checkpoints) if (checkpoint_folder(checkpoints, step) / STATE).is_dir()]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Raises `DamagedCheckpoint`, which says what is wrong with it."""
+    path = folder / STATE / FACTS
+    try:
+        facts = json.loads(path.read_text())
+        if facts["format"] != FORMAT:
+            raise DamagedCheckpoint(f"{folder} has format {facts['format']}; this version reads {FORMAT}")
+        sizes = facts["files"]
+        progress = facts["progress"] | {"open_groups": tuple(facts["progress"]["open_groups"])}
+        state = DriverState(RolloutProgress(**progress), facts["source"], facts["memory"])
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{folder} has no {STATE}/{FACTS}") from None
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        if isinstance(cause, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(f"{path} cannot be read: {cause!r}") from cause
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            there = "is missing" if found is None else f"has {found} bytes"
+            raise DamagedCheckpoint(f"{folder / name} {there}, not {size}")
+    return Checkpoint(folder, state)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    partial: Path
+    facts: dict[str, Any] | None
+    """None: a model only."""
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    completed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Checkpointer:
+    """Takes, completes and prunes the checkpoints of a run. At most one state is being written.
+
+    `take` is called by whoever holds the trainer's devices, and never waits for the record of an earlier step: that
+    may need the same devices.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trainers: Mapping[str, TrainerGroup],
+        *,
+        save_steps: int,
+        max_steps: int,
+        keep: int,
+        source: str,
+        on_oldest: Callable[[RolloutProgress], None],
+    ) -> None:
+        """``trainers``: the trained roles; the model of the first one is exported. ``keep``: checkpoints that stay, 0
+        for all. ``on_oldest`` hears of the progress of the oldest checkpoint each time that one was completed."""
+        self._folder = folder
+        self._trainers = trainers
+        self._save_steps = save_steps
+        self._max_steps = max_steps
+        self._keep = keep
+        self._source = source
+        self._on_oldest = on_oldest
+        self._pending: dict[int, _Pending] = {}
+        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        discard_partial(folder)
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is taken after this training step."""
+        return step == self._max_steps or (self._save_steps > 0 and step % self._save_steps == 0)
+
+    async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
+        """Copy what belongs into it; to be called while nothing trains."""
+        if any(pending.facts is not None for pending in self._pending.values()):
+            await self._states_written()
+        partial = self._folder / f".step-{step}.partial"
+        exported, *_ = self._trainers.values()
+        await exported.save(str(partial))
+        facts = None
+        if self._save_steps:
+            for role, trainer in self._trainers.items():
+                await trainer.snapshot(str(partial / STATE / role))
+            facts = {"format": FORMAT, "progress": asdict(progress), "source": self._source, "memory": dict(memory)}
+        self._pending[step] = _Pending(step, partial, facts)
+        self._queue.put_nowait(self._pending[step])
+
+    async def step_recorded(self, step: int) -> None:
+        """The metrics of a step are on the disk. Of the last step, returns when its checkpoint is complete."""
+        if step in self._pending:
+            pending = self._pending[step]
+            pending.recorded.set()
+            if step == self._max_steps:
+                await pending.completed.wait()
+
+    async def run(self) -> None:
+        """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
+        while True:
+            pending = await self._queue.get()
+            await pending.recorded.wait()
+            await self._complete(pending)
+            del self._pending[pending.step]
+            pending.completed.set()
+
+    async def _states_written(self) -> None:
+        for trainer in self._trainers.values():
+            await trainer.snapshot_written()
+
+    async def _complete(self, pending: _Pending) -> None:
+        final = checkpoint_folder(self._folder, pending.step)
+        if pending.facts is not None:
+            await self._states_written()
+        await asyncio.to_thread(_publish, pending, final)
+        if pending.facts is not None:
+            self._on_oldest(await asyncio.to_thread(prune, self._folder, self._keep))
+
+
+def prune(folder: Path, keep: int) -> RolloutProgress:
+    """Delete all but the newest ``keep`` checkpoints (0: none); the progress of the oldest that is left and whole."""
+    steps = saved_steps(folder)
+    for step in steps[:-keep] if keep else []:
+        # Under another name first: half a checkpoint must not look like one.
+        partial = folder / f".step-{step}.partial"
+        os.replace(checkpoint_folder(folder, step), partial)
+        shutil.rmtree(partial)
+    for step in steps[-keep:]:
+        try:
+            return read_checkpoint(checkpoint_folder(folder, step)).state.progress
+        except DamagedCheckpoint as damage:
+            logger.warning("nobody can go back to a damaged checkpoint: %s", damage)
+    raise DamagedCheckpoint(f"no checkpoint in {folder} is whole")
+
+
+def discard_partial(folder: Path) -> None:
+    """Remove what an earlier run was writing when it ended."""
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path)
+
+
+def _publish(pending: _Pending, final: Path) -> None:
+    """Say what a complete folder holds, and give it its name."""
+    partial = pending.partial
+    with naming(final):
+        if pending.facts is not None:
+            files = {
+                str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()
+            }
+            write_atomically(partial / STATE / FACTS, json.dumps(pending.facts | {"files": files}, indent=1))
+        for path in [*partial.rglob("*"), partial]:
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

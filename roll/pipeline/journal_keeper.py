@@ -1,0 +1,92 @@
+"""Writes what becomes of groups to the run's journal, beside the event loop.
+
+A group is encoded at once, because training changes its samples later, and written by a thread of its own, which waits
+for the disk whenever it has nothing else to do. What goes wrong there is raised at the next group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roll.data.group_codec import decode_group, encode_group
+from roll.data.records import Group
+from roll.rollout.journal import Journal, RolloutProgress, dropped_record, finished_record, went_back_record
+from roll.rollout.scheduler import DroppedGroup, FinishedGroup
+from roll.tracking.files import naming
+
+_START_VERSION_BYTES = 8
+
+
+class JournalKeeper:
+    """A `SchedulerObserver` over a `Journal`. Its methods raise what went wrong with earlier records: an `OSError` that
+    names the folder, as a rule."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with naming(folder):
+            self._journal = Journal(folder)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._submitted = 0
+        self._done = 0
+        self._failure: Exception | None = None
+
+    def went_back(self, step: int) -> None:
+        """The run goes on after this training step; what came later does not count."""
+        self._submit(self._journal.append, went_back_record(step))
+
+    def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
+        """See `SchedulerObserver`."""
+        result = group.result
+        newest = max(
+            [group.start_version, result.baseline_version]
+            + [int(sample.versions.max(initial=-1)) for sample in result.samples]
+        )
+        start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
+        self._submit(self._journal.append, finished_record(group.group_id, newest, start + encode_group(result)))
+
+    def group_dropped(self, group: DroppedGroup, version: int) -> None:
+        """See `SchedulerObserver`."""
+        self._submit(self._journal.append, dropped_record(group.group_id, version, group.reason))
+
+    def prune(self, oldest: RolloutProgress) -> None:
+        """Nobody goes back beyond ``oldest`` any more."""
+        self._submit(self._journal.prune, oldest)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._thread.shutdown()
+        if self._failure is not None:
+            with suppress(OSError):
+                self._journal.close()
+            raise self._failure
+        with naming(self._folder):
+            self._journal.close()
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._submitted += 1
+        self._thread.submit(self._do, work, arguments)
+
+    def _do(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._done += 1
+        if self._failure is not None:
+            return
+        try:
+            with naming(self._folder):
+                work(*arguments)
+                if self._done == self._submitted:
+                    self._journal.sync()
+        except Exception as error:  # raised at the next group, and at the end
+            self._failure = error
+
+
+def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:
+    """The finished group that `JournalKeeper` wrote, as the scheduler had it."""
+    start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
+    group = decode_group(payload[_START_VERSION_BYTES:])
+    return FinishedGroup(group_id, item, group, start_version, attempts=1, started_at=0.0, finished_at=0.0)

@@ -1,0 +1,192 @@
+"""Where an interrupted run goes on, and whether this configuration may.
+
+The newest whole checkpoint counts; a damaged one is said to be so and passed over. What the run directory tells of
+steps after it is taken out of the way, so that metrics, samples and checkpoints are those of one history.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll.configs.changes import Change, changes
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.loader import load_config
+from roll.configs.schema import PipelineConfig
+from roll.pipeline.checkpoints import (
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_folder,
+    exported_steps,
+    read_checkpoint,
+    saved_steps,
+)
+from roll.rollout.journal import RolloutProgress
+from roll.tracking.files import keep_lines
+from roll.tracking.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+KEY = "resume_from_checkpoint"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A run that goes on."""
+
+    run: RunDirectory
+    checkpoint: Checkpoint | None
+    """None: there is none yet, and the run begins again at step 0, with what was rolled out for it."""
+    notes: list[str] = field(default_factory=list)
+    """What its owner should read: changes of the configuration, damaged checkpoints."""
+
+    @property
+    def step(self) -> int:
+        """Training steps behind it."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def last_record(self) -> int:
+        """Last step of the metrics that count; -1: a run that begins again measures its first version again."""
+        return -1 if self.checkpoint is None else self.checkpoint.step
+
+    def has_ended(self, max_steps: int) -> bool:
+        """Whether all its steps are done already."""
+        return self.step >= max_steps or max_steps in exported_steps(self.run.checkpoints)
+
+    @property
+    def progress(self) -> RolloutProgress:
+        return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        return {} if self.checkpoint is None else dict(self.checkpoint.state.memory)
+
+    def role(self, name: str) -> Path | None:
+        """The training state that a role goes on from."""
+        return None if self.checkpoint is None else self.checkpoint.role(name)
+
+
+def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None:
+    """What `resume_from_checkpoint` means here; None for a new run. ``source``: fingerprint of what groups are made of.
+
+    Raises `ConfigError` if there is nothing to go on from where the configuration says so, or it may not go on.
+    """
+    if config.resume_from_checkpoint is False:
+        return None
+    try:
+        run, wanted = _named_run(config)
+    except FileNotFoundError as error:
+        remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
+        raise ConfigError([ConfigProblem(KEY, str(error), remedy)]) from None
+    if run is None:
+        return None
+    notes: list[str] = []
+    checkpoint = _checkpoint(run.checkpoints, wanted, notes)
+    problems = _change_problems(config, run, notes)
+    if checkpoint is not None and checkpoint.state.source != source:
+        problems.append(
+            ConfigProblem(
+                KEY,
+                f"the checkpoint of step {checkpoint.step} counts other prompts or environments than these: a group's "
+                "number would mean another one",
+                "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    return ResumePoint(run, checkpoint, notes)
+
+
+def take_out_of_the_way(point: ResumePoint) -> None:
+    """Leave in the run's folder what happened up to the step that it goes on from."""
+    run, last = point.run, point.last_record
+    for later in exported_steps(run.checkpoints):
+        if later > last:
+            folder = checkpoint_folder(run.checkpoints, later)
+            aside = _free_name(run.checkpoints / f"abandoned-{folder.name}")
+            os.replace(folder, aside)
+            logger.info("the checkpoint of step %d is no part of the run any more: %s", later, aside)
+    if last < 0 and run.metrics.stat().st_size:
+        shutil.copyfile(run.metrics, _free_name(run.root / "metrics-before.jsonl"))
+    keep_lines(run.metrics, lambda record: record["step"] <= last)
+    keep_lines(run.samples, lambda record: record["step"] <= last)
+    if run.timeline.exists():
+        os.replace(run.timeline, _free_name(run.root / "timeline-before.json"))
+
+
+def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
+    """The run, and the step that its owner wants; None, None for a run that is yet to begin. `FileNotFoundError` if
+    there is no run where there should be one."""
+    named = config.resume_from_checkpoint
+    if named is True:
+        if config.output_dir is None:
+            return RunDirectory.latest(config.exp_name), None
+        exists = RunDirectory(Path(config.output_dir)).metrics.exists()
+        return (RunDirectory.existing(config.output_dir) if exists else None), None
+    path = Path(str(named))
+    checkpoint = re.fullmatch(r"step-(\d+)", path.name) if path.parent.name == "checkpoints" else None
+    step = int(checkpoint[1]) if checkpoint else None
+    run = RunDirectory.existing(path.parent.parent if checkpoint else path)
+    if config.output_dir is not None and Path(config.output_dir).absolute() != run.root.absolute():
+        message = f"{config.output_dir} is not the folder of the run that goes on, {run.root}"
+        remedy = "remove the key: a resumed run goes on in its own folder"
+        raise ConfigError([ConfigProblem("output_dir", message, remedy)])
+    return run, step
+
+
+def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoint | None:
+    steps = saved_steps(folder)
+    if wanted is not None and wanted not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        message = f"there is no checkpoint of step {wanted} to go on from; of these steps there are: {there}"
+        raise ConfigError([ConfigProblem(KEY, message, "name one of these, or the folder of the run")])
+    for step in [wanted] if wanted is not None else reversed(steps):
+        try:
+            return read_checkpoint(checkpoint_folder(folder, step))
+        except DamagedCheckpoint as damage:
+            if wanted is not None:
+                problem = ConfigProblem(KEY, str(damage), "name another checkpoint, or the folder of the run")
+                raise ConfigError([problem]) from damage
+            notes.append(f"passed over: {damage}")
+    if steps:
+        message = f"no checkpoint in {folder} is whole; " + "; ".join(notes)
+        raise ConfigError([ConfigProblem(KEY, message, "begin a new run in another folder")])
+    return None
+
+
+def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]) -> list[ConfigProblem]:
+    if not run.config.exists():  # it was interrupted in its first moment
+        return []
+    found = changes(load_config(run.config), config)
+    notes += [f"changed: {change}" for change in found]
+    problems = [_problem(change, "set it back, or begin a new run") for change in found if _is(change, "impossible")]
+    if not config.accept_config_changes:
+        remedy = "set it back, or say `accept_config_changes=true`"
+        problems += [_problem(change, remedy) for change in found if _is(change, "needs confirmation")]
+    return problems
+
+
+def _is(change: Change, judgement: str) -> bool:
+    return change.judgement == judgement
+
+
+def _problem(change: Change, remedy: str) -> ConfigProblem:
+    reason = f" ({change.reason})" if change.reason else ""
+    return ConfigProblem(
+        change.path, f"was {change.before!r} before the run was interrupted and is {change.after!r} now{reason}", remedy
+    )
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with a number where it is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free

@@ -1,0 +1,88 @@
+"""What may differ when a run goes on."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from roll.configs.changes import HARMLESS, IMPOSSIBLE, changes
+from roll.configs.loader import config_from_tree
+from roll.configs.schema import AgenticConfig, RLVRConfig
+from roll.configs.structure import walk
+
+
+def config(**tree):
+    return config_from_tree(tree)
+
+
+def judged(before, after):
+    return {change.path: change.judgement for change in changes(config(**before), config(**after))}
+
+
+def test_equal_configurations_differ_in_nothing():
+    assert changes(config(seed=1), config(seed=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"seed": 1}, {"seed": 2}, {"seed": "impossible"}),
+        ({}, {"rollout_batch_size": 32}, {"rollout_batch_size": "impossible"}),
+        ({}, {"max_steps": 7, "logging_steps": 3}, {"logging_steps": "harmless", "max_steps": "harmless"}),
+        ({}, {"actor_train": {"device_mapping": [0, 1]}}, {"actor_train.device_mapping": "harmless"}),
+        (
+            {},
+            {"actor_infer": {"strategy_args": {"strategy_name": "vllm"}}},
+            {"actor_infer.strategy_args.strategy_name": "harmless"},
+        ),
+        (
+            {"actor_train": {"training_args": {"gradient_accumulation_steps": 4}, "device_mapping": [0]}},
+            {"actor_train": {"training_args": {"gradient_accumulation_steps": 4}, "device_mapping": [0, 1]}},
+            {
+                "actor_train.device_mapping": "harmless",
+                "(samples of an optimizer step)": "needs confirmation",
+            },
+        ),
+        ({}, {"weight_update": {"interval_steps": 4}}, {"weight_update.interval_steps": "needs confirmation"}),
+        (
+            {"rewards": {"a": {"verifier_args": {"timeout_seconds": 9}}}},
+            {"rewards": {"a": {"verifier_args": {"timeout_seconds": 1}}}},
+            {"rewards.a.verifier_args.timeout_seconds": "needs confirmation"},
+        ),
+        ({}, {"async_generation_ratio": 1}, {"async_generation_ratio": "needs confirmation"}),
+        (
+            {},
+            {"actor_train": {"training_args": {"learning_rate": 0.5}}},
+            {"actor_train.training_args.learning_rate": "needs confirmation"},
+        ),
+    ],
+)
+def test_each_difference_is_judged(before, after, expected):
+    assert judged(before, after) == expected
+
+
+def test_another_pipeline_is_impossible():
+    assert judged({}, {"pipeline": "agentic"})["pipeline"] == "impossible"
+
+
+def test_another_reward_needs_confirmation():
+    found = judged({"rewards": {"a": {"verifier": "math"}}}, {"rewards": {"b": {"verifier": "math"}}})
+    assert found["rewards.a.verifier"] == found["rewards.b.verifier"] == "needs confirmation"
+
+
+def test_a_new_key_needs_confirmation_until_somebody_judged_it():
+    assert judged({}, {"entropy_loss_coef": 0.1}) == {"entropy_loss_coef": "needs confirmation"}
+
+
+def test_secrets_are_not_shown():
+    before = {"rewards": {"a": {"verifier_args": {"api_key": "secret-one"}}}}
+    after = {"rewards": {"a": {"verifier_args": {"api_key": "secret-two", "other": 1}}}}
+    text = " ".join(map(str, changes(config(**before), config(**after))))
+    assert "other" in text and "secret" not in text
+
+
+def test_the_lists_name_keys_that_exist():
+    paths = {path for cls in (RLVRConfig, AgenticConfig) for path, _, _ in walk(cls)}
+    assert IMPOSSIBLE.keys() <= paths
+    for pattern in HARMLESS:
+        if not pattern.startswith("critic."):  # the role is not there by default
+            assert any(fnmatchcase(path.replace("<name>", "x"), pattern) for path in paths), pattern

@@ -1,0 +1,86 @@
+"""A group comes back with the same bits, whatever it holds."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data.group_codec import decode_group, encode_group
+from roll.data.records import Group, Prompt, Sample
+
+FLOATS = st.floats(allow_nan=True, width=64)
+TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)
+
+
+@st.composite
+def samples(draw) -> Sample:
+    length = draw(st.integers(0, 30))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    with_turns = draw(st.booleans())
+    return Sample(
+        token_ids=rng.integers(0, 2**31, length).astype(np.int32),
+        response_mask=rng.random(length) < 0.5,
+        behaviour_logprobs=np.where(rng.random(length) < 0.1, np.nan, -rng.random(length)).astype(np.float32),
+        versions=rng.integers(-1, 9, length).astype(np.int32),
+        finish_reason=draw(TEXT),
+        response_text=draw(TEXT),
+        score=draw(FLOATS),
+        reward=draw(FLOATS),
+        metrics=draw(st.dictionaries(TEXT, FLOATS, max_size=3)),
+        episode=draw(st.none() | st.integers(0, 9)),
+        turns=rng.integers(-1, 5, length).astype(np.int32) if with_turns else None,
+        turn_rewards=rng.random(length).astype(np.float32) if with_turns else None,
+        turn_states=rng.integers(-1, 2**62, length) if with_turns else None,
+    )
+
+
+def groups() -> st.SearchStrategy[Group]:
+    ids = st.integers(0, 40).map(lambda length: np.arange(length, dtype=np.int32))
+    prompts = st.builds(Prompt, TEXT, TEXT, ids, TEXT)
+    return st.builds(Group, st.integers(0, 2**40), prompts, st.lists(samples(), max_size=4), st.none() | FLOATS)
+
+
+def assert_same(one, other) -> None:
+    assert type(one) is type(other)
+    for field in fields(one):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes(), field.name
+        elif isinstance(mine, Prompt):
+            assert_same(mine, theirs)
+        elif field.name == "samples":
+            assert len(mine) == len(theirs)
+            for pair in zip(mine, theirs, strict=True):
+                assert_same(*pair)
+        else:
+            assert repr(mine) == repr(theirs), field.name
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups())
+def test_a_group_comes_back_with_the_same_bits(group):
+    back = decode_group(encode_group(group))
+    assert_same(group, back)
+    for sample in back.samples:
+        sample.token_ids[:] = 0  # its own memory, as of a group that was never written
+
+
+def test_numbers_of_numpy_are_numbers():
+    group = Group(1, Prompt("p", "d", np.zeros(0, np.int32), ""), [], baseline_score=np.float32(0.5))
+    assert decode_group(encode_group(group)).baseline_score == 0.5
+
+
+def test_what_only_the_judge_needs_is_left_out():
+    prompt = Prompt("p", "d", np.zeros(0, np.int32), "", ground_truth=object(), metadata={"x": object()})
+    back = decode_group(encode_group(Group(1, prompt, [])))
+    assert back.prompt.ground_truth is None and back.prompt.metadata == {}
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:5]])
+def test_other_bytes_are_refused(change):
+    sample = Sample(np.ones(3, np.int32), np.ones(3, bool), np.ones(3, np.float32), np.ones(3, np.int32), "stop")
+    data = encode_group(Group(1, Prompt("p", "d", np.zeros(2, np.int32), ""), [sample]))
+    with pytest.raises(ValueError):
+        decode_group(change(data))

@@ -1,0 +1,100 @@
+"""What the scheduler tells becomes what a later process reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from roll.data.records import Group, Prompt, Sample
+from roll.pipeline.journal_keeper import JournalKeeper, finished_again
+from roll.rollout.journal import RolloutProgress, read_journal, recover
+from roll.rollout.scheduler import DroppedGroup, FinishedGroup
+
+
+def finished(group_id: int, start_version: int, versions=(3, 4)) -> FinishedGroup:
+    tokens = np.array([7, *range(len(versions))], np.int32)
+    sample = Sample(
+        tokens,
+        np.array([False, *[True] * len(versions)]),
+        np.zeros(len(tokens), np.float32),
+        np.array([-1, *versions], np.int32),
+        "stop",
+        score=1.5,
+    )
+    prompt = Prompt("p", "d", tokens[:1], "text")
+    return FinishedGroup(group_id, "item", Group(group_id, prompt, [sample]), start_version, 2, 1.0, 2.0)
+
+
+def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
+    keeper = JournalKeeper(tmp_path / "journal")
+    group = finished(5, 3)
+    keeper.group_finished(group)
+    group.result.samples[0].score = -1.0  # training changes samples after they were handed over
+    keeper.group_dropped(DroppedGroup(6, "filtered", 1, None), 4)
+    keeper.went_back(2)
+    keeper.close()
+    kept, dropped, marker = read_journal(tmp_path / "journal")
+    assert (kept.group_id, kept.version) == (5, 4), "its newest token is of version 4"
+    again = finished_again(5, "item", kept.payload)
+    assert (again.start_version, again.item, again.result.samples[0].score) == (3, "item", 1.5)
+    assert (dropped.group_id, dropped.version, dropped.payload) == (6, 4, b"filtered")
+    assert marker.version == 2
+
+
+def test_a_group_without_tokens_counts_from_its_start(tmp_path):
+    keeper = JournalKeeper(tmp_path)
+    keeper.group_finished(finished(1, 3, versions=()))
+    keeper.close()
+    assert next(read_journal(tmp_path)).version == 3
+
+
+def test_what_could_not_be_written_is_raised_at_the_next_group_and_at_the_end(tmp_path):
+    keeper = JournalKeeper(tmp_path / "journal")
+    keeper.prune(RolloutProgress.at_start())
+    keeper._thread.submit(lambda: None).result()
+    (tmp_path / "journal").rename(tmp_path / "gone")
+    keeper.prune(RolloutProgress.at_start())
+    keeper._thread.submit(lambda: None).result()
+    with pytest.raises(OSError, match="journal"):
+        keeper.group_finished(finished(1, 0))
+    with pytest.raises(OSError, match="journal"):
+        keeper.close()
+
+
+def test_a_full_disk_is_named_at_the_end_too(tmp_path):
+    code = (
+        "import resource; from pathlib import Path\n"
+        "from roll.pipeline.journal_keeper import JournalKeeper\n"
+        "from tests.pipeline.test_journal_keeper import finished\n"
+        f"keeper = JournalKeeper(Path({str(tmp_path / 'journal')!r}))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "keeper.group_finished(finished(1, 0))\n"
+        "try:\n"
+        "    keeper.close()\n"
+        "except OSError as error:\n"
+        "    print('named', error.filename)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout == f"named {tmp_path / 'journal'}\n", result.stderr
+
+
+def test_the_version_of_a_greedy_baseline_counts(tmp_path):
+    keeper = JournalKeeper(tmp_path)
+    group = finished(1, 3)
+    group.result.baseline_score, group.result.baseline_version = 0.5, 9
+    keeper.group_finished(group)
+    keeper.close()
+    (record,) = read_journal(tmp_path)
+    assert record.version == 9 and finished_again(1, None, record.payload).result.baseline_version == 9
+
+
+def test_pruning_reaches_the_files(tmp_path):
+    keeper = JournalKeeper(tmp_path)
+    keeper.group_finished(finished(0, 3))
+    keeper.prune(RolloutProgress(5, 1, {}, ()))
+    keeper.group_finished(finished(1, 5))
+    keeper.close()
+    assert list(recover(read_journal(tmp_path), RolloutProgress(5, 1, {}, ())).finished) == [1]

@@ -1,0 +1,95 @@
+"""State of any number of ranks is read by any number of ranks, and what does not fit is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState, whole, write_state
+
+
+def write_in_rows(folder, tensors, ranks, facts=()):
+    """Each rank writes some rows, as `torch.chunk` deals them out; the last ranks may have none."""
+    for rank in range(ranks):
+        parts = []
+        for name, tensor in tensors.items():
+            rows = -(-tensor.shape[0] // ranks)
+            first = min(rank * rows, tensor.shape[0])
+            offsets = (first, *[0] * (tensor.ndim - 1))
+            parts.append(Part(name, tensor[first : first + rows], tuple(tensor.shape), offsets))
+        write_state(folder, rank, StateSnapshot(parts, dict(facts), ranks))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_box_is_read_whoever_wrote_it(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("state")
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    write_in_rows(folder, {"weight/a": tensor}, data.draw(st.integers(1, 4)))
+    begin = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, size - first)) for first, size in zip(begin, shape, strict=True)]
+    box = tuple(slice(first, first + size) for first, size in zip(begin, sizes, strict=True))
+    assert torch.equal(SavedState(folder).read("weight/a", begin, sizes), tensor[box])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_values_keep_dtype_and_bits(tmp_path, dtype):
+    tensor = torch.randn(5, 3).mul(100).to(dtype)
+    write_state(tmp_path, 0, StateSnapshot([whole("a", tensor), whole("scalar", tensor[0, 0].clone())], {"steps": 7}))
+    state = SavedState(tmp_path)
+    assert torch.equal(state.read("a", (0, 0), (5, 3)), tensor) and state.read("a", (0, 0), (5, 3)).dtype == dtype
+    assert torch.equal(state.read("scalar", (), ()), tensor[0, 0])
+    assert state.facts == {"steps": 7} and state.names() == ["a", "scalar"] and state.shape("a") == (5, 3)
+
+
+def test_the_file_of_a_rank_that_is_missing_is_noticed(tmp_path):
+    write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 2)
+    (tmp_path / "rank-00001.safetensors").unlink()
+    with pytest.raises(UnfitState, match="rank-00001.safetensors is damaged"):
+        SavedState(tmp_path)
+
+
+def test_a_part_that_nobody_wrote_is_noticed(tmp_path):
+    part = Part("weight/a", torch.ones(2, 2), (4, 2), (0, 0))
+    write_state(tmp_path, 0, StateSnapshot([part], {}))
+    with pytest.raises(UnfitState, match=r"weight/a: 4 of 8 values"):
+        SavedState(tmp_path).read("weight/a", (0, 0), (4, 2))
+
+
+def test_files_of_ranks_that_are_no_more_are_not_read(tmp_path):
+    write_in_rows(tmp_path, {"weight/a": torch.zeros(4, 2)}, 2)
+    write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 1)
+    assert torch.equal(SavedState(tmp_path).read("weight/a", (0, 0), (4, 2)), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_truncated_file_is_named(tmp_path, size):
+    write_in_rows(tmp_path, {"weight/a": torch.ones(40, 2)}, 1)
+    path = tmp_path / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(UnfitState, match="rank-00000.safetensors is damaged"):
+        SavedState(tmp_path)
+
+
+def test_an_empty_folder_and_an_unknown_tensor_are_refused(tmp_path):
+    with pytest.raises(UnfitState, match="holds no training state"):
+        SavedState(tmp_path)
+    write_in_rows(tmp_path, {"weight/a": torch.ones(4, 2)}, 1)
+    with pytest.raises(UnfitState, match="no tensor weight/b: it is the state of another model"):
+        SavedState(tmp_path).read("weight/b", (0,), (1,))
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    code = (
+        "import resource, torch; from pathlib import Path\n"
+        "from roll.strategies.train.sharded_state import StateSnapshot, whole, write_state\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"write_state(Path({str(tmp_path)!r}), 3, StateSnapshot([whole('a', torch.zeros(4000))], {{}}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "OSError: cannot write" in result.stderr and "rank-00003.safetensors" in result.stderr
+    assert "too large" in result.stderr.lower()

@@ -1,0 +1,34 @@
+"""Lines that no longer count are taken out in one step."""
+
+import pytest
+
+from roll.tracking.files import JsonLines, keep_lines, read_json_lines
+
+
+def test_only_wanted_lines_stay_and_the_file_goes_on(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path)
+    for step in range(5):
+        lines.append({"step": step, "text": "ü\n", "none": None})
+    lines.close()
+    with open(path, "a") as file:
+        file.write('{"step": 3, "to')
+    keep_lines(path, lambda record: record["step"] <= 2)
+    assert [record["step"] for record in read_json_lines(path)] == [0, 1, 2]
+    assert read_json_lines(path)[0] == {"step": 0, "text": "ü\n", "none": None}
+    more = JsonLines(path)
+    more.append({"step": 3})
+    assert [record["step"] for record in read_json_lines(path)] == [0, 1, 2, 3]
+
+
+def test_a_file_that_is_not_there_stays_away(tmp_path):
+    keep_lines(tmp_path / "none.jsonl", lambda record: True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        keep_lines(path, lambda record: True)
+    assert path.read_text().startswith('{"step": 1}\nnonsense')
