@@ -27,7 +27,7 @@ from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.hf_forward import HfForward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
-from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
+from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.step import TrainingStep, combined_metrics
@@ -178,10 +178,5 @@ class Fsdp2TrainStrategy:
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
-        if self.setup.forward_only:
-            return
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                # Step counters are scalars that AdamW keeps on the CPU.
-                if isinstance(value, Tensor) and value.ndim > 0:
-                    state[name] = value.to(device)
+        if not self.setup.forward_only:
+            move_state(self.optimizer, device)

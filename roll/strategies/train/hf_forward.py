@@ -28,11 +28,19 @@ from roll.strategies.train.microbatches import MicroBatch, build_micro_batch, pr
 class HfForward:
     """Calls a model, which a trainer may have wrapped. ``head``: what `install_output_head` gave for it."""
 
-    def __init__(self, model: nn.Module, head: OutputHead | None, device: torch.device) -> None:
-        """Collective: the model is tried on a few tokens."""
+    def __init__(
+        self,
+        model: nn.Module,
+        head: OutputHead | None,
+        device: torch.device,
+        signature_of: nn.Module | None = None,
+    ) -> None:
+        """Collective: the model is tried on a few tokens. ``signature_of``: the model itself, where a wrapper hides
+        which arguments it takes."""
         self.model = model
         self.device = device
-        self.keeps_positions = "logits_to_keep" in inspect.signature(model.forward).parameters
+        arguments = inspect.signature((signature_of or model).forward).parameters
+        self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
         self.chunk_elements = LINEAR_CHUNK_ELEMENTS
         """Logits that the head computes at a time."""
