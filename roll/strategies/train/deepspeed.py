@@ -220,10 +220,22 @@ class DeepSpeedTrainStrategy:
         """Write full tensors into the masters and into what is computed with. Collective."""
         for name, parameter in self.model.named_parameters():
             weight = weights[name].to(self.device)
-            if not self.is_whole and self.trains:
-                self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+            if self.trains and not self.is_whole:
+                self._set_master(parameter, weight.float())
             with self._whole(parameter, written_by=0):
                 parameter.data.copy_(weight)
+
+    def _set_master(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Write this rank's share of a full tensor into its share of the float32 master."""
+        if not self.splits_weights:
+            self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+            return
+        # Shares are equally long; what the last ones have too much is padding, which DeepSpeed's own call for full
+        # tensors does not expect.
+        length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
+        padded = nn.functional.pad(weight.flatten(), (0, length * self.setup.world_size - weight.numel()))
+        share = padded.narrow(0, length * self.setup.rank, length)
+        self.deepspeed.utils.safe_set_local_fp32_param(parameter, share)
 
     def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
         """Within the block a parameter that is split has all of its elements. Rank ``written_by`` may change them."""
