@@ -10,6 +10,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +40,35 @@ class Job:
 def run_jobs(jobs: list[Job], world_size: int, folder: Path) -> list[list[Any]]:
     """Results by job and rank."""
     folder.mkdir(exist_ok=True)
-    ports = free_ports(len(jobs))
-    torch.multiprocessing.spawn(_run_rank, (jobs, world_size, ports, str(folder)), nprocs=world_size)
+    context = torch.multiprocessing.get_context("spawn")
+    meeting = Meeting(context.Barrier(world_size), context.Value("i"))
+    torch.multiprocessing.spawn(_run_rank, (jobs, world_size, meeting, str(folder)), nprocs=world_size)
     by_rank = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world_size)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _run_rank(rank: int, jobs: list[Job], world_size: int, ports: list[int], folder: str) -> None:
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks agree on a port, just before it is used: one chosen long before may be taken by then."""
+
+    everybody: Barrier
+    port: Synchronized[int]
+
+    def next_port(self, rank: int) -> int:
+        """Of the next trainer; all ranks have left the one before."""
+        self.everybody.wait()
+        if rank == 0:
+            self.port.value = free_ports(1)[0]
+        self.everybody.wait()
+        return self.port.value
+
+
+def _run_rank(rank: int, jobs: list[Job], world_size: int, meeting: Meeting, folder: str) -> None:
     torch.set_num_threads(1)
     results = []
-    # Each has a port of its own: the other rank may still be leaving the trainer before.
-    for job, port in zip(jobs, ports, strict=True):
-        setup = trainer_setup(job.model_path, **{"rank": rank, "world_size": world_size, "port": port} | job.setup)
-        trainer = build_train_strategy(job.strategy, setup)
+    for job in jobs:
+        place = {"rank": rank, "world_size": world_size, "port": meeting.next_port(rank)}
+        trainer = build_train_strategy(job.strategy, trainer_setup(job.model_path, **place | job.setup))
         trainer.initialize()
         results.append(job.work(trainer, job.argument))
         trainer.shutdown()
