@@ -2,7 +2,7 @@
 
 DeepSpeed's own keys go to it as they are, so its documentation is the reference. Keys whose value the run itself
 decides are refused with the key to use instead, because two places for one setting end in the wrong one being read.
-Checking imports neither DeepSpeed nor torch.
+Checking reads DeepSpeed's source where it must, but does not import it, which takes seconds.
 """
 
 from __future__ import annotations

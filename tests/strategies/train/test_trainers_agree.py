@@ -22,6 +22,8 @@ TEMPERATURE = 0.9
 REFERENCE = "fsdp2"
 TOLERANCE = 2e-5
 """Of metrics and log-probabilities, relative."""
+STRICT = ("/loss", "/grad_norm", "/learning_rate")
+"""Metrics that are never zero by cancellation."""
 WEIGHT_TOLERANCE = 1e-4
 """Of weights, relative to the largest one of a tensor."""
 CASES = {
@@ -151,6 +153,9 @@ def assert_same(values, expected):
         assert np.isfinite(value).all(), key
         tolerance = WEIGHT_TOLERANCE if key.startswith("weights/") else TOLERANCE
         scale = np.abs(value).max()
+        if not key.startswith(("weights/", "logprobs/")) and not key.endswith(STRICT):
+            # Means of what may be positive or negative can be almost zero.
+            scale = max(scale, 0.1)
         np.testing.assert_allclose(values[key], value, rtol=0, atol=tolerance * scale, err_msg=key)
     assert values["poisoned/skipped_updates"] == values["nothing to learn/skipped_updates"] == 1.0
     assert not np.isfinite(values["poisoned/grad_norm"]) and values["nothing to learn/grad_norm"] == 0.0
