@@ -53,8 +53,9 @@ class DeepSpeedTrainStrategy:
         join_process_group(setup, self.options.own.process_group_timeout_seconds)
         self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        # Copies of references: DeepSpeed puts other tensors into the parameters.
-        loaded = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        rounds = self.trains and self.bfloat16
+        # DeepSpeed rounds the weights before it copies the masters; these references keep what was loaded.
+        masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
             self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
@@ -63,9 +64,8 @@ class DeepSpeedTrainStrategy:
             self._start_engine()
         else:
             self.model.to(self.device)
-        if self.trains and self.bfloat16:
-            # DeepSpeed rounds before it copies the masters.
-            self._set_weights(loaded)
+        if rounds:
+            self._set_weights(masters)
         computing = self.engine if self.has_engine else self.model
         self.forward = HfForward(computing, head, self.device, signature_of=self.model)
 

@@ -20,6 +20,9 @@ from tests.strategies.train.ranks import Job, run_jobs
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
+pytestmark = pytest.mark.timeout(900)
+"""Many trainers start in one fixture: a minute on a quiet machine."""
+
 BFLOAT16 = ModelArguments(dtype="bfloat16")
 SMALL_STEPS = TrainingArguments(learning_rate=1e-5, max_grad_norm=0.0)
 """Too small to change most bfloat16 weights."""

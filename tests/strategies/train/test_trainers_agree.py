@@ -18,6 +18,9 @@ from tests.strategies.train.ranks import Job, run_jobs
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD
 
+pytestmark = pytest.mark.timeout(900)
+"""Many trainers start in one fixture: a minute on a quiet machine."""
+
 TEMPERATURE = 0.9
 REFERENCE = "fsdp2"
 TOLERANCE = 2e-5
