@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from roll.strategies.train.base import TrainStrategy
     from roll.strategies.train.setup import TrainerSetup
 
-TRAIN_STRATEGIES = {"fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy"}
+TRAIN_STRATEGIES = {
+    "fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy",
+    "deepspeed_train": "roll.strategies.train.deepspeed:DeepSpeedTrainStrategy",
+}
 """Strategy name -> ``module:class``."""
 
-OPTION_CHECKS = {"fsdp2_train": "roll.strategies.train.fsdp2_options:check_options"}
+OPTION_CHECKS = {
+    "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
+    "deepspeed_train": "roll.strategies.train.deepspeed_options:check_options",
+}
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 

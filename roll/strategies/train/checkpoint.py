@@ -7,13 +7,16 @@ generation settings and the tokenizer's files, so that it loads again by its fol
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.schema import ModelArguments
+from roll.strategies.train.setup import TrainerSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +45,35 @@ def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype) -> PreT
         trust_remote_code=arguments.trust_remote_code,
         use_safetensors=True,
     )
+
+
+def load_weights(
+    path: str, arguments: ModelArguments, dtype: torch.dtype, shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The weights of an export by name, tied ones once, for a model with parameters of these ``shapes``.
+
+    Raises ``ValueError`` naming the tensor if the export does not fit the model.
+    """
+    source = {name: weight.detach() for name, weight in load_model(path, arguments, dtype).named_parameters()}
+    if source.keys() != shapes.keys():
+        raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ shapes.keys())}")
+    for name, shape in shapes.items():
+        if source[name].shape != shape:
+            raise ValueError(f"{name} is {tuple(source[name].shape)} in {path}, {tuple(shape)} in the model")
+    return source
+
+
+def save_weights(
+    model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]], setup: TrainerSetup, path: str
+) -> None:
+    """Export what `TrainStrategy.named_weights` gives as a model like ``model``; rank 0 writes. Collective."""
+    state = {}
+    for name, weight in named_weights:
+        if setup.rank == 0:
+            state[name] = weight.cpu().clone()
+    if setup.rank == 0:
+        export_model(model, state, setup.model_path, path, setup.model_args.trust_remote_code)
+    dist.barrier()
 
 
 def export_model(

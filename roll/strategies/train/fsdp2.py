@@ -10,13 +10,11 @@ calls give equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,19 +22,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from roll.algorithms.metrics import LossMetrics
 from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
-from roll.strategies.train.checkpoint import export_model, load_model
+from roll.strategies.train.checkpoint import load_weights, save_weights
 from roll.strategies.train.fsdp2_options import parse_options
-from roll.strategies.train.head import install_output_head
 from roll.strategies.train.hf_forward import HfForward
-from roll.strategies.train.microbatches import (
-    MicroBatch,
-    MicroBatchLimits,
-    build_micro_batch,
-    plan_micro_batches,
-    predicted_tokens,
-    scatter_to_tokens,
-)
-from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
+from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
+from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
+from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
+from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState
 from roll.strategies.train.step import TrainingStep, combined_metrics
@@ -60,16 +52,9 @@ class Fsdp2TrainStrategy:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
         torch.manual_seed(setup.seed)
-        self.device = self._pick_device()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
-            init_method=setup.rendezvous,
-            rank=setup.rank,
-            world_size=setup.world_size,
-            timeout=timedelta(seconds=self.options.process_group_timeout_seconds),
-        )
-        model = load_model(setup.model_path, setup.model_args, self._stored_dtype())
-        head = install_output_head(model)
+        self.device = pick_device(setup)
+        join_process_group(setup, self.options.process_group_timeout_seconds)
+        model, head = prepare_model(setup, self.options.gradient_checkpointing)
         self.model = self._shard(model)
         self.forward = HfForward(self.model, head, self.device)
         self._reshard()
@@ -81,18 +66,9 @@ class Fsdp2TrainStrategy:
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
-        wanted = predicted_tokens(batch)
-        values = np.zeros(len(wanted), dtype=np.float32)
-        for rows in self._rows(batch, self.setup.infer_limits):
-            micro_batch = build_micro_batch(batch, rows, wanted, (), self.device)
-            with torch.no_grad():
-                logprobs = self.forward.logprobs(micro_batch, temperature)
-            scatter_to_tokens(logprobs.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, rows, values)
+        values = self.forward.token_logprobs(batch, self._rows(batch, self.setup.infer_limits), temperature)
         self._reshard()
-        # Each token is non-zero on one rank only, so this sum changes no bit of it.
-        shared = torch.from_numpy(values)
-        dist.all_reduce(shared)
-        return shared.numpy()
+        return joined_over_ranks(values)
 
     def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
@@ -123,13 +99,7 @@ class Fsdp2TrainStrategy:
 
     def save(self, path: str) -> None:
         """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""
-        state = {}
-        for name, weight in self.named_weights():
-            if self.setup.rank == 0:
-                state[name] = weight.cpu().clone()
-        if self.setup.rank == 0:
-            export_model(self.model, state, self.setup.model_path, path, self.setup.model_args.trust_remote_code)
-        dist.barrier()
+        save_weights(self.model, self.named_weights(), self.setup, path)
 
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.
@@ -137,18 +107,14 @@ class Fsdp2TrainStrategy:
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
         self._reshard()
-        source = dict(load_model(path, self.setup.model_args, self._stored_dtype()).named_parameters())
         own = dict(self.model.named_parameters())
-        if source.keys() != own.keys():
-            raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ own.keys())}")
+        shapes = {name: parameter.shape for name, parameter in own.items()}
+        source = load_weights(path, self.setup.model_args, stored_dtype(self.setup), shapes)
         with torch.no_grad():
             for name, parameter in own.items():
-                full = source[name].detach()
-                if full.shape != parameter.shape:
-                    raise ValueError(f"{name} is {tuple(full.shape)} in {path}, {tuple(parameter.shape)} in the model")
                 # Every rank has read the file, so each cuts its own shard out, with no communication.
                 shard = distribute_tensor(
-                    full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                    source[name].to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
                 parameter.to_local().copy_(shard.to_local())
 
@@ -203,36 +169,16 @@ class Fsdp2TrainStrategy:
 
     def shutdown(self) -> None:
         """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _pick_device(self) -> torch.device:
-        if self.setup.device == "cpu":
-            return torch.device("cpu")
-        device = torch.device("cuda", self.setup.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-
-    def _stored_dtype(self) -> torch.dtype:
-        """A frozen model is never updated, and so needs no float32 master."""
-        return getattr(torch, self.setup.model_args.dtype) if self.setup.forward_only else torch.float32
+        leave_process_group()
 
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
-        model.eval()
-        model.requires_grad_(not self.setup.forward_only)
-        layers = _decoder_layers(model)
-        if self.options.gradient_checkpointing and not self.setup.forward_only:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in layers:
-                # Checkpointing asks the layer itself whether it trains; its children, dropout among them, stay in eval.
-                layer.training = True
         settings = {
             "mesh": init_device_mesh(self.setup.device, (self.setup.world_size,)),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=getattr(torch, self.setup.model_args.dtype), reduce_dtype=torch.float32
             ),
         }
-        for layer in layers:
+        for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **settings)
         # The backward pass starts with the head, so what the root holds stays gathered until then.
         return fully_shard(model, reshard_after_forward=False, **settings)
@@ -275,13 +221,8 @@ class Fsdp2TrainStrategy:
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
-        if self.setup.forward_only:
-            return
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                # Step counters are scalars that AdamW keeps on the CPU.
-                if isinstance(value, Tensor) and value.ndim > 0:
-                    state[name] = value.to(device)
+        if not self.setup.forward_only:
+            move_state(self.optimizer, device)
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -309,9 +250,3 @@ def _fill(tensor: Tensor, name: str, state: SavedState) -> None:
     local, offsets = _box(tensor)
     if local.numel():
         local.copy_(state.read(name, offsets, local.shape))
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, as the model itself declares them."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]

@@ -7,7 +7,9 @@ its head, so that no logits of a whole micro-batch exist.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,20 +20,44 @@ from roll.algorithms.logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
+from roll.data.records import SampleBatch
 from roll.strategies.train.head import OutputHead, gives_back_head_results
-from roll.strategies.train.microbatches import MicroBatch
+from roll.strategies.train.microbatches import MicroBatch, build_micro_batch, predicted_tokens, scatter_to_tokens
 
 
 class HfForward:
     """Calls a model, which a trainer may have wrapped. ``head``: what `install_output_head` gave for it."""
 
-    def __init__(self, model: nn.Module, head: OutputHead | None, device: torch.device) -> None:
-        """Collective: the model is tried on a few tokens."""
+    def __init__(
+        self,
+        model: nn.Module,
+        head: OutputHead | None,
+        device: torch.device,
+        signature_of: nn.Module | None = None,
+    ) -> None:
+        """Collective: the model is tried on a few tokens. ``signature_of``: the model itself, where a wrapper hides
+        which arguments it takes."""
         self.model = model
-        self.keeps_positions = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.device = device
+        arguments = inspect.signature((signature_of or model).forward).parameters
+        self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
         self.chunk_elements = LINEAR_CHUNK_ELEMENTS
         """Logits that the head computes at a time."""
+
+    def token_logprobs(self, batch: SampleBatch, rows: Sequence[Sequence[int]], temperature: float) -> np.ndarray:
+        """float32 ``[total_tokens]`` without gradients, for the micro-batches ``rows`` of the batch.
+
+        0 at the first token of a sample, which nothing predicts, and at samples of other ranks.
+        """
+        wanted = predicted_tokens(batch)
+        values = np.zeros(len(wanted), dtype=np.float32)
+        for part in rows:
+            micro_batch = build_micro_batch(batch, part, wanted, (), self.device)
+            with torch.no_grad():
+                logprobs = self.logprobs(micro_batch, temperature)
+            scatter_to_tokens(logprobs.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
+        return values
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """``[rows, kept]``."""

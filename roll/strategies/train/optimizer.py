@@ -64,3 +64,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(owners, max_norm, norm)
     return norm
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the moments of all parameters; step counters are scalars that AdamW keeps on the CPU."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                state[name] = value.to(device)

@@ -8,62 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
-from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
-
-VOCABULARY = 23
-def write_model(path: Path, tied: bool = True, seed: int = 0) -> str:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    (path / "tokenizer.json").write_text('{"made": "by the test"}')
-    return str(path)
 
 
 def build(model_path, **changes):
     trainer = build_train_strategy("fsdp2_train", trainer_setup(model_path, **{"training_args": ALMOST_SGD} | changes))
     trainer.initialize()
     return trainer
-
-
-def make_batch(seed=0, lengths=(9, 5, 12, 3, 7, 2, 1)) -> SampleBatch:
-    """Ragged samples; what stands outside the response mask is NaN."""
-    generator = np.random.default_rng(seed)
-    total = sum(lengths)
-    mask = generator.random(total) < 0.6
-
-    def fill(values):
-        return np.where(mask, values, np.nan).astype(np.float32)
-
-    return SampleBatch(
-        np.array(lengths, dtype=np.int64),
-        {
-            "token_ids": generator.integers(0, VOCABULARY, total).astype(np.int32),
-            "response_mask": mask,
-            "behaviour_logprobs": fill(-3 + generator.normal(size=total)),
-            "reference_logprobs": fill(-3 + generator.normal(size=total)),
-            "advantages": fill(generator.normal(size=total)),
-            "versions": np.zeros(total, dtype=np.int32),
-            "same_weights": generator.random(total) < 0.5,
-        },
-    )
-
-
-OBJECTIVE = PolicyObjective(8, "tis", {"upper": 5.0}, "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1,
-                            entropy_loss_coef=0.05, monitored=True)  # fmt: skip
-
-
-def weights_of(trainer) -> dict[str, np.ndarray]:
-    return {name: weight.clone().numpy() for name, weight in trainer.named_weights()}
 
 
 def plain_logits(model, batch):

@@ -1,0 +1,261 @@
+"""`deepspeed_train`: DeepSpeed's ZeRO, stages 0 to 3, with the semantics of `fsdp2_train`.
+
+DeepSpeed shards, communicates and steps; which tokens count, what they are divided by, the schedule and the accounting
+are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer states are
+float32; computing is in the precision asked for. An update whose gradient is not finite is skipped and reported.
+Dropout is off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roll.algorithms.metrics import LossMetrics
+from roll.algorithms.objective import PolicyObjective
+from roll.data.records import SampleBatch
+from roll.strategies.train.checkpoint import load_weights, save_weights
+from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
+from roll.strategies.train.deepspeed_options import engine_config, parse_options
+from roll.strategies.train.hf_forward import HfForward
+from roll.strategies.train.hf_model import prepare_model, stored_dtype
+from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
+from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
+from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
+from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.step import TrainingStep, combined_metrics
+
+
+class DeepSpeedTrainStrategy:
+    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup = setup
+        self.options = parse_options(setup.strategy_config)
+        self.trains = not setup.forward_only
+        self.bfloat16 = setup.model_args.dtype == "bfloat16"
+        if self.trains and self.bfloat16 and self.options.zero_stage == 0:
+            raise ValueError(
+                "ZeRO stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones; "
+                "write `zero_optimization: {stage: 1}` (the same steps in less memory) or `model_args.dtype: float32`"
+            )
+
+    def initialize(self) -> None:
+        """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
+        setup = self.setup
+        torch.manual_seed(setup.seed)
+        self.device = pick_device(setup)
+        join_process_group(setup, self.options.own.process_group_timeout_seconds)
+        self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
+        self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        rounds = self.trains and self.bfloat16
+        # DeepSpeed rounds the weights before it copies the masters; these references keep what was loaded.
+        masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
+        if self.trains:
+            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+            self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
+            self.optimizer_steps = 0
+        if self.has_engine:
+            self._start_engine()
+        else:
+            self.model.to(self.device)
+        if rounds:
+            self._set_weights(masters)
+        computing = self.engine if self.has_engine else self.model
+        self.forward = HfForward(computing, head, self.device, signature_of=self.model)
+
+    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        rows = self._rows(batch, self.setup.infer_limits)
+        return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
+
+    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+        """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
+
+        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
+        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
+        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
+        forward-only role.
+        """
+        if not self.trains:
+            raise RuntimeError("this role is forward-only; it has no optimizer")
+        step = TrainingStep.of(batch, objective)
+        rows = self._rows(batch, self.setup.train_limits)
+        parts = []
+        for number, micro_batch in enumerate(step.micro_batches(rows, self.device), start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(rows))
+            parts.append(self._accumulate(step, micro_batch, temperature))
+        return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective.
+
+        Gathered one after the other; where nothing is split, a rank hands out its own memory: it is to be read, not
+        kept.
+        """
+        for name, parameter in self.model.named_parameters():
+            if self.trains and (self.bfloat16 or self.splits_weights):
+                yield name, self.deepspeed.utils.safe_get_full_fp32_param(parameter).detach()
+            else:
+                with self._whole(parameter):
+                    yield name, parameter.detach().float()
+
+    def save(self, path: str) -> None:
+        """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""
+        save_weights(self.model, self.named_weights(), self.setup, path)
+
+    def load(self, path: str) -> None:
+        """Load the weights of an export; optimizer state and schedule stay. Collective.
+
+        Raises ``ValueError`` naming the tensor if the export does not fit the model.
+        """
+        self._set_weights(load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes))
+
+    def offload_states(self) -> None:
+        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
+
+        ``RuntimeError`` where DeepSpeed has no way to do so.
+        """
+        if self.setup.device == "cpu":
+            return
+        if self.is_whole:
+            self._move_states(torch.device("cpu"))
+        else:
+            self._require_movable_states()
+            self.engine.offload_states()
+        torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+        if self.setup.device == "cpu":
+            return
+        if self.is_whole:
+            self._move_states(self.device)
+        else:
+            self.engine.reload_states()
+
+    def shutdown(self) -> None:
+        """Leave the process group, and DeepSpeed's own."""
+        if self.has_engine:
+            self.engine.destroy()
+            self.deepspeed.comm.destroy_process_group()
+        leave_process_group()
+
+    @property
+    def splits_weights(self) -> bool:
+        """A rank holds its share of the weights only."""
+        return self.options.zero_stage == 3
+
+    @property
+    def has_engine(self) -> bool:
+        """Forward passes alone need DeepSpeed only where weights are split."""
+        return self.trains or self.splits_weights
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is split: model and optimizer are torch's own."""
+        return self.options.zero_stage == 0 or not self.has_engine
+
+    def _start_engine(self) -> None:
+        self.deepspeed = import_deepspeed(self.device)
+        config = engine_config(
+            self.options,
+            bfloat16=self.bfloat16,
+            # Without ZeRO, DeepSpeed clips but tells no norm.
+            max_grad_norm=0.0 if self.options.zero_stage == 0 else self.setup.training_args.max_grad_norm,
+        )
+        self.engine = start_engine(
+            self.deepspeed,
+            self.model,
+            self.optimizer if self.trains else None,
+            config,
+            self.device,
+            self.splits_weights,
+        )
+
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        """This rank's micro-batches."""
+        return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
+
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> LossMetrics:
+        """Add one micro-batch's gradient to those of the optimizer step."""
+        with torch.set_grad_enabled(not step.is_empty):
+            logprobs, entropy = self.forward.logprobs_and_entropy(
+                micro_batch, temperature, step.objective.needs_entropy_gradient
+            )
+            loss, metrics = step.loss(micro_batch, logprobs, entropy)
+        if not step.is_empty:
+            # DeepSpeed averages gradients over ranks; the contributions of ranks are to be summed.
+            self.engine.backward(loss * self.setup.world_size)
+        return metrics
+
+    def _update(self, nothing_to_learn: bool) -> dict[str, float]:
+        """Clip, step unless the gradient is not finite or no token was trained on, advance the schedule in any case."""
+        learning_rate = self.learning_rate(self.optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm, updated = (0.0, False) if nothing_to_learn else self._optimizer_step()
+        self.optimizer_steps += 1
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(not updated)}
+
+    def _optimizer_step(self) -> tuple[float, bool]:
+        """The gradient's norm before clipping, and whether it was finite, so that there was an update."""
+        if self.options.zero_stage > 0:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
+        grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
+        if not math.isfinite(grad_norm):
+            self.engine.zero_grad()
+            return grad_norm, False
+        self.engine.step()
+        return grad_norm, True
+
+    @torch.no_grad()
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write full tensors into the masters and into what is computed with. Collective."""
+        for name, parameter in self.model.named_parameters():
+            weight = weights[name].to(self.device)
+            if self.trains and not self.is_whole:
+                self._set_master(parameter, weight.float())
+            with self._whole(parameter, written_by=0):
+                parameter.data.copy_(weight)
+
+    def _set_master(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Write this rank's share of a full tensor into its share of the float32 master."""
+        if not self.splits_weights:
+            self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+            return
+        # Shares are equally long; what the last ones have too much is padding, which DeepSpeed's own call for full
+        # tensors does not expect.
+        length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
+        padded = nn.functional.pad(weight.flatten(), (0, length * self.setup.world_size - weight.numel()))
+        share = padded.narrow(0, length * self.setup.rank, length)
+        self.deepspeed.utils.safe_set_local_fp32_param(parameter, share)
+
+    def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
+        """Within the block a parameter that is split has all of its elements. Rank ``written_by`` may change them."""
+        if not self.splits_weights:
+            return nullcontext()
+        return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+
+    def _require_movable_states(self) -> None:
+        if not self.trains:
+            raise RuntimeError(
+                "DeepSpeed cannot move the weights of a forward-only role at ZeRO stage 3; give the role devices of "
+                "its own, `zero_optimization: {offload_param: {device: cpu}}`, or another stage"
+            )
+        if self.options.zero_stage == 1 and self.bfloat16:
+            raise RuntimeError(
+                "DeepSpeed cannot move the states of ZeRO stage 1 in bfloat16; write `zero_optimization: {stage: 2}`, "
+                "or give the trainer devices of its own"
+            )
+
+    def _move_states(self, device: torch.device) -> None:
+        self.model.to(device)
+        if self.trains:
+            move_state(self.optimizer, device)

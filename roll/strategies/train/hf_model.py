@@ -1,0 +1,40 @@
+"""A Hugging Face model made ready for a trainer that keeps its modules, whatever engine shards them afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from roll.strategies.train.checkpoint import load_model
+from roll.strategies.train.head import OutputHead, install_output_head
+from roll.strategies.train.setup import TrainerSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def stored_dtype(setup: TrainerSetup) -> torch.dtype:
+    """A frozen model is never updated, and so needs no float32 master."""
+    return getattr(torch, setup.model_args.dtype) if setup.forward_only else torch.float32
+
+
+def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:
+    """The model of a rank, whole and on the CPU, without dropout, and its head as `install_output_head` gives it."""
+    model = load_model(setup.model_path, setup.model_args, stored_dtype(setup))
+    head = install_output_head(model)
+    model.eval()
+    model.requires_grad_(not setup.forward_only)
+    if gradient_checkpointing and not setup.forward_only:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in decoder_layers(model):
+            # Checkpointing asks the layer itself whether it trains; its children, dropout among them, stay in eval.
+            layer.training = True
+    return model, head
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, as the model itself declares them."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,0 +1,75 @@
+"""Trainers in processes of their own, as a run has them.
+
+An engine may leave its mark on the process it runs in (DeepSpeed replaces functions of torch), so what is not torch's
+own never runs in the process of the tests. Processes are started once for many trainers, one after the other: starting
+them takes longer than a tiny model's steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll.strategies.train import build_train_strategy
+from roll.strategies.train.base import TrainStrategy
+from tests.strategies.train.trainers import free_ports, trainer_setup
+
+Work = Callable[[TrainStrategy, Any], Any]
+"""What a rank does with its trainer: a function of a test module, (trainer, argument) -> a result to send back."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trainer, and what is done with it."""
+
+    work: Work
+    strategy: str
+    model_path: str
+    argument: Any = None
+    setup: dict[str, Any] = field(default_factory=dict)
+    """Changes to `trainer_setup`."""
+
+
+def run_jobs(jobs: list[Job], world_size: int, folder: Path) -> list[list[Any]]:
+    """Results by job and rank."""
+    folder.mkdir(exist_ok=True)
+    context = torch.multiprocessing.get_context("spawn")
+    meeting = Meeting(context.Barrier(world_size), context.Value("i"))
+    torch.multiprocessing.spawn(_run_rank, (jobs, world_size, meeting, str(folder)), nprocs=world_size)
+    by_rank = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world_size)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks agree on a port, just before it is used: one chosen long before may be taken by then."""
+
+    everybody: Barrier
+    port: Synchronized[int]
+
+    def next_port(self, rank: int) -> int:
+        """Of the next trainer; all ranks have left the one before."""
+        self.everybody.wait()
+        if rank == 0:
+            self.port.value = free_ports(1)[0]
+        self.everybody.wait()
+        return self.port.value
+
+
+def _run_rank(rank: int, jobs: list[Job], world_size: int, meeting: Meeting, folder: str) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for job in jobs:
+        place = {"rank": rank, "world_size": world_size, "port": meeting.next_port(rank)}
+        trainer = build_train_strategy(job.strategy, trainer_setup(job.model_path, **place | job.setup))
+        trainer.initialize()
+        results.append(job.work(trainer, job.argument))
+        trainer.shutdown()
+    (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(results))

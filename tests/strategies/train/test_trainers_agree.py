@@ -1,0 +1,166 @@
+"""All trainers, at any number of ranks, train alike: the same losses, gradient norms and weights to rounding.
+
+A new trainer is one line in `CANDIDATES`. The reference is the default trainer on one rank, which its own test compares
+with plain autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.configs.schema import TrainingArguments
+from roll.strategies.train.base import TrainStrategy
+from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
+from tests.strategies.train.trainers import ALMOST_SGD
+
+pytestmark = pytest.mark.timeout(900)
+"""Many trainers start in one fixture: a minute on a quiet machine."""
+
+TEMPERATURE = 0.9
+REFERENCE = "fsdp2"
+TOLERANCE = 2e-5
+"""Of metrics and log-probabilities, relative."""
+STRICT = ("/loss", "/grad_norm", "/learning_rate")
+"""Metrics that are never zero by cancellation."""
+WEIGHT_TOLERANCE = 1e-4
+"""Of weights, relative to the largest one of a tensor."""
+CASES = {
+    "tied, AdamW, clipped": TrainingArguments(
+        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, warmup_steps=2, lr_scheduler_type="cosine",
+        # Attention hardly feels key biases: their gradients are rounding, of which Adam alone would make whole steps.
+        adam_epsilon=1e-4,
+    ),
+    "untied, odd sizes, almost SGD, not clipped": ALMOST_SGD,
+}  # fmt: skip
+"""What the model is like, and the optimizer."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A trainer with its options, and on how many ranks it is tried."""
+
+    strategy: str
+    strategy_config: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (1, 2)
+
+
+def zero(stage: int, **options: Any) -> Candidate:
+    return Candidate("deepspeed_train", {"zero_optimization": {"stage": stage, **options}})
+
+
+CANDIDATES = {
+    REFERENCE: Candidate("fsdp2_train"),
+    "ZeRO 0": zero(0),
+    "ZeRO 1": zero(1),
+    "ZeRO 2": zero(2),
+    "ZeRO 3": zero(3),
+    "ZeRO 3, parameters small and large": zero(3, stage3_param_persistence_threshold=100, sub_group_size=1000),
+    "ZeRO 2, optimizer on the CPU": zero(2, offload_optimizer={"device": "cpu"}),
+    "ZeRO 3, all on the CPU": zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+}
+
+
+def batches():
+    """Five that are trained on; one of them smaller than the ranks. Two in between that must leave no trace."""
+    nothing_to_learn = make_batch(2)
+    nothing_to_learn.tokens["loss_mask"] = np.zeros(len(nothing_to_learn.tokens["token_ids"]), dtype=bool)
+    poisoned = make_batch(3)
+    poisoned.tokens["advantages"][np.flatnonzero(poisoned.tokens["response_mask"])[3]] = np.nan
+    return {
+        "first": make_batch(0),
+        "second": make_batch(1),
+        "nothing to learn": nothing_to_learn,
+        "one sample": make_batch(7, lengths=(6,)),
+        "poisoned": poisoned,
+        "fourth": make_batch(4),
+        "fifth": make_batch(5),
+    }
+
+
+def train(trainer: TrainStrategy, _: None) -> dict[str, np.ndarray]:
+    """Everything that must not depend on the trainer, flat."""
+    results = {"logprobs/before": trainer.log_probs(make_batch(), TEMPERATURE)}
+    for name, batch in batches().items():
+        metrics = trainer.train_step(batch, OBJECTIVE, TEMPERATURE)
+        results |= {f"{name}/{metric}": np.array(value) for metric, value in metrics.items()}
+    results["logprobs/after"] = trainer.log_probs(make_batch(), TEMPERATURE)
+    return results | {f"weights/{name}": weight for name, weight in weights_of(trainer).items()}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda ranks: f"{ranks} ranks")
+def ranks(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    odd = write_model(folder / "odd", tied=False, hidden_size=15, head_dim=8)
+    return dict(zip(CASES, (write_model(folder / "tied"), odd), strict=True))
+
+
+def run(names, models, ranks, folder):
+    """Results of each rank by candidate and case."""
+    jobs = {
+        (name, case): Job(
+            train,
+            CANDIDATES[name].strategy,
+            models[case],
+            setup={
+                "training_args": arguments,
+                "strategy_config": {"process_group_timeout_seconds": 60, **CANDIDATES[name].strategy_config},
+                "total_optimizer_steps": 7,
+                "max_tokens": 14,
+            },
+        )
+        for name in names
+        if ranks in CANDIDATES[name].ranks
+        for case, arguments in CASES.items()
+    }
+    return dict(zip(jobs, run_jobs(list(jobs.values()), ranks, folder), strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(models, tmp_path_factory):
+    """The reference on one rank, by case."""
+    results = run([REFERENCE], models, 1, tmp_path_factory.mktemp("reference"))
+    return {case: by_rank[0] for (_, case), by_rank in results.items()}
+
+
+@pytest.fixture(scope="module")
+def results(models, ranks, tmp_path_factory):
+    return run(list(CANDIDATES), models, ranks, tmp_path_factory.mktemp("results"))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_trainers_agree(results, expected, name, case, ranks):
+    if ranks not in CANDIDATES[name].ranks:
+        pytest.skip(f"not tried on {ranks} ranks")
+    by_rank = results[name, case]
+    assert_same(by_rank[0], expected[case])
+    for other in by_rank[1:]:
+        assert all(np.array_equal(other[key], value, equal_nan=True) for key, value in by_rank[0].items())
+
+
+def assert_same(values, expected):
+    assert values.keys() == expected.keys()
+    for key, value in expected.items():
+        if key.startswith("poisoned/"):
+            continue
+        assert np.isfinite(value).all(), key
+        tolerance = WEIGHT_TOLERANCE if key.startswith("weights/") else TOLERANCE
+        scale = np.abs(value).max()
+        if not key.startswith(("weights/", "logprobs/")) and not key.endswith(STRICT):
+            # Means of what may be positive or negative can be almost zero.
+            scale = max(scale, 0.1)
+        np.testing.assert_allclose(values[key], value, rtol=0, atol=tolerance * scale, err_msg=key)
+    assert values["poisoned/skipped_updates"] == values["nothing to learn/skipped_updates"] == 1.0
+    assert not np.isfinite(values["poisoned/grad_norm"]) and values["nothing to learn/grad_norm"] == 0.0
+    assert all(values[f"{name}/skipped_updates"] == 0.0 for name in ("first", "second", "one sample", "fifth"))
+    assert values["poisoned/learning_rate"] == expected["poisoned/learning_rate"]
