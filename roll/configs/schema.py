@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from roll.configs.ranges import Range
 
-TRAIN_STRATEGIES = ("fsdp2_train",)
+TRAIN_STRATEGIES = ("fsdp2_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from roll.strategies.train.base import TrainStrategy
     from roll.strategies.train.setup import TrainerSetup
 
-TRAIN_STRATEGIES = {"fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy"}
+TRAIN_STRATEGIES = {
+    "fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy",
+    "megatron_train": "roll.strategies.train.megatron.strategy:MegatronTrainStrategy",
+}
 """Strategy name -> ``module:class``."""
 
-OPTION_CHECKS = {"fsdp2_train": "roll.strategies.train.fsdp2_options:check_options"}
+OPTION_CHECKS = {
+    "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
+    "megatron_train": "roll.strategies.train.megatron_options:check_options",
+}
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
