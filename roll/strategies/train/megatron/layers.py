@@ -1,4 +1,4 @@
-"""Two layers that megatron-core has for GPUs with extra libraries only, and the recipe to put them into a model.
+"""The layers that megatron-core has for GPUs with extra libraries only, and the recipe to put them into a model.
 
 The norm works with sequence parallelism and rounds as transformers does; attention uses PyTorch's kernels, which hold
 no matrix of scores. Where Transformer Engine is used, its own layers take their place.
@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,6 +68,15 @@ class CausalAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
+class Router(TopKRouter):
+    """The router of megatron-core, whose own matrix product needs Transformer Engine."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits of the experts ``[..., experts]``, in the precision that is asked for."""
+        dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        return functional.linear(input.to(dtype), self.weight.to(dtype))
+
+
 def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
     """The layers of one model chunk (None: the only one) of a pipeline stage."""
     if config.transformer_impl == "transformer_engine":
@@ -83,6 +93,9 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> Tr
 
 def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     backend = LocalSpecProvider()
+    mlp = get_mlp_module_spec_for_backend(backend, num_experts=experts)
+    if experts is not None:
+        mlp.submodules.router = Router
     head_norm = RmsNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
@@ -100,7 +113,7 @@ def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RmsNorm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=experts),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

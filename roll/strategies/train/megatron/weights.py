@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from roll.strategies.train.megatron.facts import ModelFacts
@@ -56,6 +57,7 @@ class ModelWeights:
         self.facts = facts
         self._rules = weight_rules(facts)
         self._own = [own for chunk in chunks for own in self._parameters_of(chunk)]
+        self._mark_shares()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._plan = self._make_plan()
 
@@ -91,6 +93,14 @@ class ModelWeights:
         first_expert = experts.experts // ranks * parallel_state.get_expert_model_parallel_rank() if experts else 0
         for name, parameter in chunk.named_parameters():
             yield OwnParameter(find_place(self._rules, name, first_layer, first_expert), parameter)
+
+    def _mark_shares(self) -> None:
+        """Say which parameters differ between tensor-parallel ranks: the norm of the gradient counts the others once.
+        megatron-core does so itself where it initialises the values."""
+        for own in self._own:
+            dim = self._rules[own.place.rule].shared_dim
+            if dim is not None and not hasattr(own.parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(own.parameter, is_parallel=True, dim=dim, stride=1)
 
     def _names(self, place: Place) -> list[str]:
         return self._rules[place.rule].names(place.layer, place.expert)

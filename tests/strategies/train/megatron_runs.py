@@ -1,0 +1,161 @@
+"""Tiny models of each family, and trainers that run on several processes and write down what they saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import TrainingArguments
+from roll.data.records import SampleBatch
+from roll.strategies.train import build_train_strategy
+from roll.strategies.train.base import TrainStrategy
+from tests.strategies.train import megatron_cpu_shim
+from tests.strategies.train.trainers import free_ports, trainer_setup
+
+VOCABULARY = 23
+"""Odd, so that two tensor-parallel ranks need padding."""
+RANKS = 4
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=False)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, mlp_only_layers=[1])),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"max_position_embeddings": 16384}, rope_parameters=LLAMA3)
+    ),
+}
+TRAINING = TrainingArguments(
+    learning_rate=3e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=1.0, adam_epsilon=1e-3
+)
+"""With this epsilon a gradient that is nothing but rounding moves no weight."""
+OBJECTIVE = PolicyObjective(8, "tis", {"upper": 5.0}, "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1,
+                            entropy_loss_coef=0.05)  # fmt: skip
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trainer and what it is asked."""
+
+    name: str
+    model: str
+    ranks: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: str = "megatron_train"
+    trains: bool = True
+    max_tokens: int = 25
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer's setup."""
+
+
+def write_models(folder: Path) -> None:
+    """One folder for each family; every parameter is random, those that usually start as zeros or ones too."""
+    for number, (name, make) in enumerate(MODELS.items()):
+        torch.manual_seed(number)
+        model = make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text('{"made": "by the test"}')
+
+
+def make_batch(seed: int, lengths: Sequence[int] = (9, 5, 12, 3, 7, 2, 1, 6)) -> SampleBatch:
+    """Ragged samples with everything that the objective reads."""
+    generator = np.random.default_rng(seed)
+    total = sum(lengths)
+    fields = {
+        name: generator.normal(-3 if name.endswith("logprobs") else 0, 1, total).astype(np.float32)
+        for name in ("behaviour_logprobs", "reference_logprobs", "advantages")
+    }
+    tokens = {
+        "token_ids": generator.integers(0, VOCABULARY, total).astype(np.int32),
+        "response_mask": generator.random(total) < 0.6,
+    }
+    return SampleBatch(np.array(lengths, dtype=np.int64), tokens | fields)
+
+
+def every_next_token(seed: int, length: int) -> SampleBatch:
+    """Samples that begin alike and end in each token of the vocabulary: their log-probabilities are all there are."""
+    prefix = np.random.default_rng(seed).integers(0, VOCABULARY, length)
+    ids = np.concatenate([np.append(prefix, token) for token in range(VOCABULARY)])
+    return SampleBatch(np.full(VOCABULARY, length + 1), {"token_ids": ids.astype(np.int32)})
+
+
+def whole_distributions(trainer: TrainStrategy, temperature: float) -> np.ndarray:
+    """``[prefixes, vocabulary]``."""
+    rows = []
+    for length in (1, 4, 11):
+        batch = every_next_token(length, length)
+        rows.append(trainer.log_probs(batch, temperature)[batch.offsets[1:] - 1])
+    return np.stack(rows)
+
+
+def run_all(runs: Sequence[Run], folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Results by the run's name and by rank."""
+    ports = free_ports(len(runs))
+    ranks = max(run.ranks for run in runs)
+    torch.multiprocessing.spawn(_rank, (list(runs), ports, str(folder)), nprocs=ranks)
+    return {
+        run.name: [dict(np.load(folder / f"{run.name}-{rank}.npz")) for rank in range(run.ranks)] for run in runs
+    }
+
+
+def _rank(rank: int, runs: list[Run], ports: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    megatron_cpu_shim.install()
+    for run, port in zip(runs, ports, strict=True):
+        if rank < run.ranks:
+            np.savez(f"{folder}/{run.name}-{rank}.npz", **observe(run, rank, port, folder))
+
+
+def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray]:
+    """Everything that must not depend on how the model is shared out."""
+    changes = {"training_args": TRAINING} | run.changes
+    trainer = build_train_strategy(
+        run.strategy,
+        trainer_setup(
+            f"{folder}/{run.model}", rank=rank, world_size=run.ranks, port=port, max_tokens=run.max_tokens,
+            strategy_config={"process_group_timeout_seconds": 60, **run.options}, **changes,
+        ),
+    )  # fmt: skip
+    trainer.initialize()
+    results = {f"distribution/{t}": whole_distributions(trainer, t) for t in (1.0, 0.6)}
+    results |= {f"initial/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
+    if run.trains:
+        for step in range(STEPS):
+            metrics = trainer.train_step(make_batch(step), OBJECTIVE, 0.9)
+            results |= {f"metric/{step}/{name}": np.array(value) for name, value in metrics.items()}
+        results |= {f"trained/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
+        trainer.save(f"{folder}/{run.name}-export")
+        results["trained_distribution"] = whole_distributions(trainer, 1.0)
+        trainer.load(f"{folder}/{run.model}")
+        results["reloaded_distribution"] = whole_distributions(trainer, 1.0)
+    trainer.shutdown()
+    return results
