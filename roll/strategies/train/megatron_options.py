@@ -95,8 +95,9 @@ class MegatronOptions:
         return self.virtual_pipeline_model_parallel_size or 1
 
     def _check_virtual_pipeline(self) -> None:
-        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
-            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
+        # With two stages both neighbours of a rank are the same one, and it cannot tell their messages apart.
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
 
     def _check_recomputation(self) -> None:
         given = [name for name in ("recompute_method", "recompute_num_layers") if vars(self)[name] is not None]

@@ -38,12 +38,13 @@ def install() -> None:
     stream = NoStream()
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = lambda *_: None
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.Stream = NoStream
     torch.cuda.current_stream = lambda *_: stream
     torch.cuda.stream = lambda _: nullcontext()
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     torch.Tensor.type = _named_as_on_cuda(torch.Tensor.type)
+    torch.distributed.all_to_all_single = _with_listed_sizes(torch.distributed.all_to_all_single)
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -70,3 +71,15 @@ def _named_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     return name
+
+
+def _with_listed_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Sizes that have come from a device are numbers; those that have been on the CPU all along are still a tensor."""
+
+    def exchange(*args: Any, **settings: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(settings.get(name), torch.Tensor):
+                settings[name] = settings[name].tolist()
+        return original(*args, **settings)
+
+    return exchange

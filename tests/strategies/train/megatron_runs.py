@@ -26,12 +26,12 @@ from roll.configs.schema import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train.microbatches import MicroBatchLimits
 from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.trainers import free_ports, trainer_setup
 
 VOCABULARY = 23
 """Odd, so that two tensor-parallel ranks need padding."""
-RANKS = 4
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
@@ -42,7 +42,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES | {"num_hidden_layers": 6}, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=False)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, mlp_only_layers=[1])),
     "llama": lambda: LlamaForCausalLM(
@@ -137,7 +137,7 @@ def _rank(rank: int, runs: list[Run], ports: list[int], folder: str) -> None:
 
 def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray]:
     """Everything that must not depend on how the model is shared out."""
-    changes = {"training_args": TRAINING} | run.changes
+    changes = {"training_args": TRAINING, "infer_limits": MicroBatchLimits(150, 1)} | run.changes
     trainer = build_train_strategy(
         run.strategy,
         trainer_setup(
@@ -148,6 +148,7 @@ def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray
     trainer.initialize()
     results = {f"distribution/{t}": whole_distributions(trainer, t) for t in (1.0, 0.6)}
     results |= {f"initial/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
+    trainer.save(f"{folder}/{run.name}-initial")
     if run.trains:
         for step in range(STEPS):
             metrics = trainer.train_step(make_batch(step), OBJECTIVE, 0.9)
