@@ -16,7 +16,8 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments
 from roll.strategies.train import build_train_strategy
 from tests.strategies.train import megatron_cpu_shim
-from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch, write_models
+from tests.strategies.train.megatron_models import write_models
+from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
 pytest.importorskip("megatron.core")
@@ -159,7 +160,7 @@ def a_checkpoint_in_several_files_is_read(folder: Path) -> None:
     for file in ("config.json", "tokenizer.json"):
         (shards / file).write_text((folder / "qwen3_moe" / file).read_text())
     places = {}
-    for number, (name, tensor) in enumerate(load_file(folder / "qwen3_moe" / "model.safetensors").items()):
+    for number, name in enumerate(load_file(folder / "qwen3_moe" / "model.safetensors")):
         places[name] = f"model-{number % 3}.safetensors"
     for file in set(places.values()):
         tensors = load_file(folder / "qwen3_moe" / "model.safetensors")

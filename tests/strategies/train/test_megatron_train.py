@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.strategies.train.megatron_runs import MODELS, STEPS, VOCABULARY, Run, every_next_token, run_all, write_models
+from tests.strategies.train.megatron_models import MODELS, VOCABULARY, write_models
+from tests.strategies.train.megatron_runs import STEPS, Run, every_next_token, run_all
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.timeout(900)
