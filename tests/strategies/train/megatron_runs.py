@@ -26,7 +26,9 @@ TRAINING = TrainingArguments(
 """With this epsilon a gradient that is nothing but rounding moves no weight."""
 OBJECTIVE = PolicyObjective(8, "tis", {"upper": 5.0}, "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1,
                             entropy_loss_coef=0.05)  # fmt: skip
-STEPS = 5
+LENGTHS = (9, 5, 12, 3, 7, 2, 1, 6)
+LEFT_OUT = (0, 1, 3, 5, 7)
+"""Samples that each step goes without: the number of micro-batches changes, and in the end there is but one sample."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Run:
     """Of the trainer's setup."""
 
 
-def make_batch(seed: int, lengths: Sequence[int] = (9, 5, 12, 3, 7, 2, 1, 6)) -> SampleBatch:
+def make_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SampleBatch:
     """Ragged samples with everything that the objective reads."""
     generator = np.random.default_rng(seed)
     total = sum(lengths)
@@ -108,8 +110,8 @@ def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray
     results |= {f"initial/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
     trainer.save(f"{folder}/{run.name}-initial")
     if run.trains:
-        for step in range(STEPS):
-            metrics = trainer.train_step(make_batch(step), OBJECTIVE, 0.9)
+        for step, left_out in enumerate(LEFT_OUT):
+            metrics = trainer.train_step(make_batch(step, LENGTHS[left_out:]), OBJECTIVE, 0.9)
             results |= {f"metric/{step}/{name}": np.array(value) for name, value in metrics.items()}
         results |= {f"trained/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
         trainer.save(f"{folder}/{run.name}-export")

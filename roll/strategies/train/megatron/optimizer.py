@@ -10,7 +10,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,16 +26,24 @@ from roll.strategies.train.megatron_options import MegatronOptions
 def wrap_for_gradients(
     chunks: Sequence[GPTModel], config: TransformerConfig, options: MegatronOptions
 ) -> list[DistributedDataParallel]:
-    """Model chunks with float32 gradients that data-parallel ranks add up."""
+    """Model chunks with float32 gradients that data-parallel ranks add up, once for all micro-batches of a step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    config.finalize_model_grads_func = _sum_gradients
+    return wrapped
+
+
+def _sum_gradients(chunks: list[DistributedDataParallel], _: torch.Tensor | None = None, **settings: object) -> None:
+    """megatron-core's reduction, without its division by a number of tokens: losses are normalised already."""
+    finalize_model_grads(chunks, None, **settings)
 
 
 class Updater:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -59,7 +58,6 @@ class Passes:
             value, metrics = step.loss(micro_batch, logprobs, entropy)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        self._config.finalize_model_grads_func = _sum_gradients
         return self._run(micro_batches, loss, forward_only=False)
 
     def _run(self, micro_batches: Sequence[MicroBatch], result: Callable, forward_only: bool) -> list:
@@ -100,13 +98,6 @@ class Passes:
             entropy_gradient,
             self.chunk_elements,
         )
-
-
-def _sum_gradients(
-    chunks: list[nn.Module], _: Tensor | None = None, **settings: object
-) -> None:
-    """megatron-core's reduction, without its division by a number of tokens: losses are normalised already."""
-    finalize_model_grads(chunks, None, **settings)
 
 
 def on_last_stage() -> bool:
