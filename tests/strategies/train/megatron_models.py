@@ -30,9 +30,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES | {"num_hidden_layers": 6}, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES | {"num_hidden_layers": 6}, pad_token_id=0, tie_word_embeddings=True)
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=False)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, mlp_only_layers=[1])),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, pad_token_id=20, mlp_only_layers=[1])
+    ),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES | {"max_position_embeddings": 16384}, rope_parameters=LLAMA3)
     ),

@@ -50,6 +50,8 @@ class ModelFacts:
     rope_base: float
     llama3_rope_factor: float | None
     max_positions: int
+    padding_token: int | None
+    """The token whose embedding, where it is read, transformers never trains."""
     experts: ExpertFacts | None
 
     @property
@@ -91,6 +93,8 @@ def read_facts(model_path: str, trust_remote_code: bool) -> ModelFacts:
         rope_base=base,
         llama3_rope_factor=factor,
         max_positions=config.max_position_embeddings,
+        # Negative ones count from the end.
+        padding_token=None if config.pad_token_id is None else config.pad_token_id % config.vocab_size,
         experts=_experts(config) if config.model_type == "qwen3_moe" else None,
     )
 

@@ -6,11 +6,14 @@ Parameters are allocated without values; the checkpoint fills them.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 
 from roll.strategies.train.megatron.facts import ModelFacts
@@ -104,7 +107,7 @@ def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.dev
 
 def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> GPTModel:
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(config, chunk, stage),
         vocab_size=facts.padded_vocabulary(config.tensor_model_parallel_size),
@@ -118,3 +121,18 @@ def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> G
         rope_scaling_factor=facts.llama3_rope_factor or 1.0,
         vp_stage=chunk,
     )
+    if model.pre_process and facts.padding_token is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, facts.padding_token))
+    return model
+
+
+def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """The output, with no way back from where ``token`` was read: as an embedding of PyTorch treats its padding.
+
+    ``output`` is ``[rows, positions, size]``, or this rank's share of the positions as ``[positions, rows, size]``.
+    """
+    held = inputs[0] == token
+    if embeddings.reduce_scatter_embeddings:
+        group = embeddings.tp_group
+        held = held.t().chunk(group.size())[group.rank()]
+    return torch.where(held[..., None], output.detach(), output)
