@@ -107,7 +107,9 @@ def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray
     )  # fmt: skip
     trainer.initialize()
     results = {f"distribution/{t}": whole_distributions(trainer, t) for t in (1.0, 0.6)}
-    results |= {f"initial/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
+    initial = [(f"initial/{name}", weight.clone().numpy()) for name, weight in trainer.named_weights()]
+    assert len(dict(initial)) == len(initial), "a tensor comes twice"
+    results |= dict(initial)
     trainer.save(f"{folder}/{run.name}-initial")
     if run.trains:
         for step, left_out in enumerate(LEFT_OUT):

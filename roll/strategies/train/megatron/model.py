@@ -135,4 +135,4 @@ def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tu
     if embeddings.reduce_scatter_embeddings:
         group = embeddings.tp_group
         held = held.t().chunk(group.size())[group.rank()]
-    return torch.where(held[..., None], output.detach(), output)
+    return torch.where(held[..., None], output.detach(), output).contiguous()
