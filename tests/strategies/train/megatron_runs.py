@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import FileStore
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import TrainingArguments
@@ -79,19 +80,24 @@ def whole_distributions(trainer: TrainStrategy, temperature: float) -> np.ndarra
 
 def run_all(runs: Sequence[Run], folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
     """Results by the run's name and by rank."""
-    ports = free_ports(len(runs))
     ranks = max(run.ranks for run in runs)
-    torch.multiprocessing.spawn(_rank, (list(runs), ports, str(folder)), nprocs=ranks)
+    board = folder / f"ports-{runs[0].name}"
+    torch.multiprocessing.spawn(_rank, (list(runs), str(board), str(folder)), nprocs=ranks)
     return {
         run.name: [dict(np.load(folder / f"{run.name}-{rank}.npz")) for rank in range(run.ranks)] for run in runs
     }
 
 
-def _rank(rank: int, runs: list[Run], ports: list[int], folder: str) -> None:
+def _rank(rank: int, runs: list[Run], board: str, folder: str) -> None:
     torch.set_num_threads(1)
     megatron_cpu_shim.install()
-    for run, port in zip(runs, ports, strict=True):
+    # A port is looked for when it is needed: minutes earlier, somebody else might take it.
+    ports = FileStore(board)
+    for run in runs:
+        if rank == 0:
+            ports.set(run.name, str(free_ports(1)[0]))
         if rank < run.ranks:
+            port = int(ports.get(run.name))
             np.savez(f"{folder}/{run.name}-{rank}.npz", **observe(run, rank, port, folder))
 
 
