@@ -22,6 +22,8 @@ from roll.configs.schema import (
 )
 
 MEBIBYTE = 1024 * 1024
+MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+"""Keys of Megatron's `strategy_config` that say how many ranks hold one copy of the model together."""
 LONGEST_CANARY = 64
 """Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
 
@@ -61,6 +63,16 @@ def total_devices(config: PipelineConfig) -> int:
 def train_ranks(config: PipelineConfig) -> int:
     """Ranks of the trainer, one per device."""
     return len(parse_device_mapping(config.actor_train.device_mapping))
+
+
+def data_parallel_ranks(config: PipelineConfig) -> int:
+    """Parts into which the trainer splits a batch: with Megatron, tensor times pipeline ranks share one."""
+    arguments = config.actor_train.strategy_args
+    if arguments.strategy_name != "megatron_train":
+        return train_ranks(config)
+    sizes = (arguments.strategy_config.get(key, 1) for key in MEGATRON_MODEL_PARALLEL_KEYS)
+    shared = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return max(1, train_ranks(config) // shared)
 
 
 def engine_replicas(config: PipelineConfig) -> int:
@@ -150,7 +162,7 @@ def optimizer_batch_size(config: PipelineConfig, samples: int | None = None) -> 
     arguments = config.actor_train.training_args
     if arguments.gradient_accumulation_steps is None:
         return samples_per_step(config) if samples is None else samples
-    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * train_ranks(config)
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * data_parallel_ranks(config)
 
 
 def optimizer_steps_per_step(config: PipelineConfig) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from roll.configs.derived import (
     canary_length,
     counts_steps,
+    data_parallel_ranks,
     group_size,
     group_size_key,
     least_staleness,
@@ -83,7 +84,7 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
         per_device = config.actor_train.training_args.per_device_train_batch_size
         message = (
             f"an optimizer step takes {per_device} (per_device_train_batch_size) x {accumulation} x "
-            f"{len(mappings['actor_train'])} (ranks) = {count(size, 'sample')}, which does not divide {batch}"
+            f"{data_parallel_ranks(config)} (ranks) = {count(size, 'sample')}, which does not divide {batch}"
         )
         remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
         yield ConfigProblem("actor_train.training_args.gradient_accumulation_steps", message, remedy)

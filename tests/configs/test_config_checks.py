@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.configs.checks import check_config, config_warnings
-from roll.configs.derived import weight_transport
+from roll.configs.derived import data_parallel_ranks, optimizer_batch_size, weight_transport
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree
 from roll.configs.rules_devices import sees_gpus
@@ -533,3 +533,20 @@ def test_a_trainer_that_keeps_no_state_is_refused_where_checkpoints_are_asked_fo
     assert "deepspeed_train" in problems_of(merged(tree, changes))["save_steps"].message
     check_config(config_from_tree(merged(tree, changes | {"save_steps": 0})))
     check_config(config_from_tree(merged(tree, {"save_steps": 5})))
+
+
+def test_ranks_that_hold_one_copy_of_the_model_together_take_one_share_of_the_batch(tree):
+    changes = {
+        "cluster.num_devices_per_node": 9,
+        "actor_train.device_mapping": list(range(8)),
+        "actor_infer.device_mapping": [8],
+        "actor_train.strategy_args": {
+            "strategy_name": "megatron_train",
+            "strategy_config": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        },
+        "actor_train.training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    }
+    config = config_from_tree(merged(tree, changes))
+    assert data_parallel_ranks(config) == 2 and optimizer_batch_size(config) == 16
+    changes["actor_train.strategy_args"] = {"strategy_name": "fsdp2_train"}
+    assert optimizer_batch_size(config_from_tree(merged(tree, changes))) == 64

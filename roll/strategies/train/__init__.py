@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 TRAIN_STRATEGIES = {
     "fsdp2_train": "roll.strategies.train.fsdp2:Fsdp2TrainStrategy",
     "deepspeed_train": "roll.strategies.train.deepspeed:DeepSpeedTrainStrategy",
+    "megatron_train": "roll.strategies.train.megatron.strategy:MegatronTrainStrategy",
 }
 """Strategy name -> ``module:class``."""
 
 OPTION_CHECKS = {
     "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
     "deepspeed_train": "roll.strategies.train.deepspeed_options:check_options",
+    "megatron_train": "roll.strategies.train.megatron_options:check_options",
 }
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 

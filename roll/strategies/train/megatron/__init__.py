@@ -1,0 +1,1 @@
+"""`megatron_train`: models of megatron-core, shared out over tensor-, pipeline-, expert- and data-parallel ranks."""

@@ -1,0 +1,119 @@
+"""The layers that megatron-core has for GPUs with extra libraries only, and the recipe to put them into a model.
+
+The norm works with sequence parallelism and rounds as transformers does; attention uses PyTorch's kernels, which hold
+no matrix of scores. Where Transformer Engine is used, its own layers take their place.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., hidden_size]``."""
+        wide = hidden.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(hidden.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention of each position to itself and those before it."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """``query`` ``[positions, rows, heads, size]``, ``key`` and ``value`` with a divisor of the heads; returns
+        ``[positions, rows, heads x size]``."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(TopKRouter):
+    """The router of megatron-core, whose own matrix product needs Transformer Engine."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits of the experts ``[..., experts]``, in the precision that is asked for."""
+        dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        return functional.linear(input.to(dtype), self.weight.to(dtype))
+
+
+def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
+    """The layers of one model chunk (None: the only one) of a pipeline stage."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
+    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+    dense, sparse = _layer(config, None), None
+    if config.num_moe_experts is not None:
+        sparse = _layer(config, config.num_moe_experts)
+    has_experts = config.moe_layer_freq if sparse is not None else [0] * config.num_layers
+    layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    backend = LocalSpecProvider()
+    mlp = get_mlp_module_spec_for_backend(backend, num_experts=experts)
+    if experts is not None:
+        mlp.submodules.router = Router
+    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=CausalAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,115 @@
+"""Forward and backward passes over micro-batches, by the pipeline schedule of megatron-core.
+
+Logits exist on the last pipeline stage only, shared out over its tensor-parallel ranks, so results do as well. All
+ranks must run equally many micro-batches: pipelines and experts exchange tensors in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roll.algorithms.metrics import LossMetrics
+from roll.strategies.train.megatron.vocabulary import CHUNK_ELEMENTS, parallel_logprobs_and_entropy
+from roll.strategies.train.microbatches import MicroBatch
+from roll.strategies.train.step import TrainingStep
+
+UNUSED_WIDTH = 1
+"""The schedule asks for the size of a micro-batch, and reads none where sizes vary."""
+
+
+class Passes:
+    """Runs the model chunks of this rank."""
+
+    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, vocabulary: int) -> None:
+        self._chunks = list(chunks)
+        self._config = config
+        self._vocabulary = vocabulary
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.chunk_elements = CHUNK_ELEMENTS
+        """Logits of a rank that are handled at a time."""
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """``[rows, kept]`` of each micro-batch on the last stage, nothing on others. Collective."""
+
+        def result(micro_batch: MicroBatch, logits: Tensor, **_: object) -> Tensor:
+            return self._logprobs_and_entropy(micro_batch, logits, temperature, False)[0]
+
+        with torch.no_grad():
+            return self._run(micro_batches, result, forward_only=True)
+
+    def accumulate(
+        self, step: TrainingStep, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[LossMetrics]:
+        """Add the gradients of all micro-batches of all ranks; metrics on the last stage, nothing on others."""
+
+        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, LossMetrics]:
+            logprobs, entropy = self._logprobs_and_entropy(
+                micro_batch, logits, temperature, step.objective.needs_entropy_gradient
+            )
+            value, metrics = step.loss(micro_batch, logprobs, entropy)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
+
+        return self._run(micro_batches, loss, forward_only=False)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], result: Callable, forward_only: bool) -> list:
+        schedule = get_forward_backward_func()
+        iterators = [iter(micro_batches) for _ in self._chunks]
+        return schedule(
+            forward_step_func=partial(self._forward, result),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=UNUSED_WIDTH,
+            micro_batch_size=UNUSED_WIDTH,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(self, result: Callable, micro_batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple:
+        micro_batch = next(micro_batches)
+        # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
+        output = chunk(input_ids=self._input(micro_batch), position_ids=None, attention_mask=None)
+        return output, partial(result, micro_batch)
+
+    def _input(self, micro_batch: MicroBatch) -> Tensor:
+        """Sequence parallelism shares out positions equally, so their number is rounded up."""
+        ids = micro_batch.input_ids
+        shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        return functional.pad(ids, (0, -ids.shape[1] % shares))
+
+    def _logprobs_and_entropy(
+        self, micro_batch: MicroBatch, logits: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        return parallel_logprobs_and_entropy(
+            logits[:, micro_batch.positions],
+            micro_batch.targets,
+            temperature,
+            self._vocabulary,
+            self._tensor_group,
+            entropy_gradient,
+            self.chunk_elements,
+        )
+
+
+def on_last_stage() -> bool:
+    """Whether this rank has logits."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def from_last_stage(value: dict[str, float] | None, device: torch.device) -> dict[str, float]:
+    """What the last stage has, on all stages. Collective."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=group.size() - 1, device=device)
+    return box[0]

@@ -1,0 +1,224 @@
+"""`megatron_train`: one rank of a trainer whose model is shared out over tensor-, pipeline- and expert-parallel ranks.
+
+Data-parallel ranks (all ranks divided by tensor- times pipeline-parallel ones) share out the samples. The meaning of
+every number is that of `fsdp2_train`: losses are normalised over the whole batch, gradients are float32, an update
+that is not finite is skipped, dropout is off. megatron-core keeps its process groups per process, so a process holds
+one trainer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from roll.algorithms.objective import PolicyObjective
+from roll.data.records import SampleBatch
+from roll.strategies.train.megatron.export import export_weights
+from roll.strategies.train.megatron.facts import check_layout, read_facts
+from roll.strategies.train.megatron.files import CheckpointFiles, checkpoint_folder
+from roll.strategies.train.megatron.model import build_chunks, transformer_config
+from roll.strategies.train.megatron.optimizer import Updater, free_buffers, restore_buffers, wrap_for_gradients
+from roll.strategies.train.megatron.passes import Passes, from_last_stage, on_last_stage
+from roll.strategies.train.megatron.weights import ModelWeights
+from roll.strategies.train.megatron_options import parse_options
+from roll.strategies.train.microbatches import (
+    MicroBatchLimits,
+    build_micro_batch,
+    plan_micro_batches,
+    predicted_tokens,
+    scatter_to_tokens,
+)
+from roll.strategies.train.optimizer import learning_rate_schedule
+from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.step import TrainingStep, combined_metrics
+
+
+class MegatronTrainStrategy:
+    """See `TrainStrategy` for the contract of each method."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup = setup
+        self.options = parse_options(setup.strategy_config)
+
+    def initialize(self) -> None:
+        """Check the layout, join the process groups, load this rank's share, build optimizer and schedule. Collective.
+
+        ``ValueError`` for a model or a layout that cannot be, before any weight is read.
+        """
+        setup = self.setup
+        self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code)
+        check_layout(self.facts, self.options, setup.world_size, forward_only=setup.forward_only)
+        self.device = self._pick_device()
+        self._join_groups()
+        torch.manual_seed(setup.seed)
+        model_parallel_cuda_manual_seed(setup.seed)
+        dtype = getattr(torch, setup.model_args.dtype)
+        config = transformer_config(self.facts, self.options, dtype, self.device)
+        self.chunks = build_chunks(self.facts, config, self.device)
+        self.weights = ModelWeights(self.chunks, self.facts)
+        self._fill(setup.model_path)
+        if setup.forward_only:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+            self.passes = Passes(self.chunks, config, self.facts.vocabulary)
+            return
+        self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
+        self.passes = Passes(self.wrapped, config, self.facts.vocabulary)
+        self.updater = Updater(self.wrapped, setup.training_args, self.options, dtype)
+        self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
+        self.optimizer_steps = 0
+
+    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        wanted = predicted_tokens(batch)
+        values = np.zeros(len(wanted), dtype=np.float32)
+        rows = self._rows(batch, self.setup.infer_limits)
+        micro_batches = [build_micro_batch(batch, part, wanted, (), self.device) for part in rows]
+        results = self.passes.logprobs(micro_batches, temperature)
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for part, micro_batch, result in zip(rows, micro_batches, results, strict=bool(results)):
+                scatter_to_tokens(result.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
+        # Each token is non-zero on one rank only, so this sum changes no bit of it.
+        shared = torch.from_numpy(values)
+        dist.all_reduce(shared)
+        return shared.numpy()
+
+    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+        """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
+
+        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
+        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
+        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
+        forward-only role.
+        """
+        if self.setup.forward_only:
+            raise RuntimeError("this role is forward-only; it has no optimizer")
+        step = TrainingStep.of(batch, objective)
+        self.updater.clear()
+        micro_batches = list(step.micro_batches(self._rows(batch, self.setup.train_limits), self.device))
+        parts = self.passes.accumulate(step, micro_batches, temperature)
+        metrics = None
+        if on_last_stage():
+            metrics = combined_metrics(parts, parallel_state.get_data_parallel_group())
+        metrics = from_last_stage(metrics, self.device)
+        learning_rate = self.learning_rate(self.optimizer_steps)
+        grad_norm, skipped = self.updater.update(learning_rate, nothing_to_learn=step.is_empty)
+        self.optimizer_steps += 1
+        return {
+            **metrics,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "skipped_updates": float(skipped),
+        }
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
+
+        A tensor is valid until the next one is drawn.
+        """
+        return self.weights.stream()
+
+    def save(self, path: str) -> None:
+        """Export weights, configuration and tokenizer; rank 0 writes. Collective.
+
+        With bfloat16 the weights are those that the model computes with.
+        """
+        state = {}
+        for name, weight in self.named_weights():
+            if self.setup.rank == 0:
+                state[name] = weight.cpu().clone()
+        if self.setup.rank == 0:
+            export_weights(state, self.setup.model_path, path, self.setup.model_args.trust_remote_code)
+        dist.barrier()
+
+    def load(self, path: str) -> None:
+        """Load the weights of an export; optimizer state and schedule stay. Collective.
+
+        Raises ``ValueError`` naming what differs if the export does not fit the model.
+        """
+        found = vars(read_facts(path, self.setup.model_args.trust_remote_code))
+        differences = [
+            f"{name} is {found[name]} there, {value} here" for name, value in vars(self.facts).items()
+            if found[name] != value
+        ]  # fmt: skip
+        if differences:
+            raise ValueError(f"the model in {path} is another one: {'; '.join(differences)}")
+        self._fill(path)
+        if not self.setup.forward_only:
+            self.updater.reload_weights()
+
+    def offload_states(self) -> None:
+        """Move weights and optimizer state to the CPU, drop gradients. Nothing to do on a CPU."""
+        if self.setup.device == "cuda":
+            if not self.setup.forward_only:
+                self.updater.move_states(torch.device("cpu"))
+                free_buffers(self.wrapped)
+            self._move_weights(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+        if self.setup.device == "cuda":
+            self._move_weights(self.device)
+            if not self.setup.forward_only:
+                restore_buffers(self.wrapped)
+                self.updater.move_states(self.device)
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def _pick_device(self) -> torch.device:
+        if self.setup.device == "cpu":
+            return torch.device("cpu")
+        device = torch.device("cuda", self.setup.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def _join_groups(self) -> None:
+        setup, options = self.setup, self.options
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
+            init_method=setup.rendezvous,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            timeout=timedelta(seconds=options.process_group_timeout_seconds),
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=options.tensor_model_parallel_size,
+            pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=options.expert_model_parallel_size,
+            expert_tensor_parallel_size=options.expert_tensor_size if self.facts.experts else None,
+            distributed_timeout_minutes=max(1, round(options.process_group_timeout_seconds / 60)),
+            create_gloo_process_groups=False,
+        )
+
+    def _fill(self, path: str) -> None:
+        with CheckpointFiles(checkpoint_folder(path)) as files:
+            self.weights.fill(files)
+
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        """The micro-batches of this rank, which are those of all ranks that hold its copy of the model.
+
+        The interleaved schedule takes them in groups of as many as there are stages.
+        """
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        rows = plan_micro_batches(batch.lengths, ranks, limits)[rank]
+        group = self.options.pipeline_model_parallel_size if self.options.model_chunks > 1 else 1
+        return rows + [[] for _ in range(-len(rows) % group)]
+
+    def _move_weights(self, device: torch.device) -> None:
+        """Weights that do not lie in the buffers of the distributed optimizer."""
+        if self.setup.forward_only or not self.options.use_distributed_optimizer:
+            for chunk in self.chunks:
+                chunk.to(device)

@@ -1,0 +1,205 @@
+"""The weights of a model in megatron-core's layout: filled from a checkpoint, and streamed back under its names.
+
+Each rank reads its own share. Streaming gathers one tensor at a time (the experts of one layer are one tensor in a
+Hugging Face model) over tensor- and expert-parallel ranks and sends it to the other pipeline stages, so beside the
+model there is never more than that tensor and its shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from roll.strategies.train.megatron.facts import ModelFacts
+from roll.strategies.train.megatron.files import CheckpointFiles
+from roll.strategies.train.megatron.mapping import Place, Rule, find_place, weight_rules
+
+MODEL_EXPERTS = {
+    "gate_proj": "model.layers.{layer}.mlp.experts.gate_up_proj",
+    "down_proj": "model.layers.{layer}.mlp.experts.down_proj",
+}
+"""Experts of a layer as one parameter of the Hugging Face model, by a word in their names on disk."""
+
+
+@dataclass(frozen=True)
+class OwnParameter:
+    """A parameter of this rank."""
+
+    place: Place
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One step of the stream: the tensors that come of a rule in a layer. Known to all ranks."""
+
+    stage: int
+    """The pipeline stage that has them."""
+    rule: int
+    layer: int | None
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the whole tensors, padding included."""
+
+
+class ModelWeights:
+    """This rank's parameters and what they are in the checkpoint."""
+
+    def __init__(self, chunks: Sequence[GPTModel], facts: ModelFacts) -> None:
+        """Collective."""
+        self.facts = facts
+        self._rules = weight_rules(facts)
+        self._own = [own for chunk in chunks for own in self._parameters_of(chunk)]
+        self._mark_shares()
+        self._stages = parallel_state.get_pipeline_model_parallel_group()
+        self._plan = self._make_plan()
+
+    def fill(self, files: CheckpointFiles) -> None:
+        """Copy the values from a checkpoint. ``ValueError`` names a tensor that is missing or has another shape."""
+        lacking = files.missing(name for own in self._own for name in self._names(own.place))
+        if lacking:
+            raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])} ({len(lacking)} tensors missing)")
+        with torch.no_grad():
+            for own in self._own:
+                own.parameter.copy_(self._read(files, own))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
+
+        A tensor is valid until the next one is drawn.
+        """
+        groups: dict[tuple[int, int | None], list[Tensor]] = {}
+        for own in self._own:
+            groups.setdefault((own.place.rule, own.place.layer), []).append(own.parameter.detach())
+        for step in self._plan:
+            here = step.stage == self._stages.rank()
+            tensors = self._gather(self._rules[step.rule], groups[step.rule, step.layer]) if here else None
+            for number, (name, shape) in enumerate(zip(step.names, step.shapes, strict=True)):
+                full = self._from_stage(step.stage, tensors[number] if tensors else None, shape)
+                yield name, (full[: self.facts.vocabulary] if self._rules[step.rule].is_vocabulary else full).float()
+
+    def _parameters_of(self, chunk: GPTModel) -> Iterator[OwnParameter]:
+        layers = chunk.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        experts = self.facts.experts
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        first_expert = experts.experts // ranks * parallel_state.get_expert_model_parallel_rank() if experts else 0
+        for name, parameter in chunk.named_parameters():
+            yield OwnParameter(find_place(self._rules, name, first_layer, first_expert), parameter)
+
+    def _mark_shares(self) -> None:
+        """Say which parameters differ between tensor-parallel ranks: the norm of the gradient counts the others once.
+        megatron-core does so itself where it initialises the values."""
+        for own in self._own:
+            dim = self._rules[own.place.rule].shared_dim
+            if dim is not None and not hasattr(own.parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(own.parameter, is_parallel=True, dim=dim, stride=1)
+
+    def _names(self, place: Place) -> list[str]:
+        return self._rules[place.rule].names(place.layer, place.expert)
+
+    def _tensor_group(self, rule: Rule) -> dist.ProcessGroup:
+        if rule.is_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def _read(self, files: CheckpointFiles, own: OwnParameter) -> Tensor:
+        rule, parameter = self._rules[own.place.rule], own.parameter
+        group = self._tensor_group(rule)
+        expected = rule.fusion.split(torch.empty(parameter.shape, device="meta"))
+        parts = []
+        for name, part in zip(self._names(own.place), expected, strict=True):
+            self._check_shape(files, name, rule, tuple(part.shape), group.size())
+            share = part.shape[rule.shared_dim or 0]
+            tensor = files.read(name, rule.shared_dim, group.rank() * share, (group.rank() + 1) * share)
+            parts.append(_padded(tensor, share) if rule.is_vocabulary else tensor)
+        return rule.fusion.join(parts)
+
+    def _check_shape(
+        self, files: CheckpointFiles, name: str, rule: Rule, part: tuple[int, ...], shares: int
+    ) -> None:
+        wanted = self._full_shape(rule, part, shares)
+        if rule.is_vocabulary:
+            wanted = (self.facts.vocabulary, *wanted[1:])
+        found = files.shape(name)
+        if found != wanted:
+            raise ValueError(f"{name} is {found} in the checkpoint, {wanted} in the model")
+
+    @staticmethod
+    def _full_shape(rule: Rule, part: tuple[int, ...], shares: int) -> tuple[int, ...]:
+        return tuple(size * shares if dim == rule.shared_dim else size for dim, size in enumerate(part))
+
+    def _make_plan(self) -> list[Streamed]:
+        """All steps of all stages, in the order of a checkpoint."""
+        own = list(dict.fromkeys(self._step_of(own) for own in self._own if not self._is_copy(own)))
+        by_stage: list[list[Streamed]] = [[] for _ in range(self._stages.size())]
+        dist.all_gather_object(by_stage, own, group=self._stages)
+        last = len(self._rules)
+        return sorted(
+            (step for steps in by_stage for step in steps),
+            key=lambda step: (_position(step.layer, step.rule, last), step.rule),
+        )
+
+    def _is_copy(self, own: OwnParameter) -> bool:
+        """Whether another stage has it too: a tied output layer on the last stage."""
+        return self.facts.tied and self._rules[own.place.rule].megatron == "output_layer.weight"
+
+    def _step_of(self, own: OwnParameter) -> Streamed:
+        rule, place = self._rules[own.place.rule], own.place
+        parts = rule.fusion.split(torch.empty(own.parameter.shape, device="meta"))
+        shapes = [self._full_shape(rule, tuple(part.shape), self._tensor_group(rule).size()) for part in parts]
+        names = self._names(place)
+        if rule.is_expert:
+            fused = next(fused for word, fused in MODEL_EXPERTS.items() if word in names[0])
+            rows = sum(shape[0] for shape in shapes)
+            names, shapes = [fused.format(layer=place.layer)], [(self.facts.experts.experts, rows, *shapes[0][1:])]
+        return Streamed(self._stages.rank(), place.rule, place.layer, tuple(names), tuple(shapes))
+
+    def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:
+        """Whole tensors from this rank's shares: of one parameter, or of all its experts."""
+        if not rule.is_expert:
+            return self._gather_shares(rule, shares[0])
+        stacked = torch.stack([torch.cat(self._gather_shares(rule, share)) for share in shares])
+        return [torch.cat(_gathered(stacked, parallel_state.get_expert_model_parallel_group()))]
+
+    def _gather_shares(self, rule: Rule, share: Tensor) -> list[Tensor]:
+        if rule.shared_dim is None:
+            return [share]
+        by_rank = [rule.fusion.split(each) for each in _gathered(share, self._tensor_group(rule))]
+        return [torch.cat(parts, dim=rule.shared_dim) for parts in zip(*by_rank, strict=True)]
+
+    def _from_stage(self, stage: int, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        if self._stages.size() == 1:
+            return tensor
+        like = self._own[0].parameter
+        full = torch.empty(shape, dtype=like.dtype, device=like.device) if tensor is None else tensor.contiguous()
+        dist.broadcast(full, group=self._stages, group_src=stage)
+        return full
+
+
+def _position(layer: int | None, rule: int, rules: int) -> float:
+    """Embedding, layers, then what follows them."""
+    if layer is not None:
+        return layer
+    return -1.0 if rule == 0 else float("inf")
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros below, to so many rows."""
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of the group."""
+    if group.size() == 1:
+        return [tensor]
+    tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor.contiguous(), group=group)
+    return tensors

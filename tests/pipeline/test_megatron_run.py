@@ -1,0 +1,35 @@
+"""A run whose trainer shares the model out over two ranks is the run of one rank."""
+
+from __future__ import annotations
+
+import pytest
+from runs import run_pipeline
+from tiny import make_task, tiny_config
+
+pytest.importorskip("megatron.core")
+
+STEPS = 3
+
+
+@pytest.mark.timeout(600)
+def test_two_pipeline_stages_make_the_run_of_one_fsdp2_rank(tmp_path, ray_cluster):
+    """Generation follows the published weights, so equal losses at each step mean that they arrived, too."""
+    make_task(tmp_path)
+    shared_out = tiny_config(
+        tmp_path,
+        max_steps=STEPS,
+        cluster__num_devices_per_node=3,
+        actor_infer__device_mapping=[2],
+        actor_train__device_mapping=[0, 1],
+        actor_train__strategy_args={
+            "strategy_name": "megatron_train",
+            "strategy_config": {"pipeline_model_parallel_size": 2},
+        },
+        actor_train__worker_cls="tests.strategies.train.megatron_worker:CpuTrainWorker",
+    )
+    found = run_pipeline(tmp_path, ray_cluster, shared_out).metrics
+    expected = run_pipeline(tmp_path, ray_cluster, tiny_config(tmp_path, max_steps=STEPS)).metrics
+    assert len(found) == len(expected) == STEPS
+    for step, wanted in zip(found, expected, strict=True):
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (step["step"], name)

@@ -1,0 +1,201 @@
+"""What `megatron_train` does at the edges, on one rank; in a process of its own, for the sake of the CPU shim."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import ModelArguments
+from roll.strategies.train import build_train_strategy
+from tests.strategies.train import megatron_cpu_shim
+from tests.strategies.train.megatron_models import write_models
+from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch
+from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("megatron")
+    write_models(path)
+    return path
+
+
+def start(folder: Path, model: str = "qwen2", strategy: str = "megatron_train", **changes):
+    settings = {"training_args": ALMOST_SGD, "max_tokens": 25} | changes
+    trainer = build_train_strategy(strategy, trainer_setup(str(folder / model), **settings))
+    trainer.initialize()
+    return trainer
+
+
+def weights_of(trainer) -> dict[str, np.ndarray]:
+    return {name: weight.clone().numpy() for name, weight in trainer.named_weights()}
+
+
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(value, second[name]) for name, value in first.items())
+
+
+def infinite_gradients_are_skipped(folder: Path) -> None:
+    trainer = start(folder)
+    before = weights_of(trainer)
+    batch = make_batch(0)
+    batch.tokens["advantages"][np.flatnonzero(batch.tokens["response_mask"])[3]] = np.inf
+    assert trainer.train_step(batch, OBJECTIVE, 1.0)["skipped_updates"] == 1.0
+    assert same(before, weights_of(trainer))
+    metrics = trainer.train_step(make_batch(1), OBJECTIVE, 1.0)
+    assert metrics["skipped_updates"] == 0.0 and np.isfinite(metrics["grad_norm"])
+    assert all(np.isfinite(value).all() for value in weights_of(trainer).values())
+    trainer.shutdown()
+
+
+def nothing_to_learn_moves_nothing(folder: Path) -> None:
+    trainer = start(folder, training_args=TRAINING)
+    trainer.train_step(make_batch(0), OBJECTIVE, 1.0)
+    before = weights_of(trainer)
+    batch = make_batch(1)
+    batch.tokens["response_mask"][:] = False
+    metrics = trainer.train_step(batch, OBJECTIVE, 1.0)
+    assert metrics["grad_norm"] == 0.0 and metrics["loss"] == 0.0 and metrics["skipped_updates"] == 1.0
+    assert same(before, weights_of(trainer))
+    trainer.shutdown()
+
+
+def the_loss_mask_leaves_tokens_out(folder: Path) -> None:
+    batch = make_batch(0)
+    batch.tokens["loss_mask"] = np.repeat(np.arange(len(batch)) % 2 == 0, batch.lengths)
+    seen = []
+    for strategy in ("megatron_train", "fsdp2_train"):
+        trainer = start(folder, strategy=strategy)
+        seen.append(trainer.train_step(batch, OBJECTIVE, 1.0))
+        trainer.shutdown()
+    assert seen[0]["trained_share"] == seen[1]["trained_share"] < 1.0
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4, abs=1e-6)
+
+
+def gradients_are_clipped_only_where_asked(folder: Path) -> None:
+    moved = {}
+    for max_norm in (0.0, 0.01):
+        trainer = start(folder, training_args=replace(ALMOST_SGD, max_grad_norm=max_norm))
+        before = weights_of(trainer)
+        norm = trainer.train_step(make_batch(0), OBJECTIVE, 1.0)["grad_norm"]
+        after = weights_of(trainer)
+        trainer.shutdown()
+        moved[max_norm] = np.linalg.norm(np.concatenate([(after[name] - before[name]).ravel() for name in before]))
+    assert norm > 0.1
+    assert moved[0.01] == pytest.approx(ALMOST_SGD.learning_rate * 0.01, rel=0.01) and moved[0.0] > 10 * moved[0.01]
+
+
+def the_learning_rate_follows_the_schedule(folder: Path) -> None:
+    arguments = replace(TRAINING, learning_rate=1e-3, warmup_steps=2, lr_scheduler_type="linear")
+    trainer = start(folder, training_args=arguments, total_optimizer_steps=4)
+    rates = [trainer.train_step(make_batch(0), OBJECTIVE, 1.0)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 0.0])
+    trainer.shutdown()
+
+
+def a_forward_only_role_computes_and_does_not_train(folder: Path) -> None:
+    trainer = start(folder)
+    expected = trainer.log_probs(make_batch(0), 1.0)
+    trainer.shutdown()
+    trainer = start(folder, forward_only=True)
+    assert np.array_equal(trainer.log_probs(make_batch(0), 1.0), expected)
+    with pytest.raises(RuntimeError, match="forward-only"):
+        trainer.train_step(make_batch(0), OBJECTIVE, 1.0)
+    trainer.load(str(folder / "qwen2"))
+    trainer.shutdown()
+
+
+def bfloat16_is_that_of_fsdp2_and_keeps_float32_weights(folder: Path) -> None:
+    """Updates far below what bfloat16 can represent add up: 60 steps of 1e-5 at weights of about 0.2."""
+    arguments = replace(TRAINING, learning_rate=1e-5, adam_epsilon=1e-8, warmup_steps=0, weight_decay=0.0)
+    settings = {"model_args": ModelArguments(dtype="bfloat16"), "training_args": arguments}
+    plain = start(folder, "qwen3", strategy="fsdp2_train", **settings)
+    expected = plain.train_step(make_batch(0), OBJECTIVE, 0.9)
+    plain.shutdown()
+    for options in ({}, {"use_distributed_optimizer": False}):
+        trainer = start(folder, "qwen3", strategy_config=options, **settings)
+        first = trainer.train_step(make_batch(0), OBJECTIVE, 0.9)
+        for name in ("loss", "grad_norm", "entropy"):
+            assert first[name] == pytest.approx(expected[name], rel=2e-3)
+        losses = [trainer.train_step(make_batch(0), PolicyObjective(8, "vanilla"), 0.9)["loss"] for _ in range(60)]
+        assert losses[-1] < losses[0] - 0.01
+        trainer.shutdown()
+
+
+def other_models_and_broken_files_are_named(folder: Path) -> None:
+    trainer = start(folder)
+    with pytest.raises(ValueError, match="family is llama there, qwen2 here"):
+        trainer.load(str(folder / "llama"))
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((folder / "qwen2" / "config.json").read_text())
+    tensors = load_file(folder / "qwen2" / "model.safetensors")
+    name = "model.layers.3.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].clone()}, broken / "model.safetensors")
+    with pytest.raises(ValueError, match=r"up_proj.weight is \(23, 32\) in the checkpoint, \(24, 32\)"):
+        trainer.load(str(broken))
+    del tensors[name]
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks model.layers.3.mlp.up_proj.weight"):
+        trainer.load(str(broken))
+    trainer.shutdown()
+
+
+def a_checkpoint_in_several_files_is_read(folder: Path) -> None:
+    trainer = start(folder, "qwen3_moe")
+    expected = weights_of(trainer)
+    trainer.shutdown()
+    shards = folder / "shards"
+    shards.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (shards / file).write_text((folder / "qwen3_moe" / file).read_text())
+    places = {}
+    for number, name in enumerate(load_file(folder / "qwen3_moe" / "model.safetensors")):
+        places[name] = f"model-{number % 3}.safetensors"
+    for file in set(places.values()):
+        tensors = load_file(folder / "qwen3_moe" / "model.safetensors")
+        save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    trainer = start(folder, "shards")
+    assert same(expected, weights_of(trainer))
+    trainer.shutdown()
+
+
+BEHAVIOURS: tuple[Callable[[Path], None], ...] = (
+    infinite_gradients_are_skipped,
+    nothing_to_learn_moves_nothing,
+    the_loss_mask_leaves_tokens_out,
+    gradients_are_clipped_only_where_asked,
+    the_learning_rate_follows_the_schedule,
+    a_forward_only_role_computes_and_does_not_train,
+    bfloat16_is_that_of_fsdp2_and_keeps_float32_weights,
+    other_models_and_broken_files_are_named,
+    a_checkpoint_in_several_files_is_read,
+)
+
+
+def _all_in_turn(_: int, folder: str, log: str) -> None:
+    """Writes down what held, so that the first failure does not hide which."""
+    torch.set_num_threads(1)
+    megatron_cpu_shim.install()
+    for behaviour in BEHAVIOURS:
+        behaviour(Path(folder))
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(behaviour.__name__ + "\n")
+
+
+@pytest.mark.timeout(600)
+def test_every_behaviour_holds(folder, tmp_path):
+    log = tmp_path / "held"
+    torch.multiprocessing.spawn(_all_in_turn, (str(folder), str(log)), nprocs=1)
+    assert log.read_text(encoding="utf-8").split() == [behaviour.__name__ for behaviour in BEHAVIOURS]
