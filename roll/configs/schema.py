@@ -15,9 +15,9 @@ from typing import Any, Literal
 from roll.configs.ranges import Range
 
 TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train")
+"""Trainers; they also drive the forward-only reference."""
 RESUMABLE_STRATEGIES = ("fsdp2_train",)
 """Trainers that write their state, and go on from it."""
-"""Trainers; they also drive the forward-only reference."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
