@@ -39,9 +39,7 @@ HARMLESS = (
     "resume_from_checkpoint",
     "accept_config_changes",
     "stall_timeout_seconds",
-    "cluster*timeout_seconds",
     "actor_infer.*timeout_seconds",
-    "env_workers*timeout_seconds",
     *(
         f"{role}.{key}"
         for role in ("actor_train", "actor_infer", "reference", "critic")

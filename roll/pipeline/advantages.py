@@ -33,7 +33,6 @@ class AdvantageSettings:
     turn_weight: float = 0.0
     """Weight of the rewards of turns, at the last token of each."""
 
-
     def memory(self) -> dict[str, Any]:
         """What a checkpoint must keep."""
         controller = {} if self.kl_controller is None else self.kl_controller.state()

@@ -99,7 +99,7 @@ def _check(path: str, overrides: Sequence[str]) -> tuple[Prepared, RunDirectory,
         from roll.pipeline.resume import find_resume_point
 
         prepared = prepare(config)
-        point = find_resume_point(config, prepared.rollouts.fingerprint(config))
+        point = find_resume_point(config, prepared.source)
         return prepared, _create_run_directory(config) if point is None else point.run, point
 
 

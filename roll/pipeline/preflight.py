@@ -41,6 +41,8 @@ class Prepared:
     config: PipelineConfig
     tokenizer: PreTrainedTokenizerBase
     rollouts: RolloutPlan
+    source: str
+    """Fingerprint of what groups are made of, see `RolloutPlan.fingerprint`."""
     objective: PolicyObjective
     advantages: AdvantageSettings
     correction: Correction | None
@@ -85,6 +87,7 @@ def prepare(config: PipelineConfig) -> Prepared:
         config=config,
         tokenizer=tokenizer,
         rollouts=rollouts,
+        source=rollouts.fingerprint(config),
         objective=algorithms.objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,

@@ -53,7 +53,7 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumeP
     states = point.role if point is not None else lambda role: None
     roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
     if config.save_steps and (point is None or point.checkpoint is None):
-        made_of = f"{prepared.rollouts.fingerprint(config)} {derived.model_path(config, config.actor_train)}"
+        made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
     with journal_of(config, recorder.run) as journal:
         try:
@@ -149,7 +149,7 @@ def build_context(
             save_steps=config.save_steps,
             max_steps=config.max_steps,
             keep=config.max_ckpt_to_keep,
-            source=prepared.rollouts.fingerprint(config),
+            source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
         first_step=0 if point is None else point.step,

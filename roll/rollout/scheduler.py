@@ -521,8 +521,7 @@ class RolloutScheduler(Generic[Item, Result]):
         for group_id in self._buffer.overdue():
             group = self._in_flight[group_id]
             self._drop(group, "stale")
-            if group.task is not None:
-                group.task.cancel()
+            group.task.cancel()
 
     def _wake_consumer(self) -> None:
         """Wake a waiting `next_batch` if it may succeed now."""

@@ -398,7 +398,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
     wait_until(lambda: processes_named(marker) != [])
     asking.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in asking.communicate(timeout=60)[1]
-    assert processes_named(marker) == []
+    wait_until(lambda: processes_named(marker) == [])
 
 
 def test_a_program_ends_with_the_process_that_asked_for_it(marker):
