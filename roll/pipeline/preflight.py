@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from roll.algorithms.correction import Correction
     from roll.algorithms.objective import PolicyObjective
+    from roll.algorithms.value_objective import ValueObjective
     from roll.distributed.worker import Worker
     from roll.pipeline.advantages import AdvantageSettings
     from roll.pipeline.algorithms import Algorithms
@@ -42,6 +43,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     rollouts: RolloutPlan
     objective: PolicyObjective
+    value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
     stage_classes: dict[str, type[Stage]]
@@ -86,6 +88,7 @@ def prepare(config: PipelineConfig) -> Prepared:
         tokenizer=tokenizer,
         rollouts=rollouts,
         objective=algorithms.objective,
+        value_objective=algorithms.value_objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,
         stage_classes=stage_classes,
