@@ -55,7 +55,7 @@ def value_metrics(
 ) -> ValueMetrics:
     """Of one part of a batch.
 
-    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut off) and ``mask`` (bool) are ``[batch, seq]``; what
+    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut off), ``mask`` (bool): ``[batch, seq]``. What
     stands outside the mask is never read.
     """
     predicted, wanted = (keep(tensor.double(), mask) for tensor in (values, returns))
