@@ -19,7 +19,6 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_keys.unread_keys_are_left_alone,
     rules_keys.inert_keys_are_left_alone,
     rules_keys.roll_names_fit,
-    rules_keys.critic_is_left_out,
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
     rules_data.models_exist,

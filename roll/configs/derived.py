@@ -30,7 +30,8 @@ LONGEST_CANARY = 64
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """The roles of this run that own devices, by name."""
-    roles = dict(zip(ROLES, (config.actor_train, config.actor_infer, config.reference), strict=True))
+    sections = (config.actor_train, config.actor_infer, config.reference, config.critic)
+    roles = dict(zip(ROLES, sections, strict=True))
     return {name: role for name, role in roles.items() if role is not None}
 
 

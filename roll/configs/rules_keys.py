@@ -213,14 +213,6 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
-def critic_is_left_out(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """No value model is configured: no advantage estimator would read it."""
-    if config.critic is not None:
-        estimator = f"`adv_estimator: {config.adv_estimator}`"
-        message = f"has no effect: {estimator} uses no critic, nor does any other of this version"
-        yield ConfigProblem("critic", message, "remove this section")
-
-
 def _inert_when_synchronous(config: PipelineConfig) -> Iterator[ConfigProblem]:
     ahead = "set `async_generation_ratio` above 0"
     reason = "with async_generation_ratio 0 nothing is generated ahead"

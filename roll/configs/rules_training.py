@@ -66,7 +66,7 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Every rank gets samples, and optimizer steps divide the batch."""
     samples, mappings = samples_per_step(config), readable_mappings(config)
     batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
-    for role in ("actor_train", "reference"):
+    for role in ("actor_train", "reference", "critic"):
         ranks = len(mappings.get(role, []))
         if samples < ranks:
             message = f"a step has {batch}, fewer than the {ranks} ranks of {role}"

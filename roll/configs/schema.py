@@ -632,7 +632,17 @@ class PipelineConfig:
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
     reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
-    critic: CriticConfig | None = option(None, help="The value model. No estimator of this version uses one.")
+    critic: CriticConfig | None = option(
+        None, help="The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
+    )
+    critic_warmup: int = option(
+        0, help="Training steps at the beginning in which only the critic learns.", range=NOT_NEGATIVE
+    )
+    value_clip: float | None = option(
+        None,
+        help="How far a value may move from the one before the first update on a batch and still learn; none: any far.",
+        range=POSITIVE,
+    )
 
     old_logprobs: Literal["behaviour", "recompute"] = option(
         "behaviour",
@@ -754,7 +764,7 @@ class AgenticConfig(PipelineConfig):
     )
 
 
-ROLES = ("actor_train", "actor_infer", "reference")
+ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
 
 TRAINING_ONLY_KEYS = (
@@ -768,7 +778,8 @@ UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": ("generating_args",),
     "actor_infer": TRAINING_ONLY_KEYS + FORWARD_ONLY_KEYS,
     "reference": TRAINING_ONLY_KEYS + ("generating_args",),
+    "critic": ("generating_args", "data_args"),
 }
 """Keys that each role has by its type and that nothing reads there; setting one is an error."""
-UNREAD_PATHS = ("critic", *(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys))
+UNREAD_PATHS = tuple(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys)
 """Paths of these keys, and of the role that no estimator uses; neither documented nor suggested."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from roll.algorithms.metrics import mean_over_updates
-from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import WorkerConfig
 from roll.data.records import SampleBatch
 from roll.data.seeds import derive_seed
@@ -25,9 +24,11 @@ from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train.checkpoint import ModelKind
 from roll.strategies.train.microbatches import MicroBatchLimits
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.sharded_state import SavedState, write_state
+from roll.strategies.train.step import Objective
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TrainerSpec:
     config: WorkerConfig
     model_path: str
     total_optimizer_steps: int
+    kind: ModelKind
     forward_only: bool
     seed: int
     transport: TransportSpec
@@ -90,6 +92,7 @@ class TrainWorker(Worker):
                 config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
                 config.infer_batch_size,
             ),
+            kind=spec.kind,
             forward_only=spec.forward_only,
             seed=spec.seed,
             strategy_config=config.strategy_args.strategy_config,
@@ -104,11 +107,16 @@ class TrainWorker(Worker):
         values = await self.in_thread(self._strategy.log_probs, batch, temperature)
         return values if self.identity.rank == 0 else None
 
-    async def train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+    async def values(self, batch: SampleBatch) -> np.ndarray | None:
+        """A critic's values of the batch's tokens; from rank 0 only."""
+        values = await self.in_thread(self._strategy.values, batch)
+        return values if self.identity.rank == 0 else None
+
+    async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """All optimizer steps of one training step; metrics as by `mean_over_updates`."""
         return await self.in_thread(self._train, batch, objective, plan)
 
-    def _train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+    def _train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         results = [
             self._strategy.train_step(batch.select(rows), objective, plan.temperature)
             for rows in optimizer_batches(len(batch), plan, self._seed)

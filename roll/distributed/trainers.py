@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 import ray
 
-from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
 from roll.distributed.group import WorkerGroup
 from roll.distributed.train_worker import TrainerSpec, TrainPlan
 from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weights import Publication
+from roll.strategies.train.step import Objective
 
 
 class TrainerGroup:
@@ -34,7 +34,11 @@ class TrainerGroup:
         answers = await self._call("log_probs", ray.put(batch), temperature)
         return np.array(answers[0])
 
-    async def train(self, batch: SampleBatch, objective: PolicyObjective, plan: TrainPlan) -> dict[str, float]:
+    async def values(self, batch: SampleBatch) -> np.ndarray:
+        """float32 ``[total_tokens]``: the critic's value before each token of the batch."""
+        return np.array((await self._call("values", ray.put(batch)))[0])
+
+    async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """One training step; metrics of rank 0 (equal on all ranks)."""
         return (await self._call("train", ray.put(batch), objective, plan))[0]
 

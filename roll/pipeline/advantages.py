@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.algorithms.advantages import AdvantageEstimator, estimate_advantages
+from roll.algorithms.advantages import AdvantageEstimator, estimate_advantages, shape_advantages
 from roll.algorithms.kl import KLController, token_kl
 from roll.algorithms.moments import RunningMoments
 from roll.algorithms.reward_shaping import RewardShaping, shape_rewards
@@ -64,7 +64,8 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
             "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
         )
     turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
-    padded = estimate_advantages(
+    values = torch.from_numpy(data.padded("values")) if settings.estimator.traits.needs_values else None
+    estimated = estimate_advantages(
         settings.estimator,
         settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
         mask,
@@ -73,21 +74,25 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         reference_logprobs=reference,
         kl_coef=penalty.coef if penalty else 0.0,
         kl_estimator=settings.kl_estimator,
-        whitened=settings.whitened,
-        clip=settings.advantage_clip,
+        values=values,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         turn_rewards=settings.turn_weight * torch.from_numpy(data.padded("turn_rewards"))
         if settings.turn_weight
         else None,
         turns=turns,
         states=_states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))) if in_turns else None,
-    ).numpy()
+    )
+    padded = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
     if penalty:
         divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
         metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
         penalty.update(divergence, len(data))
     inside = np.arange(padded.shape[1])[None, :] < data.lengths[:, None]
     data.tokens["advantages"] = np.ascontiguousarray(padded[inside], dtype=np.float32)
+    if values is not None:
+        returns = torch.where(mask, estimated + values, 0.0).numpy()
+        data.tokens["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
+        data.tokens["old_values"] = data.tokens["values"]
     sampled = padded[mask.numpy()]
     if not sampled.size:
         return metrics

@@ -18,6 +18,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.policy_losses import PolicyLossTraits
 from roll.algorithms.registry import KnobError
 from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
+from roll.algorithms.value_objective import ValueObjective
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.rules_keys import differs_from_default
@@ -35,6 +36,7 @@ class Algorithms:
     """The mathematics of a run."""
 
     objective: PolicyObjective
+    value_objective: ValueObjective
     correction: Correction | None
     advantages: AdvantageSettings
 
@@ -57,7 +59,7 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems += _estimator_problems(config, estimator, objective)
     if problems:
         raise ConfigError(problems)
-    return Algorithms(objective, correction, _advantages(config, estimator))
+    return Algorithms(objective, _value_objective(config), correction, _advantages(config, estimator))
 
 
 def _attempt(
@@ -102,6 +104,10 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
         lags_capped=oldest > MOST_LAGS_REPORTED,
         monitored=not derived.truncates_sampling(config),
     )
+
+
+def _value_objective(config: PipelineConfig) -> ValueObjective:
+    return ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
 
 
 def _correction(config: PipelineConfig) -> Correction | None:
@@ -232,9 +238,7 @@ def _estimator_problems(
 ) -> Iterator[ConfigProblem]:
     """Estimators that need what this pipeline does not have, or would see nothing."""
     traits, name = estimator.traits, config.adv_estimator
-    if traits.needs_values:
-        message = f"{name} needs a value model, and `critic` is not part of this version"
-        yield ConfigProblem("adv_estimator", message, "use an estimator without values, for example grpo or rloo")
+    yield from _critic_problems(config, traits)
     if isinstance(config, AgenticConfig):
         yield from _episode_problems(config, traits)
     elif traits.for_episodes:
@@ -259,6 +263,21 @@ def _estimator_problems(
     if varies and objective is not None and objective.traits.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
+
+
+def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """A critic and an estimator that reads its values come together."""
+    name = config.adv_estimator
+    if traits.needs_values and config.critic is None:
+        remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
+        yield ConfigProblem("adv_estimator", f"{name} needs a value model, and there is no `critic`", remedy)
+    elif not traits.needs_values and config.critic is not None:
+        message = f"has no effect: `adv_estimator: {name}` reads no values"
+        yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
+    if config.critic is None:
+        for key in ("critic_warmup", "value_clip"):
+            if vars(config)[key]:
+                yield ConfigProblem(key, f"{vars(config)[key]} has no effect: there is no `critic`", "remove the key")
 
 
 def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:

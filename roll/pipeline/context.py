@@ -8,6 +8,7 @@ from typing import Any
 
 from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective
+from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.inference import InferencePool
@@ -19,6 +20,7 @@ from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.mismatch import MismatchAlarm
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.rollout_side import RolloutSide, Validator
+from roll.pipeline.step_counter import StepCounter
 from roll.rollout.scheduler import RolloutScheduler
 
 
@@ -30,12 +32,16 @@ class RunContext:
     scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
     reference: TrainerGroup | None
+    critic: TrainerGroup | None
     pool: InferencePool
     side: RolloutSide
     validator: Validator | None
     locks: dict[str, DeviceLock]
     recorder: RunRecorder
     objective: PolicyObjective
+    value_objective: ValueObjective
+    steps: StepCounter
+    """Training steps that are over, checkpoints taken."""
     advantages: AdvantageSettings
     correction: Correction | None
     canaries: Canaries | None
@@ -51,6 +57,12 @@ class RunContext:
     def needs_proximal(self) -> bool:
         """Whether the trainer computes log-probabilities before its first update on a batch."""
         return self.correction is not None or "proximal_logprobs" in self.objective.token_fields
+
+    def require_critic(self) -> TrainerGroup:
+        """The critic, in stages that are only there with one."""
+        if self.critic is None:
+            raise RuntimeError("a stage of the critic is wired without the role")
+        return self.critic
 
     def hold(self, role: str) -> Callable[[], object]:
         """A stage's way to its devices."""

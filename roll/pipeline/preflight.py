@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from roll.algorithms.correction import Correction
     from roll.algorithms.objective import PolicyObjective
+    from roll.algorithms.value_objective import ValueObjective
     from roll.distributed.worker import Worker
     from roll.pipeline.advantages import AdvantageSettings
     from roll.pipeline.algorithms import Algorithms
@@ -44,6 +45,7 @@ class Prepared:
     source: str
     """Fingerprint of what groups are made of, see `RolloutPlan.fingerprint`."""
     objective: PolicyObjective
+    value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
     stage_classes: dict[str, type[Stage]]
@@ -89,6 +91,7 @@ def prepare(config: PipelineConfig) -> Prepared:
         rollouts=rollouts,
         source=rollouts.fingerprint(config),
         objective=algorithms.objective,
+        value_objective=algorithms.value_objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,
         stage_classes=stage_classes,

@@ -52,7 +52,7 @@ class RunRecorder:
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._step_ended = time.time()
-        self._tokens = {"actor_train": 0, "reference": 0}
+        self._tokens = {"actor_train": 0, "reference": 0, "critic": 0}
         self._busy_since: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
 
@@ -95,8 +95,9 @@ class RunRecorder:
         self._step_ended = window[1]
         self.ledger = scheduler.ledger.counts()
         batch.metrics.update({f"ledger/{name}": float(count) for name, count in self.ledger.items()})
-        with_reference = "reference_logprobs" in batch.data.tokens
-        batch.metrics.update(self._rates(await pool.stats(), window, with_reference))
+        fields = {"reference": "reference_logprobs", "critic": "values"}
+        others = [role for role, name in fields.items() if name in batch.data.tokens]
+        batch.metrics.update(self._rates(await pool.stats(), window, others))
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
         batch.metrics["engine/reissued"] = float(pool.reissued)
@@ -137,8 +138,9 @@ class RunRecorder:
         self.console.step(metrics, step)
 
     def _rates(
-        self, engines: Sequence[dict[str, Any]], window: tuple[float, float], with_reference: bool
+        self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]
     ) -> dict[str, float]:
+        """``others``: roles beside the policy's trainer and engine."""
         seconds = max(window[1] - window[0], 1e-9)
         totals = {name: float(sum(engine[name] for engine in engines)) for name in self._engine_totals}
         gained = {name: max(0.0, totals[name] - before) for name, before in self._engine_totals.items()}
@@ -153,9 +155,9 @@ class RunRecorder:
             "idle/actor_infer": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * max(1, len(engines)))),
             "idle/actor_train": self.timeline.idle_share("actor_train", window),
         }
-        if with_reference:
-            rates["tokens_per_second/reference"] = counted["reference"] / seconds
-            rates["idle/reference"] = self.timeline.idle_share("reference", window)
+        for role in others:
+            rates[f"tokens_per_second/{role}"] = counted[role] / seconds
+            rates[f"idle/{role}"] = self.timeline.idle_share(role, window)
         return rates
 
 

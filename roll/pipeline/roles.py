@@ -57,21 +57,29 @@ class Roles:
         self._workers = workers
         self.trainer: TrainerGroup
         self.reference: TrainerGroup | None = None
+        self.critic: TrainerGroup | None = None
+
+    def trained(self) -> dict[str, TrainerGroup]:
+        """The roles that learn, the policy first."""
+        critic = {} if self.critic is None else {"critic": self.critic}
+        return {"actor_train": self.trainer, **critic}
 
     async def start(self) -> None:
         """Start every process and load every model. Of roles that share devices the last to load stays there."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
-            trainer = tasks.create_task(self._start_trainer("actor_train", config.actor_train, forward_only=False))
+            trainers = {
+                role: tasks.create_task(self._start_trainer(role, section))
+                for role, section in derived.present_roles(config).items()
+                if role != "actor_infer"
+            }
             tasks.create_task(self._start_pool())
-            reference = None
-            if config.reference is not None:
-                reference = tasks.create_task(self._start_trainer("reference", config.reference, forward_only=True))
             tasks.create_task(self._workers.start())
-        self.trainer = trainer.result()
+        started = {role: task.result() for role, task in trainers.items()}
+        self.trainer = started["actor_train"]
         self.pool.buffers.on_free = self.trainer.release
         self.pool.weight_source = self.trainer
-        self.reference = reference.result() if reference is not None else None
+        self.reference, self.critic = started.get("reference"), started.get("critic")
 
     async def shutdown(self) -> None:
         """End every process."""
@@ -122,7 +130,8 @@ class Roles:
             await self.pool.start()
             self._locks["actor_infer"].register("actor_infer", self.pool)
 
-    async def _start_trainer(self, role: str, config: WorkerConfig, *, forward_only: bool) -> TrainerGroup:
+    async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
+        forward_only = role == "reference"
         devices = parse_device_mapping(config.device_mapping)
         worker_class = self._prepared.worker_classes.get(role, TrainWorker)
         timeout = self._config.cluster.worker_start_timeout_seconds
@@ -139,6 +148,7 @@ class Roles:
             config=config,
             model_path=derived.model_path(self._config, config),
             total_optimizer_steps=derived.total_optimizer_steps(self._config),
+            kind="value" if role == "critic" else "policy",
             forward_only=forward_only,
             seed=self._config.seed,
             transport=self._transport,

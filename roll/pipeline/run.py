@@ -34,8 +34,9 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_function import has_score_variance
 from roll.pipeline.rollout_side import RolloutSide
 from roll.pipeline.stage import Stage, StageGraph
-from roll.pipeline.stages import STAGE_ORDER, announce, gather, publish
+from roll.pipeline.stages import NEEDED_ROLES, STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
+from roll.pipeline.step_counter import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
 from roll.tracking.files import write_atomically
@@ -131,12 +132,15 @@ def build_context(
         scheduler=scheduler,
         trainer=roles.trainer,
         reference=roles.reference,
+        critic=roles.critic,
         pool=roles.pool,
         side=side,
         validator=side.validator(gate),
         locks=locks,
         recorder=recorder,
         objective=prepared.objective,
+        value_objective=prepared.value_objective,
+        steps=StepCounter(0 if point is None else point.step),
         advantages=prepared.advantages,
         correction=prepared.correction,
         canaries=build_canaries(config, side.canary_prompts()),
@@ -145,7 +149,7 @@ def build_context(
         train_temperature=config.actor_infer.generating_args.temperature,
         checkpoints=Checkpointer(
             recorder.run.checkpoints,
-            {"actor_train": roles.trainer},
+            roles.trained(),
             save_steps=config.save_steps,
             max_steps=config.max_steps,
             keep=config.max_ckpt_to_keep,
@@ -191,8 +195,9 @@ def build_scheduler(
 
 
 def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
-    """The stages joined by channels of one batch each; the reference stage only where a reference is used."""
-    names = [name for name in STAGE_ORDER if name != "reference" or context.reference is not None]
+    """The stages joined by channels of one batch each; some only where a role is."""
+    present = derived.present_roles(context.config)
+    names = [name for name in STAGE_ORDER if NEEDED_ROLES.get(name, "actor_train") in present]
     stages: list[Stage] = []
     inbox: Channel | None = None
     for name in names:
@@ -214,8 +219,11 @@ def background_tasks(
         ("stall", lambda: watch_for_stall(context)),
         ("checkpoints", context.checkpoints.run),
     ]
-    if roles.reference is not None:
-        tasks.append(("watch/reference", roles.reference.watch))
+    tasks += [
+        (f"watch/{role}", group.watch)
+        for role, group in (("reference", roles.reference), ("critic", roles.critic))
+        if group is not None
+    ]
     return tasks
 
 

@@ -1,6 +1,6 @@
 """The stages of a training step, in the order a batch passes through them.
 
-    rollout -> reference -> advantage -> train -> param_update
+    rollout -> reference -> value -> advantage -> critic -> train -> param_update
 
 Each is a few lines: the work is done by the scheduler, the workers and the algorithms. The first stage waits for the
 scheduler's groups, the last one publishes the new weights, which is what lets the scheduler start more.
@@ -23,7 +23,9 @@ from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
 from roll.rollout.scheduler import FinishedGroup
 
-STAGE_ORDER = ("rollout", "reference", "advantage", "train", "param_update")
+STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
+NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
+"""Stages that are there only where a role is."""
 
 
 @register_stage("rollout")
@@ -71,6 +73,24 @@ class ReferenceStage(Stage):
         return batch
 
 
+@register_stage("value")
+class ValueStage(Stage):
+    """The critic's values, for advantages. Of weights that have learned from every batch before this one, so it waits
+    until the training step before is over."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__("value", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("critic"))
+        self.context = context
+
+    async def before_devices(self, batch: TrainingBatch) -> None:
+        await self.context.steps.reached(batch.step)
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        with self.context.recorder.busy("critic"):
+            batch.data.tokens["values"] = await self.context.require_critic().values(batch.data)
+        return batch
+
+
 @register_stage("advantage")
 class AdvantageStage(Stage):
     """From rewards (and the KL penalty, if any) to what multiplies the gradient."""
@@ -83,6 +103,25 @@ class AdvantageStage(Stage):
         # In a thread: long responses take a good part of a second, and rollouts go on meanwhile.
         batch.metrics.update(await asyncio.to_thread(add_advantages, batch, self.context.advantages))
         batch.memory = self.context.advantages.memory()
+        return batch
+
+
+@register_stage("critic")
+class CriticStage(Stage):
+    """The optimizer steps of the critic, on the returns of this batch."""
+
+    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
+        super().__init__("critic", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("critic"))
+        self.context = context
+
+    async def process(self, batch: TrainingBatch) -> TrainingBatch:
+        context = self.context
+        with context.recorder.busy("critic"):
+            size = derived.optimizer_batch_size(context.config, len(batch.data))
+            plan = TrainPlan(batch.step, context.config.ppo_epochs, size, context.train_temperature)
+            metrics = await context.require_critic().train(batch.data, context.value_objective, plan)
+        batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
+        context.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * context.config.ppo_epochs)
         return batch
 
 
@@ -110,13 +149,16 @@ class TrainStage(Stage):
             await self._correct(batch)
             size = derived.optimizer_batch_size(config, len(batch.data))
             plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
-            metrics = await context.trainer.train(batch.data, context.objective, plan)
+            metrics: dict[str, float] = {}
+            if version > config.critic_warmup:
+                metrics = await context.trainer.train(batch.data, context.objective, plan)
             if publication_due(context, version):
                 batch.canaries = await gather(context, version)
                 batch.gathered = True
             context.scheduler.training_step_done(version)
             if context.checkpoints.due(version):
                 await context.checkpoints.take(version, context.scheduler.progress(), batch.memory)
+        context.steps.advance(version)
         batch.metrics.update(
             {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
         )

@@ -3,7 +3,7 @@
 One file per family; the modules imported here register their estimators.
 """
 
-from roll.algorithms.advantages.estimate import estimate_advantages
+from roll.algorithms.advantages.estimate import estimate_advantages, shape_advantages
 from roll.algorithms.advantages.estimator import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
@@ -71,4 +71,5 @@ __all__ = [
     "step_reinforce_advantages",
     "token_returns",
     "whiten",
+    "shape_advantages",
 ]

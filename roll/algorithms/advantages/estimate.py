@@ -55,6 +55,11 @@ def estimate_advantages(
         turns=turns,
         states=states,
     )
+    return shape_advantages(advantages, response_mask, whitened, clip)
+
+
+def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, clip: float | None) -> Tensor:
+    """Whitened over the batch where asked for, and clipped to [-clip, clip] last; all ``[batch, seq]``."""
     if whitened:
         advantages = whiten(advantages, response_mask)
     return advantages if clip is None else clip_advantages(advantages, clip)

@@ -17,8 +17,8 @@ from roll.data.records import SampleBatch
 if TYPE_CHECKING:
     import torch
 
-    from roll.algorithms.objective import PolicyObjective
     from roll.strategies.train.sharded_state import SavedState, StateSnapshot
+    from roll.strategies.train.step import Objective
 
 
 class TrainStrategy(Protocol):
@@ -33,7 +33,13 @@ class TrainStrategy(Protocol):
         Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
         """
 
-    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """Of a critic: the value before each token.
+
+        Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
+        """
+
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step on the samples of ``batch``, the loss normalised over all of them. Returns metrics
         (means over the batch, equal on all ranks), among them ``loss``, ``grad_norm`` and ``learning_rate``."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,27 +34,53 @@ TOKENIZER_FILES = (
 )
 
 
-def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model at ``path`` (folder or hub name), on the CPU."""
-    from transformers import AutoModelForCausalLM
+ModelKind = Literal["policy", "value"]
 
-    return AutoModelForCausalLM.from_pretrained(
+
+def model_class(kind: ModelKind) -> Any:
+    """Transformers' class for models of a kind: a causal language model, or one with a number for each token."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
+
+
+def load_model(
+    path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy"
+) -> PreTrainedModel:
+    """The model at ``path`` (folder or hub name), on the CPU. A value model that comes from another kind of model gets
+    a new head, which says 0 for everything: there is nothing better to say before the first return was seen."""
+    options = {} if kind == "policy" else {"num_labels": 1, "output_loading_info": True}
+    model = model_class(kind).from_pretrained(
         path,
         dtype=dtype,
         attn_implementation=arguments.attn_implementation,
         trust_remote_code=arguments.trust_remote_code,
         use_safetensors=True,
+        **options,
     )
+    if kind == "policy":
+        return model
+    model, found = model
+    new = {name.rpartition(".")[0] for name in found["missing_keys"]}
+    with torch.no_grad():
+        for name in new:
+            for parameter in model.get_submodule(name).parameters():
+                parameter.zero_()
+    return model
 
 
 def load_weights(
-    path: str, arguments: ModelArguments, dtype: torch.dtype, shapes: Mapping[str, torch.Size]
+    path: str,
+    arguments: ModelArguments,
+    dtype: torch.dtype,
+    shapes: Mapping[str, torch.Size],
+    kind: ModelKind = "policy",
 ) -> dict[str, Tensor]:
     """The weights of an export by name, tied ones once, for a model with parameters of these ``shapes``.
 
     Raises ``ValueError`` naming the tensor if the export does not fit the model.
     """
-    source = {name: weight.detach() for name, weight in load_model(path, arguments, dtype).named_parameters()}
+    source = {name: weight.detach() for name, weight in load_model(path, arguments, dtype, kind).named_parameters()}
     if source.keys() != shapes.keys():
         raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ shapes.keys())}")
     for name, shape in shapes.items():
@@ -72,28 +98,32 @@ def save_weights(
         if setup.rank == 0:
             state[name] = weight.cpu().clone()
     if setup.rank == 0:
-        export_model(model, state, setup.model_path, path, setup.model_args.trust_remote_code)
+        export_model(model, state, setup.model_path, path, setup.model_args.trust_remote_code, setup.kind)
     dist.barrier()
 
 
 def export_model(
-    model: PreTrainedModel, weights: dict[str, Tensor], source: str, path: str, trust_remote_code: bool
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    source: str,
+    path: str,
+    trust_remote_code: bool,
+    kind: ModelKind = "policy",
 ) -> None:
     """Write ``weights`` (full tensors by name, tied ones once) as a model like ``model`` into the folder ``path``.
 
     The tokenizer comes from ``source``, the folder or hub name the model was loaded from. ``RuntimeError`` if weights
     are missing.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(model.config, trust_remote_code=trust_remote_code)
+        skeleton = model_class(kind).from_config(model.config, trust_remote_code=trust_remote_code)
     skeleton.load_state_dict({**weights, **dict(model.named_buffers())}, strict=False, assign=True)
     skeleton.tie_weights()
     missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
     if missing:
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
-    skeleton.generation_config = model.generation_config
+    if kind == "policy":
+        skeleton.generation_config = model.generation_config
     skeleton.save_pretrained(path)
     _export_tokenizer(source, Path(path))
 

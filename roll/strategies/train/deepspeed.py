@@ -16,19 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roll.algorithms.metrics import LossMetrics
-from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights, save_weights
 from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
 from roll.strategies.train.deepspeed_options import engine_config, parse_options
-from roll.strategies.train.hf_forward import HfForward
+from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
-from roll.strategies.train.step import TrainingStep, combined_metrics
+from roll.strategies.train.step import Objective, StepMetrics, TrainingStep, combined_metrics
 
 
 class DeepSpeedTrainStrategy:
@@ -67,14 +65,18 @@ class DeepSpeedTrainStrategy:
         if rounds:
             self._set_weights(masters)
         computing = self.engine if self.has_engine else self.model
-        self.forward = HfForward(computing, head, self.device, signature_of=self.model)
+        self.forward = hf_forward(setup.kind, computing, head, self.device, signature_of=self.model)
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         rows = self._rows(batch, self.setup.infer_limits)
         return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
 
-    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        return joined_over_ranks(self.forward.token_values(batch, self._rows(batch, self.setup.infer_limits)))
+
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
 
         Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
@@ -114,7 +116,9 @@ class DeepSpeedTrainStrategy:
 
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
-        self._set_weights(load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes))
+        self._set_weights(
+            load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes, self.setup.kind)
+        )
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
@@ -182,13 +186,10 @@ class DeepSpeedTrainStrategy:
         """This rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
-    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> LossMetrics:
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
         with torch.set_grad_enabled(not step.is_empty):
-            logprobs, entropy = self.forward.logprobs_and_entropy(
-                micro_batch, temperature, step.objective.needs_entropy_gradient
-            )
-            loss, metrics = step.loss(micro_batch, logprobs, entropy)
+            loss, metrics = self.forward.loss(step, micro_batch, temperature)
         if not step.is_empty:
             # DeepSpeed averages gradients over ranks; the contributions of ranks are to be summed.
             self.engine.backward(loss * self.setup.world_size)

@@ -19,19 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from roll.algorithms.metrics import LossMetrics
-from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights, save_weights
 from roll.strategies.train.fsdp2_options import parse_options
-from roll.strategies.train.hf_forward import HfForward
+from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState
-from roll.strategies.train.step import TrainingStep, combined_metrics
+from roll.strategies.train.step import Objective, StepMetrics, TrainingStep, combined_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +54,7 @@ class Fsdp2TrainStrategy:
         join_process_group(setup, self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
         self.model = self._shard(model)
-        self.forward = HfForward(self.model, head, self.device)
+        self.forward = hf_forward(setup.kind, self.model, head, self.device)
         self._reshard()
         if setup.forward_only:
             return
@@ -70,7 +68,13 @@ class Fsdp2TrainStrategy:
         self._reshard()
         return joined_over_ranks(values)
 
-    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        values = self.forward.token_values(batch, self._rows(batch, self.setup.infer_limits))
+        self._reshard()
+        return joined_over_ranks(values)
+
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
 
         Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
@@ -196,12 +200,9 @@ class Fsdp2TrainStrategy:
         """This rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
-    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> LossMetrics:
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
-        logprobs, entropy = self.forward.logprobs_and_entropy(
-            micro_batch, temperature, step.objective.needs_entropy_gradient
-        )
-        loss, metrics = step.loss(micro_batch, logprobs, entropy)
+        loss, metrics = self.forward.loss(step, micro_batch, temperature)
         # Sharding averages gradients over ranks; the contributions of ranks are to be summed.
         (loss * self.setup.world_size).backward()
         return metrics

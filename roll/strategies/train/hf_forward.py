@@ -7,7 +7,7 @@ its head, so that no logits of a whole micro-batch exist.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,8 +21,60 @@ from roll.algorithms.logprobs import (
     token_logprobs_and_entropy,
 )
 from roll.data.records import SampleBatch
+from roll.strategies.train.checkpoint import ModelKind
 from roll.strategies.train.head import OutputHead, gives_back_head_results
 from roll.strategies.train.microbatches import MicroBatch, build_micro_batch, predicted_tokens, scatter_to_tokens
+from roll.strategies.train.step import StepMetrics, TrainingStep
+
+
+def hf_forward(
+    kind: ModelKind,
+    model: nn.Module,
+    head: OutputHead | None,
+    device: torch.device,
+    signature_of: nn.Module | None = None,
+) -> HfForward | HfValueForward:
+    """The forward pass of a kind of model. Collective."""
+    return HfForward(model, head, device, signature_of) if kind == "policy" else HfValueForward(model, device)
+
+
+class HfValueForward:
+    """Calls a value model, which a trainer may have wrapped."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+
+    def token_values(self, batch: SampleBatch, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """float32 ``[total_tokens]`` without gradients, for the micro-batches ``rows`` of the batch: the value before
+        each token; 0 at the first token of a sample and at samples of other ranks."""
+        return _for_each_token(batch, rows, self.device, self.values)
+
+    def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
+        """See `HfForward.loss`; values have no temperature."""
+        return step.loss(micro_batch, self.values(micro_batch))
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """float32 ``[rows, kept]``: of the state before each target."""
+        output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
+        return output.logits[:, micro_batch.positions, 0].float()
+
+
+def _for_each_token(
+    batch: SampleBatch,
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+    compute: Callable[[MicroBatch], Tensor],
+) -> np.ndarray:
+    """What ``compute`` gives for the targets of each micro-batch, at their places: float32 ``[total_tokens]``."""
+    wanted = predicted_tokens(batch)
+    values = np.zeros(len(wanted), dtype=np.float32)
+    for part in rows:
+        micro_batch = build_micro_batch(batch, part, wanted, (), device)
+        with torch.no_grad():
+            computed = compute(micro_batch)
+        scatter_to_tokens(computed.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
+    return values
 
 
 class HfForward:
@@ -50,14 +102,12 @@ class HfForward:
 
         0 at the first token of a sample, which nothing predicts, and at samples of other ranks.
         """
-        wanted = predicted_tokens(batch)
-        values = np.zeros(len(wanted), dtype=np.float32)
-        for part in rows:
-            micro_batch = build_micro_batch(batch, part, wanted, (), self.device)
-            with torch.no_grad():
-                logprobs = self.logprobs(micro_batch, temperature)
-            scatter_to_tokens(logprobs.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
-        return values
+        return _for_each_token(batch, rows, self.device, lambda micro_batch: self.logprobs(micro_batch, temperature))
+
+    def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
+        """A micro-batch's contribution to the loss of the step, and to its metrics."""
+        logprobs, entropy = self.logprobs_and_entropy(micro_batch, temperature, step.objective.needs_entropy_gradient)
+        return step.loss(micro_batch, logprobs, entropy)
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """``[rows, kept]``."""

@@ -22,8 +22,8 @@ def stored_dtype(setup: TrainerSetup) -> torch.dtype:
 
 def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:
     """The model of a rank, whole and on the CPU, without dropout, and its head as `install_output_head` gives it."""
-    model = load_model(setup.model_path, setup.model_args, stored_dtype(setup))
-    head = install_output_head(model)
+    model = load_model(setup.model_path, setup.model_args, stored_dtype(setup), setup.kind)
+    head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:

@@ -27,6 +27,8 @@ class TrainerSetup:
     train_limits: MicroBatchLimits
     infer_limits: MicroBatchLimits
     """Of passes without gradients."""
+    kind: Literal["policy", "value"]
+    """What the model gives for each token: log-probabilities, or a value."""
     forward_only: bool
     """No optimizer, and weights in the precision of `model_args`."""
     seed: int

@@ -16,8 +16,13 @@ from torch import Tensor
 from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import LossMetrics, combine
 from roll.algorithms.objective import PolicyObjective
+from roll.algorithms.value_metrics import ValueMetrics
+from roll.algorithms.value_objective import ValueObjective
 from roll.data.records import SampleBatch
 from roll.strategies.train.microbatches import MicroBatch, build_micro_batch, predicted_tokens
+
+Objective = PolicyObjective | ValueObjective
+StepMetrics = LossMetrics | ValueMetrics
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class TrainingStep:
     """An objective and the batch that it is computed on."""
 
     batch: SampleBatch
-    objective: PolicyObjective
+    objective: Objective
     fields: list[str]
     """Per-token fields that micro-batches carry."""
     wanted: np.ndarray
@@ -33,7 +38,7 @@ class TrainingStep:
     normalizers: LossNormalizers
 
     @classmethod
-    def of(cls, batch: SampleBatch, objective: PolicyObjective) -> TrainingStep:
+    def of(cls, batch: SampleBatch, objective: Objective) -> TrainingStep:
         """Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). ``ValueError``
         if the batch lacks a field."""
         fields = _training_fields(batch, objective)
@@ -55,15 +60,14 @@ class TrainingStep:
                 self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields
             )
 
-    def loss(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, LossMetrics]:
-        """A micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics."""
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, StepMetrics]:
+        """A micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics. ``outputs``
+        are what the model gives for the targets, in the order in which the objective takes them."""
         fields = micro_batch.fields
-        return self.objective(
-            logprobs, entropy, micro_batch.mask, self.normalizers, fields, fields.get("loss_mask")
-        )
+        return self.objective(*outputs, micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
 
 
-def combined_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Metrics of the batch from the parts of all ranks that share it out (default: all ranks). Collective."""
     sums, maxima = (vector.cpu() for vector in combine(parts))
     dist.all_reduce(sums, group=group)
@@ -71,7 +75,7 @@ def combined_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup | No
     return parts[0].from_vectors(sums.tolist(), maxima.tolist())
 
 
-def _training_fields(batch: SampleBatch, objective: PolicyObjective) -> list[str]:
+def _training_fields(batch: SampleBatch, objective: Objective) -> list[str]:
     """Names of the per-token fields that the objective reads, all of them there."""
     fields = list(objective.token_fields)
     missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]

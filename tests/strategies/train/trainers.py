@@ -39,6 +39,7 @@ def trainer_setup(
         "total_optimizer_steps": 10,
         "train_limits": limits,
         "infer_limits": limits,
+        "kind": "policy",
         "forward_only": False,
         "seed": 0,
         "strategy_config": {"process_group_timeout_seconds": 60},
