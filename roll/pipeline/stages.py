@@ -21,7 +21,7 @@ from roll.pipeline.context import RunContext
 from roll.pipeline.correction import add_correction
 from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
-from roll.rollout.scheduler import FinishedGroup
+from roll.rollout.buffer import FinishedGroup
 
 STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
