@@ -251,8 +251,8 @@ class WorkerConfig:
     )
     max_tokens_per_microbatch_in_train: int = option(
         8192,
-        help="Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where samples "
-        "are packed.",
+        help="Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where "
+        "samples are packed.",
         range=COUNT,
     )
     use_dynamic_batching_in_infer: bool = option(
