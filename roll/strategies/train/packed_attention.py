@@ -24,7 +24,7 @@ from torch.nn import functional
 from roll.strategies.train.microbatches import Packing
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
 """``attn_implementation`` -> the name under which transformers knows its packed form."""
@@ -33,9 +33,11 @@ KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_POSITIONS = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change with the longest position of a batch."""
 TRIED_LENGTHS = (6, 4, 4, 1)
+INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
 TOLERANCES = {torch.float32: 1e-3}
 COARSE_TOLERANCE = 5e-2
-"""How far hidden states may be from those of a sample alone, relative to the largest: by precision, or else this."""
+"""What rounding may do to the hidden states of a sample, relative to the largest: when a neighbour's tokens change (to
+the experts' matrix products, otherwise nothing), and when it leaves the row. By precision, or else the last."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value), each ``[samples, heads, length, size]`` -> ``[samples, length, heads, size]``."""
@@ -57,10 +59,16 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
     samples = _tried_samples(model)
     alone = torch.cat([_hidden_states(model, ids) for ids in samples], dim=1)
     _use(model, PACKED_NAMES[tried])
-    together = _hidden_states(model, torch.cat(samples, dim=1), Packing.of(TRIED_LENGTHS, model.device))
-    difference = ((together - alone).abs().max() / alone.abs().max()).item()
+    packing = Packing.of(TRIED_LENGTHS, model.device)
+    together = _hidden_states(model, torch.cat(samples, dim=1), packing)
+    first = TRIED_LENGTHS[0]
+    beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
+    influence = _difference(beside_others[:, first:], together[:, first:])
+    if not influence <= INFLUENCE_TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
+        raise _refusal(model, f"samples in a row influence each other (by {influence:.1g}, relative)")
+    difference = _difference(together, alone)
     if not difference <= TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
-        raise _refusal(model, f"its samples influence each other in a packed row (by {difference:.1g}, relative)")
+        raise _refusal(model, f"its results change in a packed row (by {difference:.1g}, relative)")
     if tried != attn_implementation:
         model.set_attn_implementation(attn_implementation)
 
@@ -76,11 +84,13 @@ def _use(model: PreTrainedModel, name: str) -> None:
 
 
 def _refuse_unknown_parts(model: PreTrainedModel) -> None:
-    settings = _settings(model.config)
-    kinds = set(settings.get("layer_types") or ())
+    text = model.config.get_text_config()
+    settings = text.to_dict()
+    # Some models derive the kinds of their layers, so that they are no settings.
+    kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - KNOWN_LAYERS:
         names = ", ".join(sorted(kinds - KNOWN_LAYERS))
-        raise _refusal(model, f"layers of the kind {names} carry what they saw over to the next sample")
+        raise _refusal(model, f"layers of the kind {names} may reach across samples")
     tricks = _position_kinds(settings) & BATCH_DEPENDENT_POSITIONS
     if tricks:
         raise _refusal(model, f"its positions ({', '.join(sorted(tricks))}) depend on the longest sample of a row")
@@ -93,15 +103,15 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
         raise _refusal(model, "it does not take positions, or does not hand on where samples begin")
 
 
-def _settings(config: PretrainedConfig) -> dict[str, Any]:
-    return config.get_text_config().to_dict()
-
-
 def _position_kinds(settings: dict[str, Any]) -> set[str]:
     """Kinds of rotary embeddings; some models have one for each kind of layer."""
     parameters = settings.get("rope_parameters") or {}
     tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
     return {table["rope_type"] for table in tables if "rope_type" in table}
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
@@ -111,8 +121,8 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
 
 
 def _tried_samples(model: PreTrainedModel) -> list[Tensor]:
-    vocabulary = _settings(model.config)["vocab_size"]
-    ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % min(vocabulary, 1000)
+    # Ids that any vocabulary has, and whose successors it has.
+    ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     return [part[None] for part in ids.split(TRIED_LENGTHS)]
 
 
