@@ -10,7 +10,7 @@ long as the mean, so there is no padding and the ratio shows what packing costs.
 A pass is forward, loss and backward over all samples, and one optimizer step. Counted are real tokens per second.
 Sides alternate; prints one JSON line with medians and their ratios.
 
-    python benchmarks/packing.py [--samples 128] [--longest 512] [--budget 4096] [--repeats 5] [--threads 1]
+    python benchmarks/packing.py [--samples 64] [--longest 512] [--budget 4096] [--repeats 5] [--threads 1]
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def compare(tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sample")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--layers", type=int, default=4)

@@ -59,18 +59,23 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
     samples = _tried_samples(model)
     alone = torch.cat([_hidden_states(model, ids) for ids in samples], dim=1)
     _use(model, PACKED_NAMES[tried])
+    _refuse_influence(model, samples, alone)
+    if tried != attn_implementation:
+        model.set_attn_implementation(attn_implementation)
+
+
+def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tensor) -> None:
+    """A sample of a packed row gives what it gives alone, whatever its neighbour says."""
     packing = Packing.of(TRIED_LENGTHS, model.device)
     together = _hidden_states(model, torch.cat(samples, dim=1), packing)
-    first = TRIED_LENGTHS[0]
     beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
+    first = TRIED_LENGTHS[0]
     influence = _difference(beside_others[:, first:], together[:, first:])
     if not influence <= INFLUENCE_TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
         raise _refusal(model, f"samples in a row influence each other (by {influence:.1g}, relative)")
     difference = _difference(together, alone)
     if not difference <= TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
         raise _refusal(model, f"its results change in a packed row (by {difference:.1g}, relative)")
-    if tried != attn_implementation:
-        model.set_attn_implementation(attn_implementation)
 
 
 def _use(model: PreTrainedModel, name: str) -> None:
@@ -99,7 +104,8 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
         # What works with flash-attn hands its window to the attention function; others put it into a mask.
         raise _refusal(model, "its sliding windows are known to its masks only")
     arguments = inspect.signature(model.forward).parameters
-    if "position_ids" not in arguments or "kwargs" not in arguments:
+    hands_on = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    if "position_ids" not in arguments or not hands_on:
         raise _refusal(model, "it does not take positions, or does not hand on where samples begin")
 
 
