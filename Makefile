@@ -19,7 +19,8 @@ QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
-	bench-logprobs bench-offpolicy bench-losses bench-trainers bench-publication bench-engines bench-episodes bench-environments clean
+	bench-logprobs bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
+	bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -99,6 +100,9 @@ bench-episodes: venv
 bench-environments: venv
 	$(RUN) benchmarks/slow_environments.py --episodes 2000 --workers 2
 
+bench-packing: venv
+	$(RUN) benchmarks/packing.py
+
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
 	$(MAKE) bench-trl
@@ -113,6 +117,7 @@ bench: venv
 	$(MAKE) bench-engines
 	$(MAKE) bench-episodes
 	$(MAKE) bench-environments
+	$(MAKE) bench-packing
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data

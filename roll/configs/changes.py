@@ -49,6 +49,7 @@ HARMLESS = (
             "infer_batch_size",
             "use_dynamic_batching*",
             "max_tokens_per_microbatch*",
+            "use_sequence_packing",
             "training_args.per_device_train_batch_size",
         )
     ),

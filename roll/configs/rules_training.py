@@ -27,6 +27,7 @@ from roll.configs.derived import (
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
 from roll.configs.schema import (
+    PACKING_STRATEGIES,
     RESUMABLE_STRATEGIES,
     TRAIN_STRATEGIES,
     UNREAD_KEYS,
@@ -45,6 +46,16 @@ def trainers_write_their_state(config: PipelineConfig) -> Iterator[ConfigProblem
             remedy = "set it to 0 (the model after the last step is written in any case), or use `fsdp2_train`"
             yield ConfigProblem("save_steps", message, remedy)
             return
+
+
+def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Not every trainer can tell samples in one row apart."""
+    for name, role in present_roles(config).items():
+        strategy = role.strategy_args.strategy_name
+        if role.use_sequence_packing and strategy in set(TRAIN_STRATEGIES) - set(PACKING_STRATEGIES):
+            message = f"true, but {strategy} computes on padded rows only"
+            remedy = f"set it to false, or use {' or '.join(f'`{able}`' for able in PACKING_STRATEGIES)}"
+            yield ConfigProblem(f"{name}.use_sequence_packing", message, remedy)
 
 
 def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:

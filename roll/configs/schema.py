@@ -16,6 +16,8 @@ from roll.configs.ranges import Range
 
 TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
+PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
+"""Trainers that can pack samples into rows."""
 RESUMABLE_STRATEGIES = ("fsdp2_train",)
 """Trainers that write their state, and go on from it."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
@@ -248,13 +250,21 @@ class WorkerConfig:
         True, help="Build training micro-batches by token budget in place of a fixed number of samples."
     )
     max_tokens_per_microbatch_in_train: int = option(
-        8192, help="Padded tokens per rank in one training micro-batch (dynamic batching).", range=COUNT
+        8192,
+        help="Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where "
+        "samples are packed.",
+        range=COUNT,
     )
     use_dynamic_batching_in_infer: bool = option(
         True, help="Build forward-only micro-batches by token budget."
     )
     max_tokens_per_microbatch_in_infer: int = option(
-        16384, help="Padded tokens per rank in one forward-only micro-batch (dynamic batching).", range=COUNT
+        16384, help="Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.", range=COUNT
+    )
+    use_sequence_packing: bool = option(
+        False,
+        help="Put the samples of a micro-batch one behind the other in a single row, without padding, for training and "
+        "for log-probabilities. Same results; a model that would mix samples is refused (`docs/trainers.md`).",
     )
 
 
@@ -778,7 +788,7 @@ TRAINING_ONLY_KEYS = (
 FORWARD_ONLY_KEYS = ("infer_batch_size", "use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer")
 UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": ("generating_args",),
-    "actor_infer": TRAINING_ONLY_KEYS + FORWARD_ONLY_KEYS,
+    "actor_infer": TRAINING_ONLY_KEYS + FORWARD_ONLY_KEYS + ("use_sequence_packing",),
     "reference": TRAINING_ONLY_KEYS + ("generating_args",),
     "critic": ("generating_args", "data_args"),
 }

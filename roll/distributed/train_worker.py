@@ -87,10 +87,12 @@ class TrainWorker(Worker):
             train_limits=MicroBatchLimits(
                 config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
                 config.training_args.per_device_train_batch_size,
+                config.use_sequence_packing,
             ),
             infer_limits=MicroBatchLimits(
                 config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
                 config.infer_batch_size,
+                config.use_sequence_packing,
             ),
             kind=spec.kind,
             forward_only=spec.forward_only,

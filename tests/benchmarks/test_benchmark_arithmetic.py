@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from _pipeline import Evaluation, PipelineRun
 from _rewards import digit_share, waiting_seconds
 from async_overlap import compare
 from logprob_memory import SIDES, compare_sides, make_inputs, one_pass
+from packing import compare as compare_packing
+from packing import spread_lengths
 from trl_comparison import first_at_least, learning_figures, throughput_figures
 
 
@@ -100,3 +103,16 @@ def test_both_sides_of_the_memory_comparison_compute_the_same(entropy_gradient: 
     assert plain.keys() == ours.keys() and len(plain) == 4
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_packing_is_compared_on_lengths_with_a_mean_of_0_3_of_the_longest() -> None:
+    lengths = spread_lengths(64, 512, np.random.default_rng(0))
+    assert lengths.max() == 512 and lengths.min() > 24 and len(lengths) == 64
+    assert lengths.mean() / 512 == pytest.approx(0.3, abs=0.01)
+    assert (np.diff(lengths) > 0).any() and (np.diff(lengths) < 0).any()
+
+
+def test_packing_rates_are_of_real_tokens_and_ratios_of_passes_side_by_side() -> None:
+    figures = compare_packing(1000, {"padded": [4.0, 8.0, 4.0], "packed": [2.0, 2.0, 1.0]})
+    assert figures["tokens_per_second"] == {"padded": 250, "packed": 500}
+    assert figures["ratio"] == {"padded": 4.0}

@@ -29,6 +29,7 @@ def test_equal_configurations_differ_in_nothing():
         ({}, {"rollout_batch_size": 32}, {"rollout_batch_size": "impossible"}),
         ({}, {"max_steps": 7, "logging_steps": 3}, {"logging_steps": "harmless", "max_steps": "harmless"}),
         ({}, {"actor_train": {"device_mapping": [0, 1]}}, {"actor_train.device_mapping": "harmless"}),
+        ({}, {"actor_train": {"use_sequence_packing": True}}, {"actor_train.use_sequence_packing": "harmless"}),
         (
             {},
             {"actor_infer": {"strategy_args": {"strategy_name": "vllm"}}},

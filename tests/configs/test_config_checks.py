@@ -190,6 +190,11 @@ WRONG = [
         {"actor_train.model_args": {"attn_implementation": "flash_attention_2"}},
         "actor_train.model_args.attn_implementation", "needs GPUs", "sdpa",
     ),
+    (
+        {"actor_train.strategy_args": {"strategy_name": "megatron_train"}, "actor_train.use_sequence_packing": True},
+        "actor_train.use_sequence_packing", "padded rows only", "`fsdp2_train` or `deepspeed_train`",
+    ),
+    ({"actor_infer.use_sequence_packing": True}, "actor_infer.use_sequence_packing", "nothing reads", "actor_train"),
     # Names.
     (
         {"actor_train.strategy_args": {"strategy_name": "fsdp2"}},

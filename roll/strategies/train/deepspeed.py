@@ -65,7 +65,9 @@ class DeepSpeedTrainStrategy:
         if rounds:
             self._set_weights(masters)
         computing = self.engine if self.has_engine else self.model
-        self.forward = hf_forward(setup.kind, computing, head, self.device, signature_of=self.model)
+        self.forward = hf_forward(
+            setup.kind, computing, head, self.device, signature_of=self.model, packed=setup.infer_limits.packed
+        )
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
@@ -88,8 +90,9 @@ class DeepSpeedTrainStrategy:
             raise RuntimeError("this role is forward-only; it has no optimizer")
         step = TrainingStep.of(batch, objective)
         rows = self._rows(batch, self.setup.train_limits)
+        micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
         parts = []
-        for number, micro_batch in enumerate(step.micro_batches(rows, self.device), start=1):
+        for number, micro_batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(rows))
             parts.append(self._accumulate(step, micro_batch, temperature))
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}

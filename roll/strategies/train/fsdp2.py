@@ -54,7 +54,9 @@ class Fsdp2TrainStrategy:
         join_process_group(setup, self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
         self.model = self._shard(model)
-        self.forward = hf_forward(setup.kind, self.model, head, self.device)
+        self.forward = hf_forward(
+            setup.kind, self.model, head, self.device, packed=setup.infer_limits.packed
+        )
         self._reshard()
         if setup.forward_only:
             return
@@ -86,9 +88,8 @@ class Fsdp2TrainStrategy:
             raise RuntimeError("this role is forward-only; it has no optimizer")
         step = TrainingStep.of(batch, objective)
         rows = self._rows(batch, self.setup.train_limits)
-        parts = [
-            self._accumulate(step, micro_batch, temperature) for micro_batch in step.micro_batches(rows, self.device)
-        ]
+        micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
+        parts = [self._accumulate(step, micro_batch, temperature) for micro_batch in micro_batches]
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

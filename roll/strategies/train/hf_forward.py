@@ -33,22 +33,26 @@ def hf_forward(
     head: OutputHead | None,
     device: torch.device,
     signature_of: nn.Module | None = None,
+    packed: bool = False,
 ) -> HfForward | HfValueForward:
-    """The forward pass of a kind of model. Collective."""
-    return HfForward(model, head, device, signature_of) if kind == "policy" else HfValueForward(model, device)
+    """The forward pass of a kind of model. Collective. ``packed``: samples share rows where there are no gradients."""
+    if kind == "policy":
+        return HfForward(model, head, device, signature_of, packed)
+    return HfValueForward(model, device, packed)
 
 
 class HfValueForward:
     """Calls a value model, which a trainer may have wrapped."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, packed: bool = False) -> None:
         self.model = model
         self.device = device
+        self.packed = packed
 
     def token_values(self, batch: SampleBatch, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """float32 ``[total_tokens]`` without gradients, for the micro-batches ``rows`` of the batch: the value before
         each token; 0 at the first token of a sample and at samples of other ranks."""
-        return _for_each_token(batch, rows, self.device, self.values)
+        return _for_each_token(batch, rows, self.device, self.packed, self.values)
 
     def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
         """See `HfForward.loss`; values have no temperature."""
@@ -56,21 +60,22 @@ class HfValueForward:
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """float32 ``[rows, kept]``: of the state before each target."""
-        output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
-        return output.logits[:, micro_batch.positions, 0].float()
+        output = self.model(**micro_batch.model_arguments())
+        return micro_batch.by_sample(output.logits[:, micro_batch.positions, 0].float())
 
 
 def _for_each_token(
     batch: SampleBatch,
     rows: Sequence[Sequence[int]],
     device: torch.device,
+    packed: bool,
     compute: Callable[[MicroBatch], Tensor],
 ) -> np.ndarray:
     """What ``compute`` gives for the targets of each micro-batch, at their places: float32 ``[total_tokens]``."""
     wanted = predicted_tokens(batch)
     values = np.zeros(len(wanted), dtype=np.float32)
     for part in rows:
-        micro_batch = build_micro_batch(batch, part, wanted, (), device)
+        micro_batch = build_micro_batch(batch, part, wanted, (), device, packed=packed)
         with torch.no_grad():
             computed = compute(micro_batch)
         scatter_to_tokens(computed.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
@@ -86,11 +91,13 @@ class HfForward:
         head: OutputHead | None,
         device: torch.device,
         signature_of: nn.Module | None = None,
+        packed: bool = False,
     ) -> None:
         """Collective: the model is tried on a few tokens. ``signature_of``: the model itself, where a wrapper hides
-        which arguments it takes."""
+        which arguments it takes. ``packed``: samples share rows where there are no gradients."""
         self.model = model
         self.device = device
+        self.packed = packed
         arguments = inspect.signature((signature_of or model).forward).parameters
         self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
@@ -102,7 +109,11 @@ class HfForward:
 
         0 at the first token of a sample, which nothing predicts, and at samples of other ranks.
         """
-        return _for_each_token(batch, rows, self.device, lambda micro_batch: self.logprobs(micro_batch, temperature))
+
+        def compute(micro_batch: MicroBatch) -> Tensor:
+            return self.logprobs(micro_batch, temperature)
+
+        return _for_each_token(batch, rows, self.device, self.packed, compute)
 
     def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
         """A micro-batch's contribution to the loss of the step, and to its metrics."""
@@ -113,14 +124,15 @@ class HfForward:
         """``[rows, kept]``."""
         targets = micro_batch.targets
         if self.head is None:
-            return token_logprobs(self._logits(micro_batch), targets, temperature)
+            return micro_batch.by_sample(token_logprobs(self._logits(micro_batch), targets, temperature))
 
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             kept = hidden[:, micro_batch.positions]
             return linear_logprobs(kept, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
 
         with self.head.computing(compute):
-            return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits.squeeze(-1)
+            output = self.model(**micro_batch.model_arguments())
+        return micro_batch.by_sample(output.logits.squeeze(-1))
 
     def logprobs_and_entropy(
         self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
@@ -128,7 +140,8 @@ class HfForward:
         """``[rows, kept]`` each, the entropy without a gradient unless asked for."""
         targets = micro_batch.targets
         if self.head is None:
-            return token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
+            results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
+            return micro_batch.by_sample(results[0]), micro_batch.by_sample(results[1])
 
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             kept = hidden[:, micro_batch.positions]
@@ -138,13 +151,13 @@ class HfForward:
             return torch.stack(results, dim=-1)
 
         with self.head.computing(compute):
-            output = self.model(input_ids=micro_batch.input_ids, use_cache=False)
-        logprobs, entropy = output.logits.unbind(-1)
+            output = self.model(**micro_batch.model_arguments())
+        logprobs, entropy = (micro_batch.by_sample(values) for values in output.logits.unbind(-1))
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
-        """``[rows, kept, vocabulary]``. The model's default positions and causal mask fit right padding."""
+        """Those that predict the targets: ``[*targets, vocabulary]``."""
+        arguments = micro_batch.model_arguments()
         if self.keeps_positions:
-            output = self.model(input_ids=micro_batch.input_ids, use_cache=False, logits_to_keep=micro_batch.positions)
-            return output.logits
-        return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[:, micro_batch.positions]
+            return self.model(**arguments, logits_to_keep=micro_batch.positions).logits
+        return self.model(**arguments).logits[:, micro_batch.positions]

@@ -9,6 +9,7 @@ from torch import nn
 
 from roll.strategies.train.checkpoint import load_model
 from roll.strategies.train.head import OutputHead, install_output_head
+from roll.strategies.train.packed_attention import install_packed_attention
 from roll.strategies.train.setup import TrainerSetup
 
 if TYPE_CHECKING:
@@ -21,10 +22,15 @@ def stored_dtype(setup: TrainerSetup) -> torch.dtype:
 
 
 def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:
-    """The model of a rank, whole and on the CPU, without dropout, and its head as `install_output_head` gives it."""
+    """The model of a rank, whole and on the CPU, without dropout, and its head as `install_output_head` gives it.
+
+    ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
+    """
     model = load_model(setup.model_path, setup.model_args, stored_dtype(setup), setup.kind)
     head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
+    if setup.packs:
+        install_packed_attention(model, setup.model_args.attn_implementation)
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:
         model.gradient_checkpointing_enable({"use_reentrant": False})

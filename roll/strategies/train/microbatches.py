@@ -1,15 +1,18 @@
-"""From ragged samples to padded micro-batches, shared out over ranks.
+"""From ragged samples to padded or packed micro-batches, shared out over ranks.
 
 A plan is a pure function of the lengths, so all ranks make the same one. Ranks get about equally many tokens and
 exactly equally many micro-batches (sharded models need matching collectives); padding is on the right, and this is the
-only place where tokens are shifted against the logits that predict them.
+only place where tokens are shifted against the logits that predict them. Packing changes what the model computes on,
+never what the loss sees: results return to one row a sample.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +29,11 @@ class MicroBatchLimits:
     """How much a micro-batch may hold."""
 
     max_tokens: int | None
-    """Padded tokens; None: any number."""
+    """Padded tokens, or real ones where samples are packed; None: any number."""
     max_samples: int
     """Counts only where `max_tokens` is None."""
+    packed: bool = False
+    """Samples stand one behind the other in a single row, without padding."""
 
 
 def plan_micro_batches(
@@ -36,10 +41,11 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Share samples over ranks and micro-batches.
 
-    A sample longer than the budget has a micro-batch to itself. Rows of similar length meet, the longest first, so that
-    a batch too large for the device fails at once.
+    A sample longer than the budget has a micro-batch to itself. The largest micro-batches come first, so that a batch
+    too large for the device fails at once. Padded, rows of similar length meet; packed, those that fill the budget.
     """
-    by_rank = [_fill(rows, lengths, limits) for rows in _balanced(lengths, world_size)]
+    fill = _fill_tightly if limits.packed and limits.max_tokens is not None else _fill
+    by_rank = [fill(rows, lengths, limits) for rows in _balanced(lengths, world_size)]
     count = max(1, max(len(micro_batches) for micro_batches in by_rank))
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
 
@@ -70,20 +76,90 @@ def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBat
     return micro_batches
 
 
+def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBatchLimits) -> list[list[int]]:
+    """Put rows (longest first) where the least room remains: best fit decreasing, at most 11/9 of the fewest possible
+    micro-batches and one more (Johnson, 1973)."""
+    micro_batches: list[list[int]] = []
+    by_room: list[tuple[int, int]] = []
+    for row in rows:
+        length = int(lengths[row])
+        place = bisect_left(by_room, (length, -1))
+        if place < len(by_room):
+            room, number = by_room.pop(place)
+            micro_batches[number].append(row)
+        else:
+            room, number = limits.max_tokens, len(micro_batches)
+            micro_batches.append([row])
+        insort(by_room, (room - length, number))
+    return [micro_batches[number] for _, number in by_room]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What tells the samples of a row apart."""
+
+    position_ids: Tensor
+    """int64 ``[1, tokens]``, from 0 in each sample."""
+    boundaries: Tensor
+    """int32 ``[samples + 1]``: where samples begin, and the end of the last one. None is empty."""
+    longest: int
+    """Tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device) -> Packing:
+        """Of samples one behind the other; those without tokens do not count."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        lengths = lengths[lengths > 0]
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        boundaries = np.concatenate([[0], ends]).astype(np.int32)
+        return cls(
+            torch.from_numpy(positions)[None].to(device), torch.from_numpy(boundaries).to(device), int(lengths.max())
+        )
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What a model of transformers calls these."""
+        return {
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.boundaries,
+            "cu_seq_lens_k": self.boundaries,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded tensors on the trainer's device; `positions` of the logits predict the tokens of `targets`."""
+    """Tensors on the trainer's device; `positions` of the logits predict the tokens of `targets`.
+
+    The model computes on padded rows, or on one packed row; objectives see one row a sample in either case.
+    """
 
     input_ids: Tensor
-    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so padding is seen by padding only."""
+    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so padding is seen by padding only.
+    Packed: ``[1, tokens]``."""
     positions: Tensor
-    """int64 ``[kept]``: the logits needed, one range for all rows. Each predicts the token after its position."""
+    """int64 ``[kept]``: the logits needed, one range for all rows. Each predicts the token after its position. Packed:
+    of the targets asked for only, at least one."""
     targets: Tensor
-    """int64 ``[rows, kept]``."""
+    """int64 ``[rows, kept]``; packed ``[1, positions]``."""
     mask: Tensor
     """bool ``[rows, kept]``: targets asked for. All false in the stand-in for an empty micro-batch."""
     fields: dict[str, Tensor]
     """Further values: per token of the targets ``[rows, kept]``, per sample ``[rows]``."""
+    packing: Packing | None = None
+    """None: rows are padded."""
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What a model of transformers is called with; default positions and the causal mask fit right padding."""
+        packed = {} if self.packing is None else self.packing.model_arguments()
+        return {"input_ids": self.input_ids, "use_cache": False, **packed}
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """What was computed for `targets`, as ``[rows, kept]``; 0 where a packed row has no such target."""
+        if self.packing is None:
+            return values
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
 def build_micro_batch(
@@ -93,8 +169,9 @@ def build_micro_batch(
     field_names: Sequence[str],
     device: torch.device,
     sample_fields: Sequence[str] = (),
+    packed: bool = False,
 ) -> MicroBatch:
-    """Pad the rows and align everything with the logits.
+    """Pad or pack the rows and align everything with the logits.
 
     ``wanted`` bool ``[total_tokens]`` says whose log-probabilities are needed (never first tokens, which nothing
     predicts); logits outside the range of positions with a wanted target are not kept. No rows give a stand-in of one
@@ -111,16 +188,38 @@ def build_micro_batch(
     def aligned(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[:, kept])).to(device)
 
+    fields = {
+        **{name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
+        **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
+    }
+    if packed:
+        return _packed(part, aligned(mask), fields, device)
     input_ids = part.padded("token_ids", 0, width).astype(np.int64)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         positions=torch.arange(kept.start, kept.stop, device=device),
         targets=aligned(input_ids[:, 1:]),
         mask=aligned(mask),
-        fields={
-            **{name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
-            **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
-        },
+        fields=fields,
+    )
+
+
+def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device) -> MicroBatch:
+    """``mask`` and ``fields`` have one row a sample; its true places, row by row, are the wanted tokens in order."""
+    ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
+    if not len(ids):
+        ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
+    targets = np.flatnonzero(part.tokens["wanted"])
+    if not len(targets):
+        # The loss needs some graph; `by_sample` leaves this result out.
+        targets = np.array([len(ids) - 1])
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids)[None].to(device),
+        positions=torch.from_numpy(np.maximum(targets - 1, 0)).to(device),
+        targets=torch.from_numpy(ids[targets])[None].to(device),
+        mask=mask,
+        fields=fields,
+        packing=Packing.of(lengths, device),
     )
 
 

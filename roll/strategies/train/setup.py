@@ -35,6 +35,11 @@ class TrainerSetup:
     strategy_config: dict[str, Any]
 
     @property
+    def packs(self) -> bool:
+        """Some passes are over packed rows."""
+        return self.train_limits.packed or self.infer_limits.packed
+
+    @property
     def rendezvous(self) -> str:
         """Where the ranks meet, as `torch.distributed` writes it."""
         return f"tcp://{self.master_address}:{self.master_port}"

@@ -53,11 +53,13 @@ class TrainingStep:
         """No token is left to train on: an update would be momentum and weight decay only."""
         return self.normalizers.tokens == 0
 
-    def micro_batches(self, rows: Sequence[Sequence[int]], device: torch.device) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False
+    ) -> Iterator[MicroBatch]:
         """One for each list of rows, made when it is asked for."""
         for part in rows:
             yield build_micro_batch(
-                self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields
+                self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields, packed
             )
 
     def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, StepMetrics]:

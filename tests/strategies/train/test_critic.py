@@ -59,8 +59,9 @@ def test_a_new_critic_says_zero_for_everything_and_the_body_is_the_policys(start
     assert len(weights.keys() & policy.keys()) > 10
 
 
-def test_values_are_of_the_state_before_each_token(start, model_path, tmp_path):
-    trainer = start(model_path, max_tokens=25)
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_are_of_the_state_before_each_token(start, model_path, tmp_path, packed):
+    trainer = start(model_path, max_tokens=25, packed=packed)
     batch = with_returns()
     for _ in range(3):
         trainer.train_step(batch, OBJECTIVE, 1.0)
@@ -85,7 +86,10 @@ def test_it_learns_returns_that_follow_from_what_it_sees(start, model_path):
     assert metrics[0]["explained_variance"] == pytest.approx(0, abs=1e-6) and metrics[-1]["explained_variance"] > 0.8
 
 
-@pytest.mark.parametrize("changes", [{"max_tokens": 12}, {"max_tokens": None, "max_samples": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": 12}, {"max_tokens": None, "max_samples": 1}, {"max_tokens": 14, "packed": True}],
+)
 def test_any_split_trains_the_same(start, model_path, changes):
     def train(trainer):
         return [trainer.train_step(with_returns(seed), OBJECTIVE, 1.0) for seed in range(3)]

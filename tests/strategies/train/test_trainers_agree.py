@@ -46,6 +46,7 @@ class Candidate:
 
     strategy: str
     strategy_config: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
     ranks: tuple[int, ...] = (1, 2)
 
 
@@ -55,6 +56,9 @@ def zero(stage: int, **options: Any) -> Candidate:
 
 CANDIDATES = {
     REFERENCE: Candidate("fsdp2_train"),
+    "fsdp2, packed": Candidate("fsdp2_train", packed=True),
+    "fsdp2, packed and checkpointed": Candidate("fsdp2_train", {"gradient_checkpointing": True}, packed=True),
+    "ZeRO 3, packed": Candidate("deepspeed_train", {"zero_optimization": {"stage": 3}}, packed=True),
     "ZeRO 0": zero(0),
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),
@@ -116,6 +120,7 @@ def run(names, models, ranks, folder):
                 "strategy_config": {"process_group_timeout_seconds": 60, **CANDIDATES[name].strategy_config},
                 "total_optimizer_steps": 7,
                 "max_tokens": 14,
+                "packed": CANDIDATES[name].packed,
             },
         )
         for name in names

@@ -24,10 +24,16 @@ def free_ports(count: int) -> list[int]:
 
 
 def trainer_setup(
-    model_path: str, *, max_tokens: int | None = 10_000, max_samples: int = 1, port: int | None = None, **changes: Any
+    model_path: str,
+    *,
+    max_tokens: int | None = 10_000,
+    max_samples: int = 1,
+    packed: bool = False,
+    port: int | None = None,
+    **changes: Any,
 ) -> TrainerSetup:
     """One rank on a CPU with the default arguments, unless said otherwise."""
-    limits = MicroBatchLimits(max_tokens, max_samples)
+    limits = MicroBatchLimits(max_tokens, max_samples, packed)
     settings = {
         "rank": 0,
         "world_size": 1,

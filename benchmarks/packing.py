@@ -1,0 +1,213 @@
+"""Training on packed rows against training on padded ones: the same model, samples, loss, threads and token budget.
+
+Two loads: `spread` has exponential lengths cut off at the longest, their mean 0.3 of it; in `equal` all samples are as
+long as the mean, so there is no padding and the ratio shows what packing costs. Three sides:
+
+- `padded`: samples in the order in which they came, as many in each micro-batch as fit the budget at full length;
+- `padded, sorted`: dynamic batching, which lets samples of similar length meet and fills the budget;
+- `packed`: the same budget, without padding.
+
+A pass is forward, loss and backward over all samples, and one optimizer step. Counted are real tokens per second.
+Sides alternate; prints one JSON line with medians and their ratios.
+
+    python benchmarks/packing.py [--samples 64] [--longest 512] [--budget 4096] [--repeats 5] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+from roll.algorithms.objective import PolicyObjective
+from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.data.records import SampleBatch
+from roll.strategies.train.hf_forward import hf_forward
+from roll.strategies.train.hf_model import prepare_model
+from roll.strategies.train.microbatches import MicroBatchLimits, plan_micro_batches
+from roll.strategies.train.optimizer import build_optimizer
+from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.step import TrainingStep
+
+PROMPT_TOKENS = 24
+MEAN_SHARE = 0.3
+"""Mean length over longest."""
+
+
+def make_model(path: str, arguments: argparse.Namespace) -> int:
+    """Save a random Qwen2 model; returns its number of parameters."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden,
+        intermediate_size=3 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=max(1, arguments.hidden // 128),
+        max_position_embeddings=arguments.longest,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def spread_lengths(count: int, longest: int, generator: np.random.Generator) -> np.ndarray:
+    """A prompt and an exponential response, cut off at ``longest``, with mean ``MEAN_SHARE`` of it."""
+    shape = np.sort(generator.exponential(1.0, count))
+    low, high = 0.0, float(longest)
+    for _ in range(60):
+        scale = (low + high) / 2
+        lengths = np.minimum(PROMPT_TOKENS + 1 + scale * shape, longest)
+        low, high = (scale, high) if lengths.mean() < MEAN_SHARE * longest else (low, scale)
+    lengths[-1] = longest
+    return generator.permutation(lengths.astype(int))
+
+
+def make_batch(lengths: np.ndarray, vocabulary: int, generator: np.random.Generator) -> SampleBatch:
+    """Random tokens; everything after the prompt is trained on."""
+    total = int(lengths.sum())
+    in_response = np.concatenate([np.arange(length) >= PROMPT_TOKENS for length in lengths])
+    return SampleBatch(
+        lengths.astype(np.int64),
+        {
+            "token_ids": generator.integers(0, vocabulary, total).astype(np.int32),
+            "response_mask": in_response,
+            "behaviour_logprobs": np.full(total, -np.log(vocabulary), dtype=np.float32),
+            "versions": np.zeros(total, dtype=np.int32),
+            "advantages": generator.normal(size=total).astype(np.float32),
+        },
+    )
+
+
+@dataclass
+class Side:
+    """One way to make micro-batches, with a model of its own."""
+
+    setup: TrainerSetup
+    in_order: bool
+
+    def __post_init__(self) -> None:
+        self.packed = self.setup.train_limits.packed
+        self.model, head = prepare_model(self.setup, gradient_checkpointing=False)
+        device = torch.device("cpu")
+        self.forward = hf_forward("policy", self.model, head, device, packed=self.packed)
+        self.optimizer = build_optimizer(self.model.parameters(), self.setup.training_args)
+
+    def rows(self, lengths: np.ndarray) -> list[list[int]]:
+        """The micro-batches."""
+        if not self.in_order:
+            return plan_micro_batches(lengths, 1, self.setup.train_limits)[0]
+        size = self.setup.train_limits.max_tokens // int(lengths.max())
+        return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+    def one_pass(self, batch: SampleBatch, objective: PolicyObjective) -> tuple[float, int, float]:
+        """Seconds, tokens that the model computed on, and the loss."""
+        started, computed, total = time.perf_counter(), 0, 0.0
+        step = TrainingStep.of(batch, objective)
+        for micro_batch in step.micro_batches(self.rows(batch.lengths), self.forward.device, self.packed):
+            loss, _ = self.forward.loss(step, micro_batch, 1.0)
+            loss.backward()
+            computed, total = computed + micro_batch.input_ids.numel(), total + loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - started, computed, total
+
+
+def make_sides(path: str, budget: int) -> dict[str, Side]:
+    """The three, with the same weights."""
+
+    def side(packed: bool = False, in_order: bool = False) -> Side:
+        limits = MicroBatchLimits(budget, 1, packed)
+        setup = TrainerSetup(
+            model_path=path,
+            rank=0,
+            world_size=1,
+            master_address="127.0.0.1",
+            master_port=0,
+            device="cpu",
+            model_args=ModelArguments(),
+            training_args=TrainingArguments(learning_rate=1e-5),
+            total_optimizer_steps=1000,
+            train_limits=limits,
+            infer_limits=limits,
+            kind="policy",
+            forward_only=False,
+            seed=0,
+            strategy_config={},
+        )
+        return Side(setup, in_order)
+
+    return {"padded": side(in_order=True), "padded, sorted": side(), "packed": side(packed=True)}
+
+
+def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[str, Any]:
+    """Alternating passes over one load; the first of each side is not counted."""
+    longest = int(batch.lengths.max())
+    objective = PolicyObjective(longest, "tis", {}, "seq-mean-token-mean")
+    runs = {name: [side.one_pass(batch, objective)] for name, side in sides.items()}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            runs[name].append(side.one_pass(batch, objective))
+    tokens = int(batch.lengths.sum())
+    return {
+        "samples": len(batch),
+        "tokens": tokens,
+        "mean_over_longest": round(tokens / len(batch) / longest, 3),
+        "loss_difference": float(f"{abs(runs['packed'][0][2] - runs['padded'][0][2]):.1e}"),
+        "micro_batches": {name: len(side.rows(batch.lengths)) for name, side in sides.items()},
+        "computed_tokens": {name: passes[0][1] for name, passes in runs.items()},
+        **compare(tokens, {name: [seconds for seconds, _, _ in passes[1:]] for name, passes in runs.items()}),
+    }
+
+
+def compare(tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Rates by medians, and ratios of the packed rate to the others' (medians over passes that ran side by side)."""
+    return {
+        "tokens_per_second": {name: round(tokens / statistics.median(times)) for name, times in seconds.items()},
+        "ratio": {
+            name: round(statistics.median(t / p for t, p in zip(times, seconds["packed"], strict=True)), 3)
+            for name, times in seconds.items()
+            if name != "packed"
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sample")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    generator = np.random.default_rng(0)
+    spread = spread_lengths(arguments.samples, arguments.longest, generator)
+    loads = {"spread": spread, "equal": np.full_like(spread, round(spread.mean()))}
+    with tempfile.TemporaryDirectory() as path:
+        parameters = make_model(path, arguments)
+        sides = make_sides(path, arguments.budget)
+        figures = {
+            name: measure(sides, make_batch(lengths, arguments.vocabulary, generator), arguments.repeats)
+            for name, lengths in loads.items()
+        }
+    print(json.dumps({"benchmark": "packing", "parameters": parameters, **vars(arguments), **figures}))
+
+
+if __name__ == "__main__":
+    main()
