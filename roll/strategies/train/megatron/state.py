@@ -1,4 +1,4 @@
-"""The training state of `megatron_train`: float32 weights and moments, as parts of the tensors of the Hugging Face model.
+"""The training state of `megatron_train`: float32 weights and moments, as parts of tensors of the Hugging Face model.
 
 So a state knows nothing of the layout that it was taken in: each rank of another layout, and every other trainer, finds
 its share by name. One parameter is gathered at a time, over the ranks that share out its optimizer state.
