@@ -36,8 +36,8 @@ ADVANTAGES_HEAD = """\
 r is the reward of a sample (its score after shaping), n the number of samples in its group. Knobs go to
 `adv_estimator_args`. A sample alone in its group and a group of equal rewards have advantage 0 wherever samples are
 compared. `whiten_advantages` gives the advantages of a batch mean 0 and deviation 1 over its response tokens, and
-`advantage_clip` bounds them, last of all. Estimators that need values or turns are for critics and for episodes of
-several turns; `rlvr` refuses them.
+`advantage_clip` bounds them, last of all. An estimator that reads values needs a
+[critic](../critic.md). Those that need turns are for episodes of several turns; `rlvr` refuses them.
 """
 
 

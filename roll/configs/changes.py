@@ -103,8 +103,9 @@ def _everything(config: PipelineConfig) -> dict[str, Any]:
     """The keys, and what follows from several of them: devices and batch limits may change, but not what one optimizer
     step trains on."""
     everything = dict(_leaves(masked(asdict(config)), ""))
-    if config.actor_train.training_args.gradient_accumulation_steps is not None:
-        everything["(samples of an optimizer step)"] = derived.optimizer_batch_size(config)
+    for name, role in derived.trained_roles(config).items():
+        if role.training_args.gradient_accumulation_steps is not None:
+            everything[f"(samples of an optimizer step of {name})"] = derived.optimizer_batch_size(config, role)
     return everything
 
 

@@ -14,6 +14,7 @@ from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.schema import (
     ROLES,
     ROLL_KNOBS,
+    TRAINED_ROLES,
     AgenticConfig,
     EnvManagerConfig,
     PipelineConfig,
@@ -33,6 +34,11 @@ def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     sections = (config.actor_train, config.actor_infer, config.reference, config.critic)
     roles = dict(zip(ROLES, sections, strict=True))
     return {name: role for name, role in roles.items() if role is not None}
+
+
+def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+    """The roles of this run that learn, by name."""
+    return {name: role for name, role in present_roles(config).items() if name in TRAINED_ROLES}
 
 
 def uses_kl(config: PipelineConfig) -> bool:
@@ -61,19 +67,14 @@ def total_devices(config: PipelineConfig) -> int:
     return config.cluster.num_nodes * config.cluster.num_devices_per_node
 
 
-def train_ranks(config: PipelineConfig) -> int:
-    """Ranks of the trainer, one per device."""
-    return len(parse_device_mapping(config.actor_train.device_mapping))
-
-
-def data_parallel_ranks(config: PipelineConfig) -> int:
-    """Parts into which the trainer splits a batch: with Megatron, tensor times pipeline ranks share one."""
-    arguments = config.actor_train.strategy_args
+def data_parallel_ranks(role: WorkerConfig) -> int:
+    """Parts into which a trainer splits a batch: with Megatron, tensor times pipeline ranks share one."""
+    ranks, arguments = len(parse_device_mapping(role.device_mapping)), role.strategy_args
     if arguments.strategy_name != "megatron_train":
-        return train_ranks(config)
+        return ranks
     sizes = (arguments.strategy_config.get(key, 1) for key in MEGATRON_MODEL_PARALLEL_KEYS)
     shared = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-    return max(1, train_ranks(config) // shared)
+    return max(1, ranks // shared)
 
 
 def engine_replicas(config: PipelineConfig) -> int:
@@ -157,29 +158,31 @@ def reward_weights(config: AgenticConfig, counted_in_turns: bool) -> tuple[float
     return (defaults[0] if episode is None else episode, defaults[1] if step is None else step)
 
 
-def optimizer_batch_size(config: PipelineConfig, samples: int | None = None) -> int:
-    """Samples of one optimizer step over all ranks; unless accumulation is configured those of a training step, whose
-    number may be given where it is not fixed."""
-    arguments = config.actor_train.training_args
+def optimizer_batch_size(config: PipelineConfig, role: WorkerConfig, samples: int | None = None) -> int:
+    """Samples of one optimizer step of a trained role over all ranks; unless accumulation is configured those of a
+    training step, whose number may be given where it is not fixed."""
+    arguments = role.training_args
     if arguments.gradient_accumulation_steps is None:
         return samples_per_step(config) if samples is None else samples
-    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * data_parallel_ranks(config)
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * data_parallel_ranks(role)
 
 
-def optimizer_steps_per_step(config: PipelineConfig) -> int:
+def optimizer_steps_per_step(config: PipelineConfig, role: WorkerConfig) -> int:
     """Optimizer steps of one training step, all epochs together."""
-    return samples_per_step(config) // optimizer_batch_size(config) * config.ppo_epochs
+    return samples_per_step(config) // optimizer_batch_size(config, role) * config.ppo_epochs
 
 
-def total_optimizer_steps(config: PipelineConfig) -> int:
-    """Optimizer steps of the run: the length of the learning rate schedule."""
-    return config.max_steps * optimizer_steps_per_step(config)
+def total_optimizer_steps(config: PipelineConfig, role: WorkerConfig) -> int:
+    """Optimizer steps of the run: the length of the role's learning rate schedule. The policy has none while only the
+    critic learns."""
+    learning = config.max_steps - (config.critic_warmup if role is config.actor_train else 0)
+    return learning * optimizer_steps_per_step(config, role)
 
 
-def warmup_steps(config: PipelineConfig) -> int:
+def warmup_steps(config: PipelineConfig, role: WorkerConfig) -> int:
     """Optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
-    arguments = config.actor_train.training_args
-    return arguments.warmup_steps or round(arguments.warmup_ratio * total_optimizer_steps(config))
+    arguments = role.training_args
+    return arguments.warmup_steps or round(arguments.warmup_ratio * total_optimizer_steps(config, role))
 
 
 def sequence_length(config: PipelineConfig) -> int:

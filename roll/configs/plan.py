@@ -52,6 +52,7 @@ class Plan:
     optimizer_steps_per_step: int
     epochs: int
     steps: int
+    critic_warmup: int
     total_optimizer_steps: int
     warmup_steps: int
     prompt_length: int
@@ -83,12 +84,13 @@ def plan(config: PipelineConfig) -> Plan:
         samples_per_prompt=derived.group_size(config),
         words=("seed", "episode") if isinstance(config, AgenticConfig) else ("prompt", "sample"),
         samples_per_step=derived.samples_per_step(config),
-        optimizer_batch_size=derived.optimizer_batch_size(config),
-        optimizer_steps_per_step=derived.optimizer_steps_per_step(config),
+        optimizer_batch_size=derived.optimizer_batch_size(config, config.actor_train),
+        optimizer_steps_per_step=derived.optimizer_steps_per_step(config, config.actor_train),
         epochs=config.ppo_epochs,
         steps=config.max_steps,
-        total_optimizer_steps=derived.total_optimizer_steps(config),
-        warmup_steps=derived.warmup_steps(config),
+        critic_warmup=config.critic_warmup,
+        total_optimizer_steps=derived.total_optimizer_steps(config, config.actor_train),
+        warmup_steps=derived.warmup_steps(config, config.actor_train),
         prompt_length=config.prompt_length,
         max_new_tokens=derived.max_new_tokens(config),
         sequence_length=derived.sequence_length(config),
@@ -193,8 +195,10 @@ def _batch_text(plan: Plan) -> str:
 
 def _optimizer_text(plan: Plan) -> str:
     warmup = f", {plan.warmup_steps:,} of them warm-up" if plan.warmup_steps else ""
+    learning = count(plan.steps - plan.critic_warmup, "training step")
+    before = f" after {plan.critic_warmup:,} of the critic alone" if plan.critic_warmup else ""
     return (
-        f"{count(plan.steps, 'training step')} x {plan.optimizer_steps_per_step:,} = "
+        f"{learning}{before} x {plan.optimizer_steps_per_step:,} = "
         f"{count(plan.total_optimizer_steps, 'optimizer step')}{warmup}"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.derived import present_roles, uses_kl
+from roll.configs.derived import present_roles, trained_roles, uses_kl
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import (
     INFER_STRATEGIES,
@@ -116,6 +116,10 @@ def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]
             if differs_from_default(config, key):
                 remedy = "set `add_token_level_kl: true`"
                 yield _inert(key, vars(config)[key], "`add_token_level_kl` is false", remedy)
+    if config.critic is None:
+        for key in ("critic_warmup", "value_clip"):
+            if differs_from_default(config, key):
+                yield _inert(key, vars(config)[key], "there is no `critic`", "add `critic` and `adv_estimator: gae`")
     yield from _inert_without_a_switch(config)
     yield from _inert_without_canaries(config)
     if config.mismatch_alarm is None and differs_from_default(config, "mismatch_action"):
@@ -223,18 +227,18 @@ def _inert_when_synchronous(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def _inert_batching(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    actor = config.actor_train
-    if actor.use_dynamic_batching_in_train:
-        arguments, key = actor.training_args, "per_device_train_batch_size"
-        if arguments.gradient_accumulation_steps is None and differs_from_default(arguments, key):
-            yield _inert(
-                f"actor_train.training_args.{key}",
-                arguments.per_device_train_batch_size,
-                "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch",
-                "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`",
-            )
-    elif differs_from_default(actor, "max_tokens_per_microbatch_in_train"):
-        yield _inert_budget("actor_train", actor, "train")
+    for name, role in trained_roles(config).items():
+        if role.use_dynamic_batching_in_train:
+            arguments, key = role.training_args, "per_device_train_batch_size"
+            if arguments.gradient_accumulation_steps is None and differs_from_default(arguments, key):
+                yield _inert(
+                    f"{name}.training_args.{key}",
+                    arguments.per_device_train_batch_size,
+                    "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch",
+                    "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`",
+                )
+        elif differs_from_default(role, "max_tokens_per_microbatch_in_train"):
+            yield _inert_budget(name, role, "train")
     for name, role in present_roles(config).items():
         if "infer_batch_size" in UNREAD_KEYS[name]:
             continue

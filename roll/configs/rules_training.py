@@ -18,6 +18,7 @@ from roll.configs.derived import (
     samples_per_step,
     sequence_length,
     total_optimizer_steps,
+    trained_roles,
     truncates_sampling,
     uses_kl,
     validation_settings,
@@ -25,11 +26,7 @@ from roll.configs.derived import (
 )
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
-from roll.configs.schema import (
-    UNREAD_KEYS,
-    GeneratingArguments,
-    PipelineConfig,
-)
+from roll.configs.schema import UNREAD_KEYS, GeneratingArguments, PipelineConfig
 from roll.configs.wording import count
 
 
@@ -60,23 +57,24 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if samples < ranks:
             message = f"a step has {batch}, fewer than the {ranks} ranks of {role}"
             yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
-    accumulation = config.actor_train.training_args.gradient_accumulation_steps
-    if accumulation is None or "actor_train" not in mappings:
-        return
-    if counts_steps(config):
-        message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
-        path = "actor_train.training_args.gradient_accumulation_steps"
-        yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
-        return
-    size = optimizer_batch_size(config)
-    if samples % size:
-        per_device = config.actor_train.training_args.per_device_train_batch_size
-        message = (
-            f"an optimizer step takes {per_device} (per_device_train_batch_size) x {accumulation} x "
-            f"{data_parallel_ranks(config)} (ranks) = {count(size, 'sample')}, which does not divide {batch}"
-        )
-        remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
-        yield ConfigProblem("actor_train.training_args.gradient_accumulation_steps", message, remedy)
+    for name, section in trained_roles(config).items():
+        accumulation = section.training_args.gradient_accumulation_steps
+        if accumulation is None or name not in mappings:
+            continue
+        path = f"{name}.training_args.gradient_accumulation_steps"
+        if counts_steps(config):
+            message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
+            yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
+            continue
+        size = optimizer_batch_size(config, section)
+        if samples % size:
+            message = (
+                f"an optimizer step takes {section.training_args.per_device_train_batch_size} "
+                f"(per_device_train_batch_size) x {accumulation} x {data_parallel_ranks(section)} (ranks) = "
+                f"{count(size, 'sample')}, which does not divide {batch}"
+            )
+            remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
+            yield ConfigProblem(path, message, remedy)
 
 
 def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -165,11 +163,15 @@ def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Warm-up is given in one way."""
-    arguments = config.actor_train.training_args
-    if arguments.warmup_steps and arguments.warmup_ratio:
-        message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
-        yield ConfigProblem("actor_train.training_args.warmup_ratio", message, "keep one of the two")
+    """Warm-up is given in one way, and the policy learns at some time."""
+    for name, role in trained_roles(config).items():
+        arguments = role.training_args
+        if arguments.warmup_steps and arguments.warmup_ratio:
+            message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
+            yield ConfigProblem(f"{name}.training_args.warmup_ratio", message, "keep one of the two")
+    if config.critic_warmup >= config.max_steps:
+        message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
+        yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
 
 
 def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -210,8 +212,9 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
     if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least_staleness(config):
         yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least_staleness(config)}"
     yield from _budget_warnings(config)
-    if warmup_steps(config) >= total_optimizer_steps(config):
-        yield "warm-up lasts the whole run: the learning rate never reaches its peak"
+    for name, role in trained_roles(config).items():
+        if warmup_steps(config, role) >= total_optimizer_steps(config, role):
+            yield f"warm-up of {name} lasts the whole run: its learning rate never reaches its peak"
     if config.use_kl_loss and config.kl_loss_coef == 0:
         yield "kl_loss_coef is 0: the KL divergence is measured but weighs nothing"
     if config.use_kl_loss and config.kl_estimator == "k1":

@@ -764,6 +764,8 @@ class AgenticConfig(PipelineConfig):
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
+TRAINED_ROLES = ("actor_train", "critic")
+"""Those of them that learn."""
 
 TRAINING_ONLY_KEYS = (
     "training_args",
@@ -780,4 +782,4 @@ UNREAD_KEYS: dict[str, tuple[str, ...]] = {
 }
 """Keys that each role has by its type and that nothing reads there; setting one is an error."""
 UNREAD_PATHS = tuple(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys)
-"""Paths of these keys, and of the role that no estimator uses; neither documented nor suggested."""
+"""Paths of these keys; neither documented nor suggested."""

@@ -22,7 +22,7 @@ from roll.pipeline.episode_validation import EpisodeValidator
 from roll.pipeline.episodes import EpisodeRollout, EpisodeTask
 from roll.pipeline.rollout_side import Generator
 from roll.pipeline.sampling import sampling_params
-from roll.rollout.scheduler import Ticket
+from roll.rollout.schedule import Ticket
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared

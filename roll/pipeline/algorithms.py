@@ -205,7 +205,7 @@ def _weight_problems(
 
 def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
     """Why the loss would take samples of an older policy for fresh ones; None if it does not, or there are none."""
-    steps = derived.optimizer_steps_per_step(config)
+    steps = derived.optimizer_steps_per_step(config, config.actor_train)
     if not traits.uses_anchor and steps > 1:
         return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
     anchored = traits.corrects and (config.old_logprobs != "recompute" or traits.needs_proximal)
@@ -226,7 +226,7 @@ def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted:
         yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
         return
     not_chosen = not any(differs_from_default(config.actor_train, key) for key in ("pg_variant", "pg_variant_args"))
-    one_step = derived.optimizer_steps_per_step(config) == 1
+    one_step = derived.optimizer_steps_per_step(config, config.actor_train) == 1
     if one_step and not traits.needs_proximal and not (weighted and not_chosen):
         message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
         remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
@@ -274,10 +274,6 @@ def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterato
     elif not traits.needs_values and config.critic is not None:
         message = f"has no effect: `adv_estimator: {name}` reads no values"
         yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
-    if config.critic is None:
-        for key in ("critic_warmup", "value_clip"):
-            if vars(config)[key]:
-                yield ConfigProblem(key, f"{vars(config)[key]} has no effect: there is no `critic`", "remove the key")
 
 
 def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:

@@ -24,7 +24,7 @@ from roll.data.chat_turns import TemplateRefused
 from roll.data.records import Group, Prompt
 from roll.data.seeds import derive_seed
 from roll.pipeline.rollout_side import Generator
-from roll.rollout.scheduler import FatalRolloutError
+from roll.rollout.schedule import FatalRolloutError
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)

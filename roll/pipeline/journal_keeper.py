@@ -14,8 +14,9 @@ from typing import Any
 
 from roll.data.group_codec import decode_group, encode_group
 from roll.data.records import Group
+from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import Journal, RolloutProgress, dropped_record, finished_record, went_back_record
-from roll.rollout.scheduler import DroppedGroup, FinishedGroup
+from roll.rollout.schedule import DroppedGroup
 from roll.tracking.files import naming
 
 _START_VERSION_BYTES = 8

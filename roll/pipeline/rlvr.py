@@ -15,7 +15,7 @@ from roll.pipeline.rollout_side import Generator
 from roll.pipeline.sampling import sampling_params
 from roll.pipeline.validation import PromptValidator
 from roll.rewards.pool import RewardPool
-from roll.rollout.scheduler import Ticket
+from roll.rollout.schedule import Ticket
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared

@@ -147,7 +147,7 @@ class Roles:
         spec = TrainerSpec(
             config=config,
             model_path=derived.model_path(self._config, config),
-            total_optimizer_steps=derived.total_optimizer_steps(self._config),
+            total_optimizer_steps=derived.total_optimizer_steps(self._config, config),
             kind="value" if role == "critic" else "policy",
             forward_only=forward_only,
             seed=self._config.seed,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from roll.data.records import Group
-from roll.rollout.scheduler import Ticket
+from roll.rollout.schedule import Ticket
 from roll.strategies.infer.base import Completion, GenerateRequest
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ from roll.pipeline.stages import NEEDED_ROLES, STAGE_ORDER, announce, gather, pu
 from roll.pipeline.stall import watch_for_stall
 from roll.pipeline.step_counter import StepCounter
 from roll.rollout.journal import read_journal, recover
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
+from roll.rollout.schedule import SchedulePlan
+from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
 

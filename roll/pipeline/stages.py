@@ -21,7 +21,7 @@ from roll.pipeline.context import RunContext
 from roll.pipeline.correction import add_correction
 from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
-from roll.rollout.scheduler import FinishedGroup
+from roll.rollout.buffer import FinishedGroup
 
 STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
@@ -115,13 +115,15 @@ class CriticStage(Stage):
         self.context = context
 
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        context = self.context
+        context, config = self.context, self.context.config
+        if config.critic is None:
+            raise RuntimeError("the critic's stage is wired without the role")
         with context.recorder.busy("critic"):
-            size = derived.optimizer_batch_size(context.config, len(batch.data))
-            plan = TrainPlan(batch.step, context.config.ppo_epochs, size, context.train_temperature)
+            size = derived.optimizer_batch_size(config, config.critic, len(batch.data))
+            plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
             metrics = await context.require_critic().train(batch.data, context.value_objective, plan)
         batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
-        context.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * context.config.ppo_epochs)
+        context.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * config.ppo_epochs)
         return batch
 
 
@@ -147,7 +149,7 @@ class TrainStage(Stage):
         version = batch.step + 1
         with context.recorder.busy("actor_train"):
             await self._correct(batch)
-            size = derived.optimizer_batch_size(config, len(batch.data))
+            size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
             plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
             metrics: dict[str, float] = {}
             if version > config.critic_warmup:

@@ -7,18 +7,18 @@ from roll.rollout.admission import TooManyRefunds
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.ledger import Ledger, LedgerError
 from roll.rollout.router import Lease, NoReplica, Router
-from roll.rollout.scheduler import (
+from roll.rollout.schedule import (
     DroppedGroup,
     FatalRolloutError,
     GroupTimeout,
     NoMoreBatches,
-    RolloutScheduler,
     SchedulePlan,
     SchedulerSnapshot,
     SchedulerStopped,
     SourceExhausted,
     Ticket,
 )
+from roll.rollout.scheduler import RolloutScheduler
 
 __all__ = [
     "DroppedGroup",

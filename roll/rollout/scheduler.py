@@ -13,120 +13,28 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
-from typing import Generic, Literal, Protocol, get_args
+from typing import Generic, Literal
 
-from roll.rollout.admission import Admission, RefundCap, Refusal, TooManyRefunds, exact_ratio
-from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer, Item, Result
+from roll.rollout.admission import Admission, RefundCap, Refusal, TooManyRefunds
+from roll.rollout.buffer import FinishedGroup, GroupBuffer, Item, Result
 from roll.rollout.journal import Recovered, RolloutProgress
 from roll.rollout.ledger import DropReason, Ledger
+from roll.rollout.schedule import (
+    DroppedGroup,
+    GroupTimeout,
+    NoMoreBatches,
+    SchedulePlan,
+    SchedulerObserver,
+    SchedulerSnapshot,
+    SchedulerStopped,
+    SourceExhausted,
+    Ticket,
+    is_fatal,
+)
 
 logger = logging.getLogger(__name__)
 
-StalenessPolicy = Literal["wait", "drop"]
 RECENT_DROPS_KEPT = 16
-
-
-class FatalRolloutError(Exception):
-    """Raised by a rollout (alone or inside an exception group) to end the run at once, without a retry."""
-
-
-class GroupTimeout(Exception):
-    """An attempt took longer than the plan's ``group_timeout``."""
-
-
-class SourceExhausted(RuntimeError):
-    """The source ended before the run had all the groups it needs."""
-
-
-class NoMoreBatches(Exception):
-    """`next_batch` was called after the last batch of the run."""
-
-
-class SchedulerStopped(RuntimeError):
-    """`next_batch` was called (or waited) on a scheduler whose `run` was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulePlan:
-    """How far generation may run ahead of training. Raises `ValueError` on values that mean nothing."""
-
-    batch_size: int
-    """Groups per training step."""
-    max_steps: int
-    ratio: float | Fraction = 0
-    """Groups ahead of training, in batches."""
-    max_staleness: int = 0
-    """Batch t holds no group started at a version below t minus this."""
-    order: ConsumptionOrder = "ready_first"
-    staleness_policy: StalenessPolicy = "wait"
-    max_group_retries: int = 2
-    max_consecutive_refunds: int = 64
-    """This many drops in a row end the run."""
-    group_timeout: float | None = None
-    """Longest time of one attempt, seconds of the loop's clock. None: the rollout has deadlines of its own."""
-
-    def __post_init__(self) -> None:
-        exact_ratio(self.ratio)
-        for name, value, least in (
-            ("batch_size", self.batch_size, 1),
-            ("max_steps", self.max_steps, 1),
-            ("max_staleness", self.max_staleness, 0),
-            ("max_group_retries", self.max_group_retries, 0),
-            ("max_consecutive_refunds", self.max_consecutive_refunds, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
-        if self.order not in get_args(ConsumptionOrder):
-            raise ValueError(f"order must be one of {get_args(ConsumptionOrder)}, not {self.order!r}")
-        if self.staleness_policy not in get_args(StalenessPolicy):
-            policies = get_args(StalenessPolicy)
-            raise ValueError(f"staleness_policy must be one of {policies}, not {self.staleness_policy!r}")
-        if self.group_timeout is not None and self.group_timeout <= 0:
-            raise ValueError(f"group_timeout must be positive, not {self.group_timeout}")
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket(Generic[Item]):
-    """What a rollout receives."""
-
-    group_id: int
-    item: Item
-    start_version: int
-    """No token of this attempt may come from an older version: lease replicas with ``min_version=start_version``."""
-    attempt: int
-    """1 for the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedGroup:
-    """A group that was not trained on, and why."""
-
-    group_id: int
-    reason: DropReason
-    attempts: int
-    cause: BaseException | None
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSnapshot:
-    """The state at one instant, for metrics and hang reports."""
-
-    ledger: dict[str, int]
-    """As `Ledger.counts` gives it."""
-    steps_done: int
-    version: int
-    batches_taken: int
-    waiting: Refusal | Literal["source", "stopped"]
-    """Why no group is started now."""
-    consumer_waiting: bool
-    """Whether a `next_batch` waits."""
-    oldest_in_flight: int | None
-    """Id of the group in flight that was issued first."""
-    oldest_in_flight_age: float
-    """Seconds since that group was issued; 0 if none is in flight."""
-    holding_up: tuple[int, ...]
-    """Groups in flight that alone hold up the next batch, because it is the last that may take them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,17 +45,6 @@ class _Running(Generic[Item]):
     started_at: float
     attempt: int = 1
     task: asyncio.Task[None] | None = None
-
-
-class SchedulerObserver(Protocol[Item, Result]):
-    """Is told what became of groups, at the moment it happens. What it raises ends the run."""
-
-    def group_finished(self, group: FinishedGroup[Item, Result]) -> None:
-        """A group waits to be trained on."""
-
-    def group_dropped(self, group: DroppedGroup, version: int) -> None:
-        """A group will not be trained on; there was no newer policy than ``version``. Not told of groups cancelled at
-        the end."""
 
 
 class _Phase(Enum):
@@ -422,7 +319,7 @@ class RolloutScheduler(Generic[Item, Result]):
 
     def _may_retry(self, group: _Running[Item], failure: BaseException) -> bool:
         """Account for a failed attempt; True if another one follows."""
-        if _is_fatal(failure):
+        if is_fatal(failure):
             self._fail(failure)
         if not self._is_in_flight(group):
             return False
@@ -552,9 +449,3 @@ class RolloutScheduler(Generic[Item, Result]):
         for group_id in self.ledger.open_groups():
             self.ledger.drop(group_id, "cancelled")
         self.ledger.check()
-
-
-def _is_fatal(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(FatalRolloutError) is not None
-    return isinstance(error, FatalRolloutError)

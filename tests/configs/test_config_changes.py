@@ -39,7 +39,7 @@ def test_equal_configurations_differ_in_nothing():
             {"actor_train": {"training_args": {"gradient_accumulation_steps": 4}, "device_mapping": [0, 1]}},
             {
                 "actor_train.device_mapping": "harmless",
-                "(samples of an optimizer step)": "needs confirmation",
+                "(samples of an optimizer step of actor_train)": "needs confirmation",
             },
         ),
         ({}, {"weight_update": {"interval_steps": 4}}, {"weight_update.interval_steps": "needs confirmation"}),

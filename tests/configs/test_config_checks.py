@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from roll.configs.checks import check_config, config_warnings
-from roll.configs.derived import data_parallel_ranks, optimizer_batch_size, weight_transport
+from roll.configs.derived import (
+    data_parallel_ranks,
+    optimizer_batch_size,
+    samples_per_step,
+    total_optimizer_steps,
+    weight_transport,
+)
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree
 from roll.configs.rules_devices import sees_gpus
@@ -320,8 +326,23 @@ WRONG = [
     ({"kl_loss_coef": 0.5}, "kl_loss_coef", "no effect", "use_kl_loss"),
     ({"init_kl_coef": 0.5}, "init_kl_coef", "no effect", "add_token_level_kl"),
     ({"kl_estimator": "k1"}, "kl_estimator", "no effect", "use_kl_loss"),
+    ({"critic_warmup": 2}, "critic_warmup", "there is no `critic`", "adv_estimator: gae"),
+    ({"value_clip": 0.2}, "value_clip", "there is no `critic`", "adv_estimator: gae"),
+    (
+        {"critic": {"device_mapping": [0]}, "adv_estimator": "gae", "critic_warmup": 100},
+        "critic_warmup", "would never learn", "at most 99",
+    ),
+    (
+        {"critic": {"device_mapping": [0], "training_args": {"gradient_accumulation_steps": 7}},
+         "adv_estimator": "gae"},
+        "critic.training_args.gradient_accumulation_steps", "does not divide", "one optimizer step per batch",
+    ),
+    (
+        {"critic": {"device_mapping": [0], "training_args": {"warmup_steps": 2, "warmup_ratio": 0.1}},
+         "adv_estimator": "gae"},
+        "critic.training_args.warmup_ratio", "no effect", "one of the two",
+    ),
     ({"reward_pretrain": "gpt2"}, "reward_pretrain", "no effect", "remove"),
-    ({"critic": {"device_mapping": [0]}}, "critic", "`adv_estimator: grpo` uses no critic", "remove"),
     ({"sequence_length": 512}, "sequence_length", "no token for the response", "at least 513"),
     ({"actor_infer.generating_args.max_new_tokens": 513}, "actor_infer.generating_args.max_new_tokens", "512", "raise"),
     ({"actor_infer.generating_args.temperature": 0}, "actor_infer.generating_args.temperature", "greedy", "above 0"),
@@ -501,7 +522,7 @@ def test_what_works_but_may_not_be_meant_is_a_warning(tree, changes, words):
 
 
 def test_the_unread_keys_are_keys_of_their_roles(tree):
-    config = config_from_tree(merged(tree, {"reference": {}}))
+    config = config_from_tree(merged(tree, {"reference": {}, "critic": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
 
@@ -540,6 +561,23 @@ def test_ranks_that_hold_one_copy_of_the_model_together_take_one_share_of_the_ba
         "actor_train.training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     }
     config = config_from_tree(merged(tree, changes))
-    assert data_parallel_ranks(config) == 2 and optimizer_batch_size(config) == 16
+    assert data_parallel_ranks(config.actor_train) == 2 and optimizer_batch_size(config, config.actor_train) == 16
     changes["actor_train.strategy_args"] = {"strategy_name": "fsdp2_train"}
-    assert optimizer_batch_size(config_from_tree(merged(tree, changes))) == 64
+    config = config_from_tree(merged(tree, changes))
+    assert optimizer_batch_size(config, config.actor_train) == 64
+
+
+def test_a_critic_cuts_a_batch_in_its_own_way(tree):
+    changes = {
+        "adv_estimator": "gae",
+        "critic": {"device_mapping": [0], "training_args": {"gradient_accumulation_steps": 2}},
+        "critic.training_args.per_device_train_batch_size": 8,
+        "max_steps": 10,
+        "critic_warmup": 4,
+        "ppo_epochs": 2,
+    }
+    config = config_from_tree(merged(tree, changes))
+    check_config(config)
+    assert optimizer_batch_size(config, config.critic) == 16
+    assert total_optimizer_steps(config, config.critic) == 10 * samples_per_step(config) // 16 * 2
+    assert total_optimizer_steps(config, config.actor_train) == (10 - 4) * 2

@@ -17,7 +17,7 @@ def test_keys_that_nothing_reads_are_left_out():
     page = reference()
     assert "### `actor_train.training_args`" in page
     assert "### `actor_infer.training_args`" not in page
-    assert "`critic" not in page
+    assert "### `critic.training_args`" in page and "### `critic.generating_args`" not in page
     assert "### `rewards.<name>`" in page
     assert "### `validation.data_args.reasoning_gym[i]`" in page
 

@@ -196,10 +196,14 @@ def test_every_estimator_is_built_or_refused_with_its_reason(tmp_path, name):
     traits = make_advantage_estimator(name).traits
     if traits.needs_values:
         assert "value model" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
+        built = build(tmp_path, adv_estimator=name, critic={"device_mapping": [0]}, value_clip=0.2)
+        assert built.advantages.estimator.name == name and built.value_objective.clip == 0.2
     elif traits.for_episodes:
         assert "several turns" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
     else:
         assert build(tmp_path, adv_estimator=name).advantages.estimator.name == name
+        refused = problems(tmp_path, adv_estimator=name, critic={"device_mapping": [0]})
+        assert "reads no values" in refused["critic"]
 
 
 def test_estimators_refuse_what_would_leave_them_nothing_to_do(tmp_path):

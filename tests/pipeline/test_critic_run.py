@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runs import run_pipeline
-from tiny import make_task, tiny_config
+from runs import FinishedRun, run_pipeline
+from safetensors.torch import load_file
+from tiny import make_task, tiny_config, write_config
 
-from roll.pipeline.checkpoints import saved_steps
+from roll.pipeline.cli import main
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -21,29 +24,45 @@ def critic_config(task, **changes):
     return tiny_config(
         task,
         **{
-            "max_steps": 40,
             "rollout_batch_size": 16,
             "adv_estimator": "gae",
             "whiten_advantages": True,
             "actor_train__training_args__learning_rate": 5e-3,
-            "critic": {"device_mapping": [0], "training_args": {"learning_rate": 1e-2}},
+            "critic": {"device_mapping": [0], "training_args": {"learning_rate": 3e-3}},
         }
         | changes,
     )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("ratio", [0, 1])
-def test_ppo_with_a_critic_learns_and_so_does_the_critic(task, ray_cluster, ratio):
-    config = critic_config(task, async_generation_ratio=ratio, critic_warmup=3, save_steps=20)
-    run = run_pipeline(task, ray_cluster, config)
+def test_a_policy_learns_with_a_critic_that_learns_first(task, ray_cluster):
+    run = run_pipeline(task, ray_cluster, critic_config(task, max_steps=30, async_generation_ratio=1, critic_warmup=3))
     rewards = [step["reward/mean"] for step in run.metrics]
-    assert np.mean(rewards[-8:]) - np.mean(rewards[:4]) > 0.25
+    assert np.mean(rewards[-6:]) - np.mean(rewards[:3]) > 0.25
     assert "actor/loss" not in run.metrics[2] and "actor/loss" in run.metrics[3]
-    assert run.metrics[-1]["critic/loss"] < run.metrics[0]["critic/loss"]
     assert run.metrics[0]["critic/value"] == 0
-    assert np.mean([step["critic/explained_variance"] for step in run.metrics[-8:]]) > 0
-    assert {"idle/critic", "tokens_per_second/critic", "time/value", "time/critic"} <= run.metrics[-1].keys()
-    assert saved_steps(run.folder / "checkpoints") == [20, 40]
-    assert (run.folder / "checkpoints" / "step-40" / "state" / "critic").is_dir()
-    assert run.summary["lag/max"] <= ratio
+    # Its mean comes near that of the returns, which move away meanwhile. (Single tokens: test_critic.py.)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert abs(last["critic/value"] - last["critic/return"]) < 0.3 * first["critic/return"]
+    assert {"idle/critic", "tokens_per_second/critic", "time/value", "time/critic"} <= last.keys()
+    assert run.summary["lag/max"] == 1
+
+
+def test_a_run_with_a_critic_goes_on_to_the_bit(task, ray_cluster):
+    """From a checkpoint of its middle, once more: the critic, its optimizer and the policy's are what they were."""
+    run = run_pipeline(task, ray_cluster, critic_config(task, max_steps=6, save_steps=3, critic_warmup=2))
+
+    def told(run: FinishedRun):
+        names = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "critic/value")
+        steps = [{name: step.get(name) for name in names} for step in run.metrics]
+        return steps, load_file(run.folder / "checkpoints" / "step-6" / "model.safetensors")
+
+    steps, weights = told(run)
+    assert steps[5]["critic/value"] != 0
+    middle = run.folder / "checkpoints" / "step-3"
+    assert (middle / "state" / "critic").is_dir()
+    again = critic_config(task, max_steps=6, save_steps=3, critic_warmup=2, resume_from_checkpoint=str(middle))
+    again["cluster"]["address"] = ray_cluster
+    assert main(["--config", str(write_config(task, again, "again.yaml"))]) == 0
+    steps_again, weights_again = told(run)
+    assert steps_again == steps
+    assert all((weights_again[name] == weights[name]).all() for name in weights)

@@ -13,7 +13,7 @@ from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, SessionFa
 from roll.agentic.episode import EnvironmentFailed, Episode, Observation, TurnRecord
 from roll.data.records import Sample
 from roll.pipeline.episodes import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
-from roll.rollout.scheduler import FatalRolloutError
+from roll.rollout.schedule import FatalRolloutError
 from roll.strategies.infer.base import Completion, SamplingParams
 
 TASK = EpisodeTask("lake", 17)

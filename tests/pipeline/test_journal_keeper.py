@@ -10,8 +10,9 @@ import pytest
 
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.journal_keeper import JournalKeeper, finished_again
+from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
-from roll.rollout.scheduler import DroppedGroup, FinishedGroup
+from roll.rollout.schedule import DroppedGroup
 
 
 def finished(group_id: int, start_version: int, versions=(3, 4)) -> FinishedGroup:

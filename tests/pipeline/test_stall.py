@@ -5,7 +5,8 @@ import pytest
 
 from roll.pipeline.stall import RunStalled, watch_for_stall
 from roll.rollout.clock import run_virtual
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
+from roll.rollout.schedule import SchedulePlan
+from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.timeline import Timeline
 
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, dropped_record, finished_record, recover, went_back_record
-from roll.rollout.scheduler import FinishedGroup, RolloutScheduler, SchedulePlan
+from roll.rollout.schedule import SchedulePlan
+from roll.rollout.scheduler import RolloutScheduler
 
 
 @dataclass(frozen=True)

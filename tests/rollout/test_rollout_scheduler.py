@@ -7,15 +7,15 @@ import pytest
 
 from roll.rollout.admission import TooManyRefunds
 from roll.rollout.clock import Deadlock, run_virtual
-from roll.rollout.scheduler import (
+from roll.rollout.schedule import (
     FatalRolloutError,
     GroupTimeout,
     NoMoreBatches,
-    RolloutScheduler,
     SchedulePlan,
     SchedulerStopped,
     SourceExhausted,
 )
+from roll.rollout.scheduler import RolloutScheduler
 
 
 def plan(**changes):

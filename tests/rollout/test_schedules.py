@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
+from roll.rollout.schedule import SchedulePlan
+from roll.rollout.scheduler import RolloutScheduler
 
 RATIOS = [0, 0.25, 0.5, 1, 1.5, 2, 3]
 NO_END = 1e5
