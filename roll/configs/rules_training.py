@@ -28,24 +28,12 @@ from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
 from roll.configs.schema import (
     PACKING_STRATEGIES,
-    RESUMABLE_STRATEGIES,
     TRAIN_STRATEGIES,
     UNREAD_KEYS,
     GeneratingArguments,
     PipelineConfig,
 )
 from roll.configs.wording import count
-
-
-def trainers_write_their_state(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A checkpoint that nobody can go on from is none."""
-    for role in trained_roles(config).values():
-        strategy = role.strategy_args.strategy_name
-        if config.save_steps and strategy in TRAIN_STRATEGIES and strategy not in RESUMABLE_STRATEGIES:
-            message = f"{config.save_steps}, but {strategy} writes no training state yet: no run could go on from it"
-            remedy = "set it to 0 (the model after the last step is written in any case), or use `fsdp2_train`"
-            yield ConfigProblem("save_steps", message, remedy)
-            return
 
 
 def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -18,8 +18,6 @@ TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
 """Trainers that can pack samples into rows."""
-RESUMABLE_STRATEGIES = ("fsdp2_train",)
-"""Trainers that write their state, and go on from it."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")

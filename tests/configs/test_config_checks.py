@@ -554,13 +554,6 @@ def test_the_old_name_of_the_bucket_size_leads_to_the_new_one(tree):
     assert "`param_update_gather_bucket_size_mb`" in problem.remedy
 
 
-def test_a_trainer_that_keeps_no_state_is_refused_where_checkpoints_are_asked_for(tree):
-    changes = {"save_steps": 5, "actor_train.strategy_args.strategy_name": "deepspeed_train"}
-    assert "deepspeed_train" in problems_of(merged(tree, changes))["save_steps"].message
-    check_config(config_from_tree(merged(tree, changes | {"save_steps": 0})))
-    check_config(config_from_tree(merged(tree, {"save_steps": 5})))
-
-
 def test_ranks_that_hold_one_copy_of_the_model_together_take_one_share_of_the_batch(tree):
     changes = {
         "cluster.num_devices_per_node": 9,

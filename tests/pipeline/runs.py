@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -56,6 +57,16 @@ def run_pipeline(
     exit_code = main(["--config", str(path)])
     assert exit_code == expect, (out / "summary.json").read_text() if out.exists() else "no run directory"
     return FinishedRun(out, exit_code)
+
+
+def go_on_from(step: int, run: FinishedRun, folder: Path, address: str, config: dict[str, Any]) -> FinishedRun:
+    """As if the run had been interrupted before it had its last checkpoint."""
+    shutil.rmtree(run.folder / "checkpoints" / f"step-{config['max_steps']}")
+    cluster = {**config["cluster"], "address": address}
+    resumed = {**config, "resume_from_checkpoint": str(run.folder), "cluster": cluster}
+    assert main(["--config", str(write_config(folder, resumed, f"{run.folder.name}-again.yaml"))]) == 0
+    assert run.summary["resumed_at"] == [step]
+    return run
 
 
 def start_command(folder: Path, config: dict[str, Any]) -> tuple[subprocess.Popen[str], Path]:

@@ -1,9 +1,9 @@
-"""A run whose trainer shares the model out over two ranks is the run of one rank."""
+"""A run whose trainer shares the model out over two ranks is the run of one rank, and goes on from its checkpoints."""
 
 from __future__ import annotations
 
 import pytest
-from runs import run_pipeline
+from runs import go_on_from, run_pipeline
 from tiny import make_task, tiny_config
 
 pytest.importorskip("megatron.core")
@@ -18,6 +18,7 @@ def test_two_pipeline_stages_make_the_run_of_one_fsdp2_rank(tmp_path, ray_cluste
     shared_out = tiny_config(
         tmp_path,
         max_steps=STEPS,
+        save_steps=2,
         cluster__num_devices_per_node=3,
         actor_infer__device_mapping=[2],
         actor_train__device_mapping=[0, 1],
@@ -27,9 +28,14 @@ def test_two_pipeline_stages_make_the_run_of_one_fsdp2_rank(tmp_path, ray_cluste
         },
         actor_train__worker_cls="tests.strategies.train.megatron_worker:CpuTrainWorker",
     )
-    found = run_pipeline(tmp_path, ray_cluster, shared_out).metrics
+    run = run_pipeline(tmp_path, ray_cluster, shared_out)
+    found = run.metrics
     expected = run_pipeline(tmp_path, ray_cluster, tiny_config(tmp_path, max_steps=STEPS)).metrics
     assert len(found) == len(expected) == STEPS
     for step, wanted in zip(found, expected, strict=True):
         for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
             assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (step["step"], name)
+    again = go_on_from(2, run, tmp_path, ray_cluster, shared_out).metrics
+    assert [step["step"] for step in again] == [1, 2, 3]
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert again[-1][name] == found[-1][name], name

@@ -9,7 +9,7 @@ Dropout is off.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -26,6 +26,14 @@ from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, pla
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.sharded_state import (
+    MOMENTS,
+    SavedState,
+    StateSnapshot,
+    common_updates,
+    own_share,
+    whole,
+)
 from roll.strategies.train.step import Objective, StepMetrics, TrainingStep, combined_metrics
 
 
@@ -58,12 +66,13 @@ class DeepSpeedTrainStrategy:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
             self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
             self.optimizer_steps = 0
+            self.updates = 0
         if self.has_engine:
             self._start_engine()
         else:
             self.model.to(self.device)
         if rounds:
-            self._set_weights(masters)
+            self._set_weights(masters.__getitem__)
         computing = self.engine if self.has_engine else self.model
         self.forward = hf_forward(
             setup.kind, computing, head, self.device, signature_of=self.model, packed=setup.infer_limits.packed
@@ -119,9 +128,33 @@ class DeepSpeedTrainStrategy:
 
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
-        self._set_weights(
-            load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes, self.setup.kind)
-        )
+        weights = load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes, self.setup.kind)
+        self._set_weights(weights.__getitem__)
+
+    def snapshot(self) -> StateSnapshot:
+        """Copies of this rank's rows of every tensor, which are gathered one after the other; see `TrainStrategy`."""
+        parts = []
+        for name, parameter in self.model.named_parameters():
+            for kind in ("weight", *(MOMENTS if self.updates else ())):
+                part = whole(f"{kind}/{name}", self._full_state(parameter, kind))
+                parts.append(own_share(part, self.setup.rank, self.setup.world_size))
+        updates = dict.fromkeys(self.shapes, self.updates) if self.updates else {}
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
+        return StateSnapshot(parts, facts, self.setup.world_size)
+
+    def restore(self, state: SavedState) -> None:
+        """See `TrainStrategy`."""
+        state.require_weights(self.shapes)
+        for name, shape in self.shapes.items():
+            state.require_shape(f"weight/{name}", shape)
+        self.updates = common_updates(state)
+        if self.updates:
+            self._make_moments()
+            for name, parameter in self.model.named_parameters():
+                for moment in MOMENTS:
+                    self._set_moment(parameter, moment, state.read_whole(f"{moment}/{name}", self.shapes[name]))
+        self._set_weights(lambda name: state.read_whole(f"weight/{name}", self.shapes[name]))
+        self.optimizer_steps = state.facts["optimizer_steps"]
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
@@ -184,6 +217,16 @@ class DeepSpeedTrainStrategy:
             self.device,
             self.splits_weights,
         )
+        if self.trains and self.options.zero_stage in (1, 2):
+            self._allocate_moments()
+
+    def _allocate_moments(self) -> None:
+        """What AdamW would do at its first step: for DeepSpeed too late, which then links the moments of all groups to
+        their weights as soon as the first group has taken its step."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         """This rank's micro-batches."""
@@ -205,6 +248,7 @@ class DeepSpeedTrainStrategy:
             group["lr"] = learning_rate
         grad_norm, updated = (0.0, False) if nothing_to_learn else self._optimizer_step()
         self.optimizer_steps += 1
+        self.updates += updated
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(not updated)}
 
     def _optimizer_step(self) -> tuple[float, bool]:
@@ -220,10 +264,10 @@ class DeepSpeedTrainStrategy:
         return grad_norm, True
 
     @torch.no_grad()
-    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def _set_weights(self, weight_of: Callable[[str], Tensor]) -> None:
         """Write full tensors into the masters and into what is computed with. Collective."""
         for name, parameter in self.model.named_parameters():
-            weight = weights[name].to(self.device)
+            weight = weight_of(name).to(self.device)
             if self.trains and not self.is_whole:
                 self._set_master(parameter, weight.float())
             with self._whole(parameter, written_by=0):
@@ -231,15 +275,49 @@ class DeepSpeedTrainStrategy:
 
     def _set_master(self, parameter: nn.Parameter, weight: Tensor) -> None:
         """Write this rank's share of a full tensor into its share of the float32 master."""
-        if not self.splits_weights:
+        if self.splits_weights:
+            self.deepspeed.utils.safe_set_local_fp32_param(parameter, self._padded_share(parameter, weight))
+        else:
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
-            return
-        # Shares are equally long; what the last ones have too much is padding, which DeepSpeed's own call for full
-        # tensors does not expect.
+
+    def _padded_share(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor, where weights are split.
+
+        Shares are equally long; what the last ones have too much is padding, which DeepSpeed's own call for full
+        tensors does not expect.
+        """
         length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
-        padded = nn.functional.pad(weight.flatten(), (0, length * self.setup.world_size - weight.numel()))
-        share = padded.narrow(0, length * self.setup.rank, length)
-        self.deepspeed.utils.safe_set_local_fp32_param(parameter, share)
+        padded = nn.functional.pad(full.flatten(), (0, length * self.setup.world_size - full.numel()))
+        return padded.narrow(0, length * self.setup.rank, length)
+
+    def _full_state(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """A float32 weight or a moment, whole. Collective; to be read before the next one is asked for."""
+        if self.is_whole:
+            return parameter.detach() if kind == "weight" else self.optimizer.state[parameter][kind]
+        if kind == "weight":
+            return self.deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)
+
+    @torch.no_grad()
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        value = value.to(self.device)
+        if self.is_whole:
+            self.optimizer.state[parameter][moment].copy_(value)
+        elif self.splits_weights:
+            share = self._padded_share(parameter, value)
+            self.deepspeed.utils.safe_set_local_optimizer_state(parameter, share, moment)
+        else:
+            self.deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
+
+    def _make_moments(self) -> None:
+        """DeepSpeed makes moments, and links them to their weights, at the first update; so there is one, of nothing.
+        What it does to the weights does not matter, as they are yet to be set."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        self.engine.backward(self.engine(input_ids=ids, use_cache=False).logits.float().sum() * 0.0)
+        self.engine.step()
+        for state in self.optimizer.state.values():
+            state["step"].fill_(self.updates)
 
     def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
         """Within the block a parameter that is split has all of its elements. Rank ``written_by`` may change them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,15 @@ from torch import Tensor
 
 class UnfitState(ValueError):
     """A checkpoint that is damaged, or not of this model."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight, by the first part of its name."""
+
+
+_WEIGHT = "weight/"
+_NUMBER = "#"
+"""In no name of a tensor; what follows it tells boxes of one tensor in one file apart."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,32 @@ def whole(name: str, tensor: Tensor) -> Part:
     return Part(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
+def own_share(part: Part, rank: int, ranks: int) -> Part:
+    """What one of ``ranks`` that all have ``part`` is to write: some of its rows, copied to memory of their own."""
+    if not part.tensor.ndim:
+        tensor = part.tensor if rank == 0 else part.tensor.new_empty(0)
+        return Part(part.name, tensor.to("cpu", copy=True), part.whole_shape, part.offsets)
+    rows = -(-len(part.tensor) // ranks)
+    first = min(rank * rows, len(part.tensor))
+    tensor = part.tensor[first : first + rows].to("cpu", copy=True)
+    return Part(part.name, tensor, part.whole_shape, (part.offsets[0] + first, *part.offsets[1:]))
+
+
+def common_updates(state: SavedState) -> int:
+    """How often the weights were updated, for a trainer that counts once for all. Raises `UnfitState` if some were
+    updated more often than others."""
+    counts = set(state.facts["updates"].values()) or {0}
+    if len(counts) > 1 or len(state.facts["updates"]) not in (0, len(state.weights())):
+        raise UnfitState(
+            f"in {state.folder} some weights were updated more often than others; only fsdp2_train goes on from there"
+        )
+    return counts.pop()
+
+
 def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
     """Write this rank's file and wait until it is on the disk. Empty parts need no place. `OSError` names the file."""
-    parts = [part for part in snapshot.parts if part.tensor.numel()]
-    places = {part.name: [part.whole_shape, part.offsets] for part in parts}
+    parts = _by_key(part for part in snapshot.parts if part.tensor.numel())
+    places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
     path = _file(folder, rank)
     folder.mkdir(parents=True, exist_ok=True)
     header = {
@@ -63,7 +94,7 @@ def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
         "ranks": str(snapshot.ranks),
     }
     try:
-        save_file({part.name: part.tensor.contiguous() for part in parts}, path, header)
+        save_file({key: part.tensor.contiguous() for key, part in parts.items()}, path, header)
     except SafetensorError as cause:
         raise OSError(f"cannot write {path}: {cause}") from cause
     with open(path, "rb") as file:
@@ -71,9 +102,18 @@ def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
     return path
 
 
+def _by_key(parts: Iterable[Part]) -> dict[str, Part]:
+    """A rank may have several boxes of a tensor; each needs a name in the file."""
+    keyed: dict[str, Part] = {}
+    for part in parts:
+        keyed[f"{part.name}{_NUMBER}{len(keyed)}" if part.name in keyed else part.name] = part
+    return keyed
+
+
 @dataclass(frozen=True)
 class _Place:
     path: Path
+    key: str
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -98,6 +138,31 @@ class SavedState:
         """Of all tensors."""
         return list(self._places)
 
+    def weights(self) -> set[str]:
+        """Names of the weights, as the model has them."""
+        return {name.removeprefix(_WEIGHT) for name in self._places if name.startswith(_WEIGHT)}
+
+    def require_weights(self, own: Iterable[str]) -> None:
+        """Raises `UnfitState` if the state is not of a model with exactly these weights."""
+        odd = sorted(set(own) ^ self.weights())
+        if odd:
+            raise UnfitState(
+                f"{self.folder} is the state of another model: {odd[0]} is in one of them only ({len(odd)} such names)"
+            )
+
+    def require_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raises `UnfitState` if the tensor ``name`` has another shape in the state than in the model."""
+        if self.shape(name) != tuple(shape):
+            raise UnfitState(
+                f"{name} is {list(shape)} in the model and {list(self.shape(name))} in {self.folder}: it is the state "
+                "of another model"
+            )
+
+    def read_whole(self, name: str, shape: Sequence[int]) -> Tensor:
+        """All of a tensor, which must have this shape, on the CPU."""
+        self.require_shape(name, shape)
+        return self.read(name, (0,) * len(shape), shape)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor. Raises `UnfitState` for a name that is not there."""
         return self._known(name)[0].whole_shape
@@ -116,7 +181,7 @@ class SavedState:
                 continue
             there = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, place.offsets, strict=True))
             here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
-            part = self._slice(place.path, name, there)
+            part = self._slice(place, there)
             if box is None:
                 box = torch.empty(tuple(shape), dtype=part.dtype)
             box[here] = part
@@ -126,9 +191,9 @@ class SavedState:
             raise UnfitState(f"{name}: {filled} of {wanted} values from {list(offsets)} on are in {self.folder}")
         return box
 
-    def _slice(self, path: Path, name: str, there: tuple[slice, ...]) -> Tensor:
-        file = self._open(path)
-        return file.get_slice(name)[there] if there else file.get_tensor(name)
+    def _slice(self, place: _Place, there: tuple[slice, ...]) -> Tensor:
+        file = self._open(place.path)
+        return file.get_slice(place.key)[there] if there else file.get_tensor(place.key)
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -149,9 +214,9 @@ class SavedState:
         except (SafetensorError, OSError) as cause:
             raise UnfitState(f"{path} is damaged: {cause}") from cause
         self.facts = json.loads(header["facts"])
-        for name, (whole_shape, offsets) in json.loads(header["places"]).items():
-            place = _Place(path, tuple(whole_shape), tuple(offsets), shapes[name])
-            self._places.setdefault(name, []).append(place)
+        for key, (whole_shape, offsets) in json.loads(header["places"]).items():
+            place = _Place(path, key, tuple(whole_shape), tuple(offsets), shapes[key])
+            self._places.setdefault(key.partition(_NUMBER)[0], []).append(place)
         return int(header["ranks"])
 
 

@@ -19,6 +19,7 @@ import torch
 
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
+from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.trainers import free_ports, trainer_setup
 
 Work = Callable[[TrainStrategy, Any], Any]
@@ -35,16 +36,20 @@ class Job:
     argument: Any = None
     setup: dict[str, Any] = field(default_factory=dict)
     """Changes to `trainer_setup`."""
+    ranks: int | None = None
+    """How many of the processes have a rank of it; None: all."""
 
 
 def run_jobs(jobs: list[Job], world_size: int, folder: Path) -> list[list[Any]]:
-    """Results by job and rank."""
+    """Results by job and rank. Jobs with megatron_train are to come last: what it needs on a CPU stays in a process."""
     folder.mkdir(exist_ok=True)
     context = torch.multiprocessing.get_context("spawn")
     meeting = Meeting(context.Barrier(world_size), context.Value("i"))
     torch.multiprocessing.spawn(_run_rank, (jobs, world_size, meeting, str(folder)), nprocs=world_size)
     by_rank = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world_size)]
-    return [list(results) for results in zip(*by_rank, strict=True)]
+    return [
+        list(results[: job.ranks]) for job, results in zip(jobs, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,13 @@ def _run_rank(rank: int, jobs: list[Job], world_size: int, meeting: Meeting, fol
     torch.set_num_threads(1)
     results = []
     for job in jobs:
-        place = {"rank": rank, "world_size": world_size, "port": meeting.next_port(rank)}
+        ranks = job.ranks or world_size
+        place = {"rank": rank, "world_size": ranks, "port": meeting.next_port(rank)}
+        if rank >= ranks:
+            results.append(None)
+            continue
+        if job.strategy == "megatron_train":
+            megatron_cpu_shim.install()
         trainer = build_train_strategy(job.strategy, trainer_setup(job.model_path, **place | job.setup))
         trainer.initialize()
         results.append(job.work(trainer, job.argument))

@@ -7,9 +7,11 @@ bfloat16 the optimizer holds float32 weights, shared out over data-parallel rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,7 +19,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from roll.configs.schema import TrainingArguments
 from roll.strategies.train.megatron_options import MegatronOptions
@@ -46,6 +50,16 @@ def _sum_gradients(chunks: list[DistributedDataParallel], _: torch.Tensor | None
     finalize_model_grads(chunks, None, **settings)
 
 
+@dataclass(frozen=True)
+class Master:
+    """The float32 weight that the optimizer updates of a parameter, or this rank's part of it."""
+
+    tensor: Tensor
+    start: int
+    """Where it begins in the flattened parameter."""
+    optimizer: torch.optim.Optimizer
+
+
 class Updater:
     """One optimizer over the model chunks of a rank."""
 
@@ -60,6 +74,7 @@ class Updater:
         self._chunks = list(chunks)
         self._weight_decay = arguments.weight_decay
         self._keeps_masters = dtype is torch.bfloat16
+        self._shares_out = options.use_distributed_optimizer
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -76,6 +91,62 @@ class Updater:
             self._chunks,
             use_gloo_process_groups=False,
         )
+        self._masters = dict(self._find_masters())
+        self.updates = 0
+        """Steps that were not skipped."""
+
+    def full_state(self, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
+        """The float32 weight of a parameter, or a moment (which exists after the first update), in the parameter's
+        shape. Collective over ``group``, the ranks that share it out."""
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        master = self._masters.get(parameter)
+        if master is not None:
+            value = master.tensor if kind == "weight" else master.optimizer.state[master.tensor][kind]
+            full[master.start : master.start + value.numel()] = value.detach().flatten()
+        if self._shares_out and group.size() > 1:
+            dist.all_reduce(full, group=group)
+        return full.view(parameter.shape)
+
+    @torch.no_grad()
+    def set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
+        """Put what `full_state` gave where this rank keeps its part of it; a weight also into the model."""
+        if kind == "weight":
+            parameter.copy_(full)
+        master = self._masters.get(parameter)
+        if master is None:
+            return
+        part = full.flatten()[master.start : master.start + master.tensor.numel()].view_as(master.tensor)
+        if kind == "weight":
+            master.tensor.copy_(part)
+        else:
+            master.optimizer.state[master.tensor][kind] = part.to(master.tensor.device, torch.float32, copy=True)
+
+    def set_updates(self, updates: int) -> None:
+        """The moments are those after so many updates."""
+        self.updates = updates
+        for master in self._masters.values():
+            if isinstance(master.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                master.optimizer.state[master.tensor]["step"] = torch.tensor(float(updates))
+                continue
+            for group in master.optimizer.param_groups:  # Adam of Transformer Engine counts for a whole group.
+                group["step"] = updates
+
+    def _find_masters(self) -> Iterator[tuple[nn.Parameter, Master]]:
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                yield from _shared_out_masters(part)
+        if self._shares_out:
+            return
+        owners = {
+            id(tensor): part.optimizer
+            for part in self._optimizer.chained_optimizers
+            for group in part.param_groups
+            for tensor in group["params"]
+        }
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                tensor = parameter.main_param if self._keeps_masters else parameter
+                yield parameter, Master(tensor, 0, owners[id(tensor)])
 
     def clear(self) -> None:
         """Forget the gradients of the last step."""
@@ -94,6 +165,7 @@ class Updater:
         skipped = nothing_to_learn or not math.isfinite(norm)
         if not skipped:
             self._optimizer.step()
+            self.updates += 1
         return norm, skipped
 
     def reload_weights(self) -> None:
@@ -111,6 +183,17 @@ class Updater:
             for group in self._optimizer.param_groups:
                 for master in group["params"]:
                     master.data = master.data.to(device)
+
+
+def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Master]]:
+    """Of the parameters of which this rank has a part."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    tensor = optimizer.param_groups[group]["params"][order]
+                    yield parameter, Master(tensor, ranges["param"].start, optimizer.optimizer)
 
 
 def free_buffers(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -26,6 +26,7 @@ from roll.strategies.train.megatron.files import CheckpointFiles, checkpoint_fol
 from roll.strategies.train.megatron.model import build_chunks, transformer_config
 from roll.strategies.train.megatron.optimizer import Updater, free_buffers, restore_buffers, wrap_for_gradients
 from roll.strategies.train.megatron.passes import Passes, from_last_stage, on_last_stage
+from roll.strategies.train.megatron.state import restore_state, state_parts, update_counts
 from roll.strategies.train.megatron.weights import ModelWeights
 from roll.strategies.train.megatron_options import parse_options
 from roll.strategies.train.microbatches import (
@@ -37,6 +38,7 @@ from roll.strategies.train.microbatches import (
 )
 from roll.strategies.train.optimizer import learning_rate_schedule
 from roll.strategies.train.setup import TrainerSetup
+from roll.strategies.train.sharded_state import SavedState, StateSnapshot
 from roll.strategies.train.step import TrainingStep, combined_metrics
 
 
@@ -153,6 +155,16 @@ class MegatronTrainStrategy:
         self._fill(path)
         if not self.setup.forward_only:
             self.updater.reload_weights()
+
+    def snapshot(self) -> StateSnapshot:
+        """Copies of this rank's part of each tensor; see `TrainStrategy`."""
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": update_counts(self.weights, self.updater)}
+        return StateSnapshot(list(state_parts(self.weights, self.updater)), facts, self.setup.world_size)
+
+    def restore(self, state: SavedState) -> None:
+        """See `TrainStrategy`; the layout may be another one."""
+        restore_state(self.weights, self.updater, state)
+        self.optimizer_steps = state.facts["optimizer_steps"]
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU, drop gradients. Nothing to do on a CPU."""

@@ -37,6 +37,29 @@ class OwnParameter:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What a parameter of this rank has of one tensor of the Hugging Face model."""
+
+    name: str
+    whole_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    shape: tuple[int, ...]
+    """Without the rows that pad the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that have the same parameter, with the same values."""
+
+    group: dist.ProcessGroup
+    """Those of them that share out its optimizer state."""
+    number: int
+    """This rank among all of them."""
+    count: int
+
+
+@dataclass(frozen=True)
 class Streamed:
     """One step of the stream: the tensors that come of a rule in a layer. Known to all ranks."""
 
@@ -69,6 +92,75 @@ class ModelWeights:
         with torch.no_grad():
             for own in self._own:
                 own.parameter.copy_(self._read(files, own))
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors of the Hugging Face model, whoever has them."""
+        return [name for step in self._plan for name in step.names]
+
+    @property
+    def parameters(self) -> list[OwnParameter]:
+        """Those of this rank; what another stage has too is left out there where it is not the first."""
+        return [own for own in self._own if not self._is_copy(own)]
+
+    @property
+    def parameters_and_copies(self) -> list[OwnParameter]:
+        """Those of this rank."""
+        return list(self._own)
+
+    def copies(self, own: OwnParameter) -> Copies:
+        """Which ranks have this parameter."""
+        rule = self._rules[own.place.rule]
+        if rule.is_expert:
+            group, shift = parallel_state.get_expert_data_parallel_group(), own.place.expert
+        else:
+            group, shift = parallel_state.get_data_parallel_group(with_context_parallel=True), 0
+        equal = self._tensor_group(rule) if rule.shared_dim is None else None
+        number, count = group.rank(), group.size()
+        if equal is not None:
+            number, count = number * equal.size() + equal.rank(), count * equal.size()
+        # Experts take turns in being the first rank's.
+        return Copies(group, (number + shift) % count, count)
+
+    def pieces(self, own: OwnParameter) -> list[Piece]:
+        """The tensors that a parameter belongs to, in the order of `split`."""
+        rule, place = self._rules[own.place.rule], own.place
+        group = self._tensor_group(rule)
+        pieces, rows_before = [], 0
+        parts = rule.fusion.split(torch.empty(own.parameter.shape, device="meta"))
+        names = self._model_names(place)
+        for number, part in enumerate(parts):
+            whole = self._full_shape(rule, tuple(part.shape), group.size())
+            offsets = tuple(group.rank() * size if dim == rule.shared_dim else 0 for dim, size in enumerate(part.shape))
+            shape = tuple(part.shape)
+            if rule.is_vocabulary:
+                whole = (self.facts.vocabulary, *whole[1:])
+                first = min(offsets[0], whole[0])
+                shape, offsets = (min(shape[0], whole[0] - first), *shape[1:]), (first, *offsets[1:])
+            if not rule.is_expert:
+                pieces.append(Piece(names[number], whole, offsets, shape))
+                continue
+            rows = sum(len(other) for other in parts) * (group.size() if rule.shared_dim == 0 else 1)
+            at = (place.expert, rows_before + offsets[0], *offsets[1:])
+            pieces.append(Piece(names[0], (self.facts.experts.experts, rows, *whole[1:]), at, (1, *shape)))
+            rows_before += whole[0]
+        return pieces
+
+    def split(self, own: OwnParameter, tensor: Tensor) -> list[Tensor]:
+        """The pieces of a tensor of a parameter's shape."""
+        parts = self._rules[own.place.rule].fusion.split(tensor)
+        return [
+            part[: piece.shape[0]] if len(piece.shape) == part.ndim else part[None]
+            for part, piece in zip(parts, self.pieces(own), strict=True)
+        ]
+
+    def join(self, own: OwnParameter, pieces: Sequence[Tensor]) -> Tensor:
+        """Undo `split`; rows that pad the vocabulary are zeros."""
+        rule = self._rules[own.place.rule]
+        parts = [piece[0] if rule.is_expert else piece for piece in pieces]
+        if rule.is_vocabulary:
+            parts = [_padded(parts[0], len(own.parameter))]
+        return rule.fusion.join(parts)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
@@ -104,6 +196,14 @@ class ModelWeights:
 
     def _names(self, place: Place) -> list[str]:
         return self._rules[place.rule].names(place.layer, place.expert)
+
+    def _model_names(self, place: Place) -> list[str]:
+        """Names in the Hugging Face model, which has the experts of a layer in one parameter."""
+        names = self._names(place)
+        if not self._rules[place.rule].is_expert:
+            return names
+        fused = next(fused for word, fused in MODEL_EXPERTS.items() if word in names[0])
+        return [fused.format(layer=place.layer)]
 
     def _tensor_group(self, rule: Rule) -> dist.ProcessGroup:
         if rule.is_expert:
@@ -155,11 +255,10 @@ class ModelWeights:
         rule, place = self._rules[own.place.rule], own.place
         parts = rule.fusion.split(torch.empty(own.parameter.shape, device="meta"))
         shapes = [self._full_shape(rule, tuple(part.shape), self._tensor_group(rule).size()) for part in parts]
-        names = self._names(place)
+        names = self._model_names(place)
         if rule.is_expert:
-            fused = next(fused for word, fused in MODEL_EXPERTS.items() if word in names[0])
             rows = sum(shape[0] for shape in shapes)
-            names, shapes = [fused.format(layer=place.layer)], [(self.facts.experts.experts, rows, *shapes[0][1:])]
+            shapes = [(self.facts.experts.experts, rows, *shapes[0][1:])]
         return Streamed(self._stages.rank(), place.rule, place.layer, tuple(names), tuple(shapes))
 
     def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:

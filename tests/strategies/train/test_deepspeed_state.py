@@ -1,0 +1,178 @@
+"""What `deepspeed_train` keeps of itself: a restored trainer goes on where the saved one was, at any stage of ZeRO, on
+any number of ranks, and where `fsdp2_train` was too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
+
+pytestmark = pytest.mark.timeout(900)
+"""Many trainers start in one fixture: a minute on a quiet machine."""
+
+TRAINING = TrainingArguments(
+    learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", adam_epsilon=1e-4
+)
+"""A schedule and a bias correction that tell the steps apart."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Which one, and how it is told to work."""
+
+    strategy: str = "deepspeed_train"
+    zero: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    def job(self, work, model_path: str, argument: Any) -> Job:
+        options = {"zero_optimization": self.zero} if self.strategy == "deepspeed_train" else {}
+        setup = {
+            "training_args": TRAINING,
+            "max_tokens": 14,
+            "model_args": ModelArguments(dtype=self.dtype),
+            "strategy_config": {"process_group_timeout_seconds": 60, **options},
+        }
+        return Job(work, self.strategy, model_path, argument, setup)
+
+
+CPU = {"device": "cpu"}
+TRAINERS = {
+    "fsdp2": Trainer("fsdp2_train"),
+    "ZeRO 0": Trainer(zero={"stage": 0}),
+    "ZeRO 1": Trainer(zero={"stage": 1}),
+    "ZeRO 2": Trainer(zero={"stage": 2}),
+    "ZeRO 3": Trainer(zero={"stage": 3, "sub_group_size": 1000}),
+    "ZeRO 1, bfloat16": Trainer(zero={"stage": 1}, dtype="bfloat16"),
+    "ZeRO 3, bfloat16": Trainer(zero={"stage": 3}, dtype="bfloat16"),
+    "ZeRO 2, optimizer on the CPU": Trainer(zero={"stage": 2, "offload_optimizer": CPU}),
+    "ZeRO 3, all on the CPU": Trainer(zero={"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}),
+}
+ELSEWHERE = {
+    "ZeRO 3": ("ZeRO 1", "ZeRO 0", "fsdp2"),
+    "ZeRO 1": ("ZeRO 3", "ZeRO 2, optimizer on the CPU"),
+    "ZeRO 2": ("ZeRO 3",),
+    "ZeRO 0": ("ZeRO 2",),
+    "fsdp2": ("ZeRO 3", "ZeRO 0"),
+    "ZeRO 1, bfloat16": ("ZeRO 3, bfloat16",),
+}
+"""Saved by two ranks of the one, restored by one rank of each other."""
+
+
+def trained(trainer, steps):
+    return [trainer.train_step(make_batch(step), OBJECTIVE, 0.9) for step in steps], weights_of(trainer)
+
+
+def skip_an_update(trainer):
+    batch = make_batch(9)
+    batch.tokens["advantages"][np.flatnonzero(batch.tokens["response_mask"])[3]] = np.nan
+    assert trainer.train_step(batch, OBJECTIVE, 0.9)["skipped_updates"] == 1.0
+
+
+def save_and_go_on(trainer, folder):
+    trained(trainer, [0])
+    skip_an_update(trainer)
+    trained(trainer, [1])
+    snapshot = trainer.snapshot()
+    results = trained(trainer, [2, 3])
+    write_state(Path(folder), trainer.setup.rank, snapshot)
+    return results
+
+
+def go_on(trainer, folder):
+    trainer.restore(SavedState(Path(folder)))
+    return trained(trainer, [2, 3])
+
+
+def save_untrained(trainer, folder):
+    write_state(Path(folder), trainer.setup.rank, trainer.snapshot())
+    return trained(trainer, [2, 3])
+
+
+def refuse(trainer, folder):
+    with pytest.raises(UnfitState) as refusal:
+        trainer.restore(SavedState(Path(folder)))
+    return str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    """Of odd sizes, which do not divide by the ranks."""
+    return write_model(tmp_path_factory.mktemp("model"), tied=False, hidden_size=15, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_path, folder):
+    """By trainer: what each rank saw in an undisturbed history, and in a resumed one."""
+    works = (save_and_go_on, go_on)
+    jobs = [trainer.job(work, model_path, str(folder / name)) for name, trainer in TRAINERS.items() for work in works]
+    results = iter(run_jobs(jobs, 2, folder / "results"))
+    return {name: (next(results), next(results)) for name in TRAINERS}
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks, model_path, folder, tmp_path_factory):
+    """Results by (trainer that saved, trainer that went on), and what was refused."""
+    pairs = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
+    jobs = [TRAINERS[other].job(go_on, model_path, str(folder / saver)) for saver, other in pairs]
+    fresh = str(folder / "fresh")
+    jobs += [TRAINERS["ZeRO 3"].job(work, model_path, fresh) for work in (save_untrained, go_on)]
+    wider = write_model(tmp_path_factory.mktemp("wider"), tied=False, hidden_size=16, head_dim=8)
+    tied = write_model(tmp_path_factory.mktemp("tied"), hidden_size=15, head_dim=8)
+    jobs += [TRAINERS["ZeRO 2"].job(refuse, path, str(folder / "ZeRO 3")) for path in (wider, tied)]
+    results = [by_rank[0] for by_rank in run_jobs(jobs, 1, folder / "results")]
+    return dict(zip([*pairs, "fresh", "fresh again", "wider", "tied"], results, strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_restored_trainer_goes_on_to_the_bit(two_ranks, name):
+    undisturbed, resumed = two_ranks[name]
+    for (metrics, weights), (found_metrics, found_weights) in zip(undisturbed, resumed, strict=True):
+        assert found_metrics == metrics
+        assert found_weights.keys() == weights.keys()
+        assert all(np.array_equal(found_weights[key], weight) for key, weight in weights.items())
+
+
+@pytest.mark.parametrize(("saver", "other"), [(saver, other) for saver, names in ELSEWHERE.items() for other in names])
+def test_another_number_of_ranks_and_another_stage_go_on_alike(two_ranks, one_rank, saver, other):
+    metrics, weights = two_ranks[saver][0][0]
+    found_metrics, found_weights = one_rank[saver, other]
+    rtol, atol = (1e-4, 2e-5) if TRAINERS[saver].dtype == "float32" else (2e-2, 2e-3)
+    for found, expected in zip(found_metrics, metrics, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert found[key] == pytest.approx(expected[key], rel=rtol), key
+    for key, weight in weights.items():
+        np.testing.assert_allclose(found_weights[key], weight, rtol=rtol, atol=atol, err_msg=key)
+
+
+def test_a_state_from_before_the_first_update_has_no_moments(one_rank, folder):
+    assert all(name.startswith("weight/") for name in SavedState(folder / "fresh").names())
+    (metrics, weights), (found_metrics, found_weights) = one_rank["fresh"], one_rank["fresh again"]
+    assert found_metrics == metrics and all(np.array_equal(found_weights[key], weights[key]) for key in weights)
+
+
+def test_each_rank_writes_its_share_of_float32(two_ranks, folder):
+    for name in TRAINERS:
+        files = sorted((folder / name).glob("rank-*.safetensors"))
+        sizes = [path.stat().st_size for path in files]
+        assert len(files) == 2 and max(sizes) < 1.4 * min(sizes), name
+        state = SavedState(folder / name)
+        assert len(state.names()) == 3 * len(state.weights())
+        assert str(state.read("weight/lm_head.weight", (0, 0), (23, 15)).dtype) == "torch.float32"
+
+
+def test_the_state_of_another_model_is_refused_by_name(one_rank):
+    assert "another model" in one_rank["wider"] and "[23, 16] in the model and [23, 15]" in one_rank["wider"]
+    assert "another model" in one_rank["tied"] and "lm_head.weight" in one_rank["tied"]
