@@ -98,6 +98,15 @@ class ModelArguments:
         "sdpa", help="Attention implementation handed to transformers."
     )
     trust_remote_code: bool = option(False, help="Allow code that comes with the model files to be executed.")
+    lora_target: list[str] | str | None = option(
+        None,
+        help="Train adapters (LoRA) on these linear layers and nothing else: `q_proj,v_proj`, a list, or `all-linear`. "
+        "Default: train all weights. Under `actor_train` with `fsdp2_train`; see `docs/trainers.md`.",
+    )
+    lora_rank: int = option(8, help="Rank of the adapters.", range=COUNT)
+    lora_alpha: int | None = option(
+        None, help="What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank.", range=COUNT
+    )
 
 
 @dataclass
