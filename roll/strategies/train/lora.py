@@ -79,7 +79,7 @@ def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str
     if target_names(wanted) == [EVERYWHERE]:
         return known
     names = target_names(wanted)
-    others = [name for name, _ in model.named_modules() if name not in adaptable]
+    others = [name for name, _ in model.named_modules() if name and name not in adaptable]
     unknown = [name for name in names if not any(_is_target(module, name) for module in adaptable)]
     if unknown:
         raise UnknownTarget("; ".join(_unknown(name, others, known) for name in unknown))
