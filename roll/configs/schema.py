@@ -18,6 +18,10 @@ TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 RESUMABLE_STRATEGIES = ("fsdp2_train",)
 """Trainers that write their state, and go on from it."""
+ADAPTER_STRATEGIES = ("fsdp2_train",)
+"""Trainers of adapters (LoRA)."""
+ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
+"""Keys of `model_args` that say what adapters are."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
@@ -640,7 +644,11 @@ class PipelineConfig:
 
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
-    reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
+    reference: ReferenceConfig | None = option(
+        None,
+        help="The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of "
+        "the same model, and this section names its devices or none, the reference is actor_train without them.",
+    )
     critic: CriticConfig | None = option(
         None, help="The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
     )
