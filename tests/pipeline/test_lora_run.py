@@ -12,6 +12,11 @@ from tiny import make_task, tiny_config
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
 
 
+def learned(step):
+    """Metrics without times."""
+    return {name: value for name, value in step.items() if name.startswith(("actor/", "reward/"))}
+
+
 def test_the_reference_is_the_base_and_a_resumed_run_with_a_separate_one_is_equal_to_the_bit(tmp_path, ray_cluster):
     make_task(tmp_path)
     config = tiny_config(
@@ -43,8 +48,6 @@ def test_the_reference_is_the_base_and_a_resumed_run_with_a_separate_one_is_equa
     resumed = run_pipeline(tmp_path, ray_cluster, separate, before=interrupted)
     assert len(resumed.metrics) == 4
     for before, after in zip(run.metrics, resumed.metrics, strict=True):
-        assert {name: value for name, value in before.items() if name.startswith(("actor/", "reward/"))} == {
-            name: value for name, value in after.items() if name.startswith(("actor/", "reward/"))
-        }
-    exports = [(folder / "checkpoints/step-4/model.safetensors").read_bytes() for folder in (run.folder, resumed.folder)]
-    assert exports[0] == exports[1]
+        assert learned(before) == learned(after) != {}
+    model = "checkpoints/step-4/model.safetensors"
+    assert (run.folder / model).read_bytes() == (resumed.folder / model).read_bytes()

@@ -7,6 +7,7 @@ trainer is merged, so that engines, checksums and exports see a plain model and 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from roll.configs.errors import ConfigProblem
 from roll.configs.schema import ModelArguments
-from roll.configs.wording import nearest
+from roll.configs.wording import choose_among
 from roll.strategies.train.hf_model import decoder_layers
 from roll.strategies.weights import dtype_name, tensor_bytes
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the one adapter that there is."""
 EVERYWHERE = "all-linear"
+INSTALL = "pip install 'roll[lora]'"
 FOLDER = "adapter"
 """Where an export keeps the adapter, beside the merged model."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -42,6 +45,27 @@ _PEFT_PREFIX = "base_model.model."
 
 class UnknownTarget(ValueError):
     """`lora_target` names no layer that can have an adapter."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
+    """What is wrong with the adapters that ``arguments`` (which stand at ``path``) ask for; loads no weights."""
+    if importlib.util.find_spec("peft") is None:
+        return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    try:
+        resolve_targets(skeleton, arguments.lora_target or EVERYWHERE)
+    except UnknownTarget as error:
+        return [ConfigProblem(f"{path}.lora_target", error.reason, error.remedy)]
+    return []
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,8 @@ def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str
     others = [name for name, _ in model.named_modules() if name and name not in adaptable]
     unknown = [name for name in names if not any(_is_target(module, name) for module in adaptable)]
     if unknown:
-        raise UnknownTarget("; ".join(_unknown(name, others, known) for name in unknown))
+        reasons = [_unknown(name, others) for name in unknown]
+        raise UnknownTarget(", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
     return names
 
 
@@ -101,12 +126,9 @@ def _is_target(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _unknown(name: str, others: list[str], known: list[str]) -> str:
+def _unknown(name: str, others: list[str]) -> str:
     there = any(_is_target(module, name) for module in others)
-    reason = "is no linear layer of the decoder layers" if there else "is no module of this model"
-    match = nearest(name, known)
-    guess = f"did you mean `{match}`? " if match else ""
-    return f"{name!r} {reason}; {guess}there are {', '.join(f'`{item}`' for item in known)}, or `{EVERYWHERE}`"
+    return f"{name!r} is {'no linear layer of the decoder layers' if there else 'no module of this model'}"
 
 
 @dataclass(frozen=True)

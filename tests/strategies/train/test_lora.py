@@ -316,9 +316,9 @@ def test_the_state_of_other_training_is_refused(start, model_path, two_ranks, tm
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("q_porj", "'q_porj' is no module of this model; did you mean `q_proj`?"),
-        (["q_proj", "lm_head"], "'lm_head' is no linear layer of the decoder layers; there are `down_proj`"),
-        (["norm"], "'norm' is no linear layer"),
+        ("q_porj", "'q_porj' is no module of this model; did you mean `q_proj`? known: `down_proj`"),
+        (["q_proj", "lm_head"], "'lm_head' is no linear layer of the decoder layers; known: `down_proj`"),
+        ("norm,v_poj", "'norm' is no linear layer of the decoder layers, 'v_poj' is no module of this model"),
         (["q_proj", "all-linear"], "'all-linear' is no module"),
         ("proj", "'proj' is no module"),
         ("", "'' is no module"),
