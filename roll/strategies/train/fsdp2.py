@@ -10,7 +10,7 @@ calls give equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights, save_weights
-from roll.strategies.train.fsdp2_options import parse_options
+from roll.strategies.train.fsdp2_options import Fsdp2Options, parse_options
 from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
 from roll.strategies.train.lora import add_adapters, is_adapter
@@ -204,12 +204,8 @@ class Fsdp2TrainStrategy:
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         settings = {
             "mesh": init_device_mesh(self.setup.device, (self.setup.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.setup.model_args.dtype), reduce_dtype=torch.float32
-            ),
+            **sharding_policies(self.setup, self.options),
         }
-        if self.options.offload == "cpu":
-            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.setup.device == "cuda")
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **settings)
         # The backward pass starts with the head, so what the root holds stays gathered until then.
@@ -245,9 +241,9 @@ class Fsdp2TrainStrategy:
 
     def _full(self, parameter: Tensor) -> Tensor:
         """All of a parameter, in float32. Collective."""
-        weight = parameter.detach()
-        # Ranks exchange what is on their devices faster than what waits in the host's memory.
-        return (weight.to_local() if self.setup.world_size == 1 else weight.to(self.device).full_tensor()).float()
+        # Ranks exchange what is on their devices faster than what is kept in the host's memory.
+        weight = parameter.detach().to(self.device)
+        return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         """This rank's micro-batches."""
@@ -282,6 +278,19 @@ class Fsdp2TrainStrategy:
         self.model.to(device)
         if not self.setup.forward_only:
             move_state(self.optimizer, device)
+
+
+def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, Any]:
+    """Precision and place of what `fully_shard` splits."""
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, setup.model_args.dtype), reduce_dtype=torch.float32
+        )
+    }
+    if options.offload == "cpu":
+        # Pinned memory is copied beside computing; without a GPU there is none.
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=setup.device == "cuda")
+    return policies
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -55,6 +55,7 @@ def zero(stage: int, **options: Any) -> Candidate:
 
 CANDIDATES = {
     REFERENCE: Candidate("fsdp2_train"),
+    "fsdp2, states on the CPU": Candidate("fsdp2_train", {"offload": "cpu"}),
     "ZeRO 0": zero(0),
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),
