@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
+import pytest
 from runs import run_pipeline
 from safetensors import safe_open
 from tiny import make_task, tiny_config
+
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.pipeline.preflight import prepare
 
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
 
@@ -51,3 +57,21 @@ def test_the_reference_is_the_base_and_a_resumed_run_with_a_separate_one_is_equa
         assert learned(before) == learned(after) != {}
     model = "checkpoints/step-4/model.safetensors"
     assert (run.folder / model).read_bytes() == (resumed.folder / model).read_bytes()
+
+
+def problems(folder):
+    with pytest.raises(ConfigError) as refusal:
+        prepare(config_from_tree(tiny_config(folder, actor_train__model_args={"lora_target": "q_porj"})))
+    (problem,) = refusal.value.problems
+    assert problem.path == "actor_train.model_args.lora_target"
+    return problem
+
+
+def test_unknown_targets_and_a_missing_package_are_refused_before_anything_loads(tmp_path, monkeypatch):
+    make_task(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "no module of this model" in problems(tmp_path).message
+    assert "did you mean `q_proj`?" in problems(tmp_path).remedy
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "peft, which is not installed" in problems(tmp_path).message
+    assert problems(tmp_path).remedy == "pip install 'roll[lora]'"

@@ -186,10 +186,14 @@ def expected(model_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_tokens": 12, "strategy_config": CHECKPOINTING}, {"strategy_config": {"reshard_after_forward": False}}],
-    ids=["small micro-batches, checkpointing", "gathered"],
+    [
+        {"max_tokens": 12, "strategy_config": CHECKPOINTING},
+        {"strategy_config": {"reshard_after_forward": False}},
+        {"strategy_config": {"offload": "cpu"}},
+    ],
+    ids=["small micro-batches, checkpointing", "gathered", "on the CPU"],
 )
-def test_micro_batches_checkpointing_and_resharding_change_nothing(start, model_path, expected, changes):
+def test_micro_batches_checkpointing_resharding_and_offloading_change_nothing(start, model_path, expected, changes):
     assert_close(everything(start(model_path, **changes)), expected)
 
 
