@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from roll.configs import derived
-from roll.configs.schema import PipelineConfig
+from roll.configs.schema import ADAPTER_KEYS, PipelineConfig
 from roll.configs.wording import masked, shown
 
 Judgement = Literal["harmless", "needs confirmation", "impossible"]
@@ -22,6 +22,7 @@ IMPOSSIBLE = {
     "pipeline": "a checkpoint is of one pipeline",
     "seed": "it decides which group is made of what",
     "rollout_batch_size": "checkpoints count groups in batches of this size",
+    **{f"actor_train.model_args.{key}": "adapters in a checkpoint are of this shape and scale" for key in ADAPTER_KEYS},
 }
 """Key -> why it cannot change. Whether prompts or environments are the same ones is judged by themselves."""
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_training
+from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_lora, rules_training
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 
@@ -32,6 +32,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_devices.engine_reads_its_model_arguments,
     rules_devices.vllm_samples_at_the_temperature,
     rules_training.trainers_pack,
+    rules_lora.adapters_are_trained,
+    rules_lora.base_reference_sets_nothing,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

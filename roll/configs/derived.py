@@ -10,12 +10,13 @@ import math
 import sys
 from typing import Any
 
-from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.device_mapping import DeviceMappingError, parse_device_mapping
 from roll.configs.schema import (
     ROLES,
     ROLL_KNOBS,
     TRAINED_ROLES,
     AgenticConfig,
+    DeviceMapping,
     EnvManagerConfig,
     PipelineConfig,
     ValidationSettings,
@@ -31,7 +32,8 @@ LONGEST_CANARY = 64
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """The roles of this run that own devices, by name."""
-    sections = (config.actor_train, config.actor_infer, config.reference, config.critic)
+    reference = None if reference_is_base(config) else config.reference
+    sections = (config.actor_train, config.actor_infer, reference, config.critic)
     roles = dict(zip(ROLES, sections, strict=True))
     return {name: role for name, role in roles.items() if role is not None}
 
@@ -39,6 +41,26 @@ def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
 def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """The roles of this run that learn, by name."""
     return {name: role for name, role in present_roles(config).items() if name in TRAINED_ROLES}
+
+
+def reference_is_base(config: PipelineConfig) -> bool:
+    """Whether the reference is the trainer without its adapters (LoRA): of the same model, on the same devices or none
+    of its own. A second copy of the model would compute the same."""
+    if config.reference is None or config.actor_train.model_args.lora_target is None:
+        return False
+    if model_path(config, config.reference) != model_path(config, config.actor_train):
+        return False
+    return config.reference.device_mapping is None or _same_devices(
+        config.reference.device_mapping, config.actor_train.device_mapping
+    )
+
+
+def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
+    """Mappings that cannot be read are somebody else's problem."""
+    try:
+        return set(parse_device_mapping(first)) == set(parse_device_mapping(second))
+    except DeviceMappingError:
+        return False
 
 
 def uses_kl(config: PipelineConfig) -> bool:

@@ -13,7 +13,14 @@ from roll.configs import derived
 from roll.configs.checks import config_warnings
 from roll.configs.device_mapping import compact, parse_device_mapping
 from roll.configs.rules_data import files_of
-from roll.configs.schema import AgenticConfig, DataArguments, EnvManagerConfig, PipelineConfig, WorkerConfig
+from roll.configs.schema import (
+    AgenticConfig,
+    DataArguments,
+    EnvManagerConfig,
+    ModelArguments,
+    PipelineConfig,
+    WorkerConfig,
+)
 from roll.configs.wording import count
 
 
@@ -31,6 +38,8 @@ class RolePlan:
     """``rank`` or ``replica``."""
     shares_with: list[str]
     """Roles that own some of the same devices, and take turns on them."""
+    adapters: str = ""
+    """What is trained, where it is not all of the model."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Plan:
     device: str
     devices: int
     roles: list[RolePlan]
+    reference_is_base: bool
+    """The reference is the trainer without its adapters."""
     training_data: str
     validation_data: str
     prompts_per_step: int
@@ -78,6 +89,7 @@ def plan(config: PipelineConfig) -> Plan:
         device=config.cluster.device,
         devices=derived.total_devices(config),
         roles=[_role_plan(config, name, role) for name, role in derived.present_roles(config).items()],
+        reference_is_base=derived.reference_is_base(config),
         training_data=_training_data(config),
         validation_data=_validation_data(config),
         prompts_per_step=config.rollout_batch_size,
@@ -122,7 +134,15 @@ def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig) -> RolePla
         workers=derived.engine_replicas(config) if generates else len(devices),
         worker_word="replica" if generates else "rank",
         shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
+        adapters=_adapters(role.model_args),
     )
+
+
+def _adapters(arguments: ModelArguments) -> str:
+    wanted = arguments.lora_target
+    if wanted is None:
+        return ""
+    return f"adapters of rank {arguments.lora_rank} on {wanted if isinstance(wanted, str) else ', '.join(wanted)}"
 
 
 def _training_data(config: PipelineConfig) -> str:
@@ -162,6 +182,7 @@ def render(plan: Plan) -> str:
     rows = [
         ("run", f"{plan.exp_name}: {count(plan.steps, 'training step')} on {count(plan.devices, slots)}"),
         *((role.name, _role_text(role)) for role in plan.roles),
+        *([("reference", "actor_train without its adapters")] if plan.reference_is_base else []),
         ("data", plan.training_data),
         ("batch", _batch_text(plan)),
         ("optimizer", _optimizer_text(plan)),
@@ -180,7 +201,7 @@ def _role_text(role: RolePlan) -> str:
     where = f"shared with {', '.join(role.shares_with)}" if role.shares_with else "of its own"
     return (
         f"{role.strategy}, {count(role.workers, role.worker_word)} on device {compact(role.devices)} ({where}), "
-        f"model {role.model}"
+        f"model {role.model}" + (f", {role.adapters}" if role.adapters else "")
     )
 
 

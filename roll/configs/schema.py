@@ -18,6 +18,10 @@ TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
 """Trainers that can pack samples into rows."""
+ADAPTER_STRATEGIES = ("fsdp2_train",)
+"""Trainers of adapters (LoRA)."""
+ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
+"""Keys of `model_args` that say what adapters are."""
 INFER_STRATEGIES = ("hf_infer", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
@@ -98,6 +102,15 @@ class ModelArguments:
         "sdpa", help="Attention implementation handed to transformers."
     )
     trust_remote_code: bool = option(False, help="Allow code that comes with the model files to be executed.")
+    lora_target: list[str] | str | None = option(
+        None,
+        help="Train adapters (LoRA) on these linear layers and nothing else: `q_proj,v_proj`, a list, or `all-linear`. "
+        "Default: train all weights. Under `actor_train` with `fsdp2_train`; see `docs/trainers.md`.",
+    )
+    lora_rank: int = option(8, help="Rank of the adapters.", range=COUNT)
+    lora_alpha: int | None = option(
+        None, help="What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank.", range=COUNT
+    )
 
 
 @dataclass
@@ -639,7 +652,11 @@ class PipelineConfig:
 
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
-    reference: ReferenceConfig | None = option(None, help="The frozen reference policy. Needed for a KL term only.")
+    reference: ReferenceConfig | None = option(
+        None,
+        help="The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of "
+        "the same model, and this section names its devices or none, the reference is actor_train without them.",
+    )
     critic: CriticConfig | None = option(
         None, help="The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
     )

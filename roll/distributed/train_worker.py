@@ -109,6 +109,11 @@ class TrainWorker(Worker):
         values = await self.in_thread(self._strategy.log_probs, batch, temperature)
         return values if self.identity.rank == 0 else None
 
+    async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
+        """The same without the adapters that the trainer trains; from rank 0 only."""
+        values = await self.in_thread(self._strategy.base_log_probs, batch, temperature)
+        return values if self.identity.rank == 0 else None
+
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """A critic's values of the batch's tokens; from rank 0 only."""
         values = await self.in_thread(self._strategy.values, batch)

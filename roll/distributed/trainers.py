@@ -1,9 +1,12 @@
 """All ranks of a trainer (or of a forward-only role) as one object.
 
-A batch is put into the object store once; every rank reads it from there and takes its share.
+A batch is put into the object store once; every rank reads it from there and takes its share. Calls in which ranks
+meet go out one after the other, so that whoever makes them, all ranks get them in the same order.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 import ray
@@ -23,6 +26,7 @@ class TrainerGroup:
         self.workers = workers
         self._start_timeout_seconds = start_timeout_seconds
         self._call_timeout_seconds = call_timeout_seconds
+        self._together = asyncio.Lock()
 
     async def start(self, spec: TrainerSpec) -> None:
         """Join the ranks and load the model on each."""
@@ -33,6 +37,10 @@ class TrainerGroup:
         """float32 ``[total_tokens]``: log-probability of each token of the batch under the role's model."""
         answers = await self._call("log_probs", ray.put(batch), temperature)
         return np.array(answers[0])
+
+    async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """The same of the model that the role trains adapters on, without them."""
+        return np.array((await self._call("base_log_probs", ray.put(batch), temperature))[0])
 
     async def values(self, batch: SampleBatch) -> np.ndarray:
         """float32 ``[total_tokens]``: the critic's value before each token of the batch."""
@@ -51,8 +59,8 @@ class TrainerGroup:
         return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
 
     async def push(self, version: int, target: PushTarget) -> None:
-        """Put a version into one engine, which is paused."""
-        await self._call("push", version, target)
+        """Put a version into one engine, which is paused. Beside training."""
+        await self._call_beside("push", version, target)
 
     def disconnect(self, name: str) -> None:
         """Say that an engine is gone, so that no push waits for it."""
@@ -72,7 +80,7 @@ class TrainerGroup:
 
     async def snapshot_written(self) -> None:
         """Wait until it is on the disk."""
-        await self._call("snapshot_written")
+        await self._call_beside("snapshot_written")
 
     async def offload_states(self) -> None:
         await self._call("offload_states")
@@ -85,4 +93,20 @@ class TrainerGroup:
         await self.workers.watch()
 
     async def _call(self, method: str, *args: object) -> list:
+        async with self._together:
+            return await self._call_beside(method, *args)
+
+    async def _call_beside(self, method: str, *args: object) -> list:
+        """What does not use the model of the ranks, and so need not wait for what does."""
         return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)
+
+
+class BaseOfTrainer:
+    """The model that a trainer of adapters began with, as a reference: no second copy of it is anywhere."""
+
+    def __init__(self, trainer: TrainerGroup) -> None:
+        self._trainer = trainer
+
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """As of a `TrainerGroup` of the base alone."""
+        return await self._trainer.base_log_probs(batch, temperature)

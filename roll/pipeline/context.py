@@ -12,7 +12,7 @@ from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.inference import InferencePool
-from roll.distributed.trainers import TrainerGroup
+from roll.distributed.trainers import BaseOfTrainer, TrainerGroup
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import Canaries
 from roll.pipeline.checkpoints import Checkpointer
@@ -31,7 +31,7 @@ class RunContext:
     config: PipelineConfig
     scheduler: RolloutScheduler[Any, Group]
     trainer: TrainerGroup
-    reference: TrainerGroup | None
+    reference: TrainerGroup | BaseOfTrainer | None
     critic: TrainerGroup | None
     pool: InferencePool
     side: RolloutSide

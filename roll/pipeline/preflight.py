@@ -152,6 +152,11 @@ def _check_strategies(config: PipelineConfig) -> None:
         arguments = role_config.strategy_args
         path = f"{role}.strategy_args.strategy_config"
         problems += find(arguments.strategy_name)(arguments.strategy_config, path)
+    if config.actor_train.model_args.lora_target is not None:
+        from roll.strategies.train.lora import check_adapters
+
+        policy = config.actor_train
+        problems += check_adapters(derived.model_path(config, policy), policy.model_args, "actor_train.model_args")
     if problems:
         raise ConfigError(problems)
 

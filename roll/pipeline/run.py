@@ -18,6 +18,7 @@ from roll.configs.loader import dump_config
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.placement import Placement
+from roll.distributed.trainers import BaseOfTrainer
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import build_canaries
 from roll.pipeline.channel import Channel
@@ -132,7 +133,7 @@ def build_context(
         config=config,
         scheduler=scheduler,
         trainer=roles.trainer,
-        reference=roles.reference,
+        reference=BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference,
         critic=roles.critic,
         pool=roles.pool,
         side=side,
@@ -197,7 +198,7 @@ def build_scheduler(
 
 def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
     """The stages joined by channels of one batch each; some only where a role is."""
-    present = derived.present_roles(context.config)
+    present = derived.present_roles(context.config).keys() | ({"reference"} if context.reference is not None else set())
     names = [name for name in STAGE_ORDER if NEEDED_ROLES.get(name, "actor_train") in present]
     stages: list[Stage] = []
     inbox: Channel | None = None

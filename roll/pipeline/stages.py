@@ -54,13 +54,18 @@ class RolloutStage(Stage):
 
 @register_stage("reference")
 class ReferenceStage(Stage):
-    """Log-probabilities under the frozen reference policy, for a KL term."""
+    """Log-probabilities under the frozen reference policy, for a KL term. A reference that is the trainer without its
+    adapters waits until the training step before is over: earlier it could only delay that step's new weights."""
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__(
-            "reference", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("reference")
-        )
+        self._is_trainer = derived.reference_is_base(context.config)
+        hold = context.hold("actor_train" if self._is_trainer else "reference")
+        super().__init__("reference", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=hold)
         self.context = context
+
+    async def before_devices(self, batch: TrainingBatch) -> None:
+        if self._is_trainer:
+            await self.context.steps.reached(batch.step)
 
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
         reference = self.context.reference

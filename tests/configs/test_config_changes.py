@@ -43,6 +43,11 @@ def test_equal_configurations_differ_in_nothing():
                 "(samples of an optimizer step of actor_train)": "needs confirmation",
             },
         ),
+        (
+            {"actor_train": {"model_args": {"lora_target": "q_proj"}}},
+            {"actor_train": {"model_args": {"lora_target": "q_proj", "lora_rank": 4}}},
+            {"actor_train.model_args.lora_rank": "impossible"},
+        ),
         ({}, {"weight_update": {"interval_steps": 4}}, {"weight_update.interval_steps": "needs confirmation"}),
         (
             {"rewards": {"a": {"verifier_args": {"timeout_seconds": 9}}}},

@@ -12,6 +12,8 @@ from roll.configs.checks import check_config, config_warnings
 from roll.configs.derived import (
     data_parallel_ranks,
     optimizer_batch_size,
+    present_roles,
+    reference_is_base,
     samples_per_step,
     total_optimizer_steps,
     weight_transport,
@@ -359,6 +361,40 @@ WRONG = [
         {"actor_train.training_args": {"warmup_steps": 5, "warmup_ratio": 0.1}},
         "actor_train.training_args.warmup_ratio", "no effect", "one of the two",
     ),
+    # Adapters.
+    ({"actor_train.model_args": {"lora_rank": 4}}, "actor_train.model_args.lora_rank", "no effect", "`lora_target`"),
+    ({"actor_train.model_args": {"lora_alpha": 4}}, "actor_train.model_args.lora_alpha", "no effect", "`lora_target`"),
+    ({"actor_train.model_args": {"lora_target": []}}, "actor_train.model_args.lora_target", "no layer", "all-linear"),
+    ({"actor_train.model_args": {"lora_target": ""}}, "actor_train.model_args.lora_target", "no layer", "all-linear"),
+    (
+        {"actor_infer.model_args": {"lora_target": "q_proj"}},
+        "actor_infer.model_args.lora_target", "only actor_train learns with adapters", "remove",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"},
+         "actor_train.strategy_args": {"strategy_name": "deepspeed_train"}},
+        "actor_train.model_args.lora_target", "deepspeed_train trains no adapters", "`fsdp2_train`",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"},
+         "actor_train.strategy_args": {"strategy_name": "megatron_train"}},
+        "actor_train.model_args.lora_target", "megatron_train trains no adapters", "`fsdp2_train`",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
+         "reference": {"model_args": {"dtype": "bfloat16"}}},
+        "reference.model_args.dtype", "no effect: the reference is actor_train without", "of its own",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
+         "reference": {"device_mapping": "0", "use_dynamic_batching_in_infer": False}},
+        "reference.use_dynamic_batching_in_infer", "no second model", "of its own",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
+         "reference": {"model_args": {"model_name_or_path": "owner/other"}}},
+        "reference.device_mapping", "no devices", "0 to 1",
+    ),
     # Keys in the wrong role.
     (
         {"actor_train.generating_args": {"temperature": 0.5}},
@@ -586,3 +622,23 @@ def test_a_critic_cuts_a_batch_in_its_own_way(tree):
     assert optimizer_batch_size(config, config.critic) == 16
     assert total_optimizer_steps(config, config.critic) == 10 * samples_per_step(config) // 16 * 2
     assert total_optimizer_steps(config, config.actor_train) == (10 - 4) * 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "shared"),
+    [
+        ({}, True),
+        ({"device_mapping": "0"}, True),
+        ({"device_mapping": [1]}, False),
+        ({"device_mapping": [0], "model_args": {"model_name_or_path": "owner/other"}}, False),
+        ({"device_mapping": [0], "model_args": {"dtype": "bfloat16"}}, True),
+    ],
+)
+def test_with_adapters_a_reference_of_the_same_model_without_devices_of_its_own_is_the_trainer(tree, reference, shared):
+    tree |= {"use_kl_loss": True, "reference": reference}
+    tree["actor_train"]["model_args"] = {"lora_target": "q_proj", "dtype": "bfloat16"}
+    config = config_from_tree(tree)
+    check_config(config)
+    assert reference_is_base(config) == shared == ("reference" not in present_roles(config))
+    config.actor_train.model_args.lora_target = None
+    assert not reference_is_base(config)

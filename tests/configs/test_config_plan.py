@@ -54,6 +54,13 @@ def test_the_plan_is_told_in_units(config):
         assert words in text
 
 
+def test_adapters_and_the_reference_without_them_are_told(config):
+    config.actor_train.model_args.lora_target = ["q_proj", "v_proj"]
+    text = render(plan(config))
+    assert "adapters of rank 8 on q_proj, v_proj" in text and "reference    actor_train without its adapters" in text
+    assert len(plan(config).roles) == 2 and "shared with reference" not in text
+
+
 def test_a_synchronous_run_says_so(tree):
     text = render(plan(config_from_tree(tree)))
     assert "generation and training take turns" in text

@@ -33,6 +33,9 @@ class TrainStrategy(Protocol):
         Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
         """
 
+    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Of a trainer of adapters (LoRA): `log_probs` of the model that they are trained on, without them."""
+
     def values(self, batch: SampleBatch) -> np.ndarray:
         """Of a critic: the value before each token.
 

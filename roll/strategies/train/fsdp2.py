@@ -10,20 +10,21 @@ calls give equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights, save_weights
-from roll.strategies.train.fsdp2_options import parse_options
+from roll.strategies.train.fsdp2_options import Fsdp2Options, parse_options
 from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
+from roll.strategies.train.lora import add_adapters, is_adapter
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
@@ -53,6 +54,8 @@ class Fsdp2TrainStrategy:
         self.device = pick_device(setup)
         join_process_group(setup, self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
+        # In whole models only, so before sharding; each rank draws the same random numbers.
+        self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
         self.model = self._shard(model)
         self.forward = hf_forward(
             setup.kind, self.model, head, self.device, packed=setup.infer_limits.packed
@@ -69,6 +72,13 @@ class Fsdp2TrainStrategy:
         values = self.forward.token_logprobs(batch, self._rows(batch, self.setup.infer_limits), temperature)
         self._reshard()
         return joined_over_ranks(values)
+
+    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """`log_probs` of the model that adapters are trained on, without them. ``RuntimeError`` if there are none."""
+        if self.adapters is None:
+            raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
+        with self.adapters.disabled():
+            return self.log_probs(batch, temperature)
 
     def values(self, batch: SampleBatch) -> np.ndarray:
         """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
@@ -93,33 +103,46 @@ class Fsdp2TrainStrategy:
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective.
+        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name), adapters merged
+        into them. Collective.
 
         One rank has them whole and hands out its own memory: it is to be read, not kept.
         """
         self._reshard()
-        for name, parameter in self.model.named_parameters():
-            weight = parameter.detach()
-            yield name, (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
+        parameters = self.model.named_parameters()
+        if self.adapters is not None:
+            yield from self.adapters.merged(parameters, self._full)
+            return
+        for name, parameter in parameters:
+            yield name, self._full(parameter)
 
     def save(self, path: str) -> None:
-        """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""
+        """Export the float32 weights, configuration and tokenizer; rank 0 writes. With the adapter beside them, if one
+        is trained. Collective."""
+        if self.adapters is not None:
+            self._reshard()
+            self.adapters.export(self._full, path, writes=self.setup.rank == 0)
         save_weights(self.model, self.named_weights(), self.setup, path)
 
     def load(self, path: str) -> None:
-        """Load the weights of an export; optimizer state and schedule stay. Collective.
+        """Load the weights of an export, or only its adapter if one is trained; optimizer state and schedule stay.
+        Collective.
 
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
         self._reshard()
-        own = dict(self.model.named_parameters())
-        shapes = {name: parameter.shape for name, parameter in own.items()}
-        source = load_weights(path, self.setup.model_args, stored_dtype(self.setup), shapes)
+        if self.adapters is not None:
+            source = self.adapters.read_export(path)
+        else:
+            own = dict(self.model.named_parameters())
+            shapes = {name: parameter.shape for name, parameter in own.items()}
+            weights = load_weights(path, self.setup.model_args, stored_dtype(self.setup), shapes, self.setup.kind)
+            source = {parameter: weights[name] for name, parameter in own.items()}
         with torch.no_grad():
-            for name, parameter in own.items():
+            for parameter, weight in source.items():
                 # Every rank has read the file, so each cuts its own shard out, with no communication.
                 shard = distribute_tensor(
-                    source[name].to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                    weight.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
                 parameter.to_local().copy_(shard.to_local())
 
@@ -127,29 +150,32 @@ class Fsdp2TrainStrategy:
         """Copies of this rank's shards; see `TrainStrategy`."""
         self._reshard()
         parts = []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._learning():
             state = self.optimizer.state.get(parameter, {})
             tensors = {"weight": parameter.detach(), **{key: state[key] for key in _MOMENTS if key in state}}
             parts += [_copied_part(f"{kind}/{name}", tensor) for kind, tensor in tensors.items()]
         updates = {
             name: int(self.optimizer.state[parameter]["step"])
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self._learning()
             if parameter in self.optimizer.state
         }
         facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
+        if self.adapters is not None:
+            facts["base"] = vars(self.adapters.base)
         return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
         """See `TrainStrategy`."""
         self._reshard()
-        own = {f"weight/{name}" for name, _ in self.model.named_parameters()}
+        self._require_own_base(state)
+        own = {f"weight/{name}" for name, _ in self._learning()}
         saved = {name for name in state.names() if name.startswith("weight/")}
         if own != saved:
             odd = sorted(own ^ saved)
             raise UnfitState(
                 f"{state.folder} is the state of another model: {odd[0]} is in one of them only ({len(odd)} such names)"
             )
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._learning():
             with torch.no_grad():
                 _fill(parameter, f"weight/{name}", state)
             if name not in state.facts["updates"]:
@@ -163,13 +189,13 @@ class Fsdp2TrainStrategy:
 
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
-        if self.setup.device == "cuda":
+        if self._states_move:
             self._move_states(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def load_states(self) -> None:
         """Undo `offload_states`."""
-        if self.setup.device == "cuda":
+        if self._states_move:
             self._move_states(self.device)
 
     def shutdown(self) -> None:
@@ -179,9 +205,7 @@ class Fsdp2TrainStrategy:
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         settings = {
             "mesh": init_device_mesh(self.setup.device, (self.setup.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.setup.model_args.dtype), reduce_dtype=torch.float32
-            ),
+            **sharding_policies(self.setup, self.options),
         }
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **settings)
@@ -196,6 +220,31 @@ class Fsdp2TrainStrategy:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a state is of. Without adapters all of them, so that a snapshot is the whole model."""
+        for name, parameter in self.model.named_parameters():
+            if self.adapters is None or is_adapter(name):
+                yield name, parameter
+
+    def _require_own_base(self, state: SavedState) -> None:
+        """Adapters mean something together with their base only, which is in no state."""
+        base = state.facts.get("base")
+        if (base is None) != (self.adapters is None):
+            kinds = {True: "all weights", False: "adapters (LoRA)"}
+            raise UnfitState(
+                f"{state.folder} is the state of training {kinds[base is None]}, and this trainer trains "
+                f"{kinds[self.adapters is None]}"
+            )
+        difference = self.adapters.base.difference(base) if self.adapters is not None else None
+        if difference is not None:
+            raise UnfitState(f"the adapters in {state.folder} were made {difference}")
+
+    def _full(self, parameter: Tensor) -> Tensor:
+        """All of a parameter, in float32. Collective."""
+        # Ranks exchange what is on their devices faster than what is kept in the host's memory.
+        weight = parameter.detach().to(self.device)
+        return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         """This rank's micro-batches."""
@@ -221,10 +270,28 @@ class Fsdp2TrainStrategy:
         self.optimizer_steps += 1
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(skipped)}
 
+    @property
+    def _states_move(self) -> bool:
+        """States that wait in the host's memory are never in the way of another role."""
+        return self.setup.device == "cuda" and self.options.offload == "none"
+
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
         if not self.setup.forward_only:
             move_state(self.optimizer, device)
+
+
+def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, Any]:
+    """Precision and place of what `fully_shard` splits."""
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, setup.model_args.dtype), reduce_dtype=torch.float32
+        )
+    }
+    if options.offload == "cpu":
+        # Pinned memory is copied beside computing; without a GPU there is none.
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=setup.device == "cuda")
+    return policies
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

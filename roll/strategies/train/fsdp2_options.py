@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from roll.algorithms.registry import KnobError, build_knobs
 from roll.configs.errors import ConfigProblem
@@ -17,6 +17,8 @@ class Fsdp2Options:
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where weights, gradients and optimizer state are kept, and optimizer steps are taken; the device computes."""
     process_group_timeout_seconds: float = 600.0
     """Longest wait in a collective before it fails."""
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def stored_dtype(setup: TrainerSetup) -> torch.dtype:
-    """A frozen model is never updated, and so needs no float32 master."""
-    return getattr(torch, setup.model_args.dtype) if setup.forward_only else torch.float32
+    """Weights that are never updated need no float32 master."""
+    frozen = setup.forward_only or setup.trains_adapters
+    return getattr(torch, setup.model_args.dtype) if frozen else torch.float32
 
 
 def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:

@@ -40,6 +40,11 @@ class TrainerSetup:
         return self.train_limits.packed or self.infer_limits.packed
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the weights of the model stay as they are, and adapters (LoRA) learn in their stead."""
+        return self.model_args.lora_target is not None and not self.forward_only
+
+    @property
     def rendezvous(self) -> str:
         """Where the ranks meet, as `torch.distributed` writes it."""
         return f"tcp://{self.master_address}:{self.master_port}"

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
+from roll.strategies.train.fsdp2 import sharding_policies
+from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
@@ -293,6 +296,34 @@ def test_offloading_keeps_the_training_state(start, model_path):
     trainer.offload_states()
     trainer.load_states()
     assert losses + [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"]] == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_states_are_kept_on_the_cpu_where_that_is_asked_for(device):
+    setup = trainer_setup("/nowhere", device=device)
+    assert "offload_policy" not in sharding_policies(setup, parse_options({}))
+    policy = sharding_policies(setup, parse_options({"offload": "cpu"}))["offload_policy"]
+    assert isinstance(policy, CPUOffloadPolicy) and policy.pin_memory == (device == "cuda")
+
+
+def test_updates_far_below_the_resolution_of_bfloat16_add_up(start, model_path):
+    """They would all be lost in weights that were bfloat16 themselves."""
+    training = replace(ALMOST_SGD, learning_rate=1e-5)
+
+    def movement(dtype):
+        trainer = start(model_path, training_args=training, model_args=ModelArguments(dtype=dtype))
+        before = weights_of(trainer)
+        trained(trainer, [0] * 10)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        return before, {name: value - before[name] for name, value in weights_of(trainer).items()}
+
+    weights, moved = movement("bfloat16")
+    _, expected = movement("float32")
+    for name in weights:
+        if name.endswith("proj.weight"):
+            resolution = np.median(np.abs(weights[name])) * 2.0**-8
+            assert 0 < np.abs(moved[name]).max() < resolution / 10, name
+            assert np.linalg.norm(moved[name] - expected[name]) < 0.1 * np.linalg.norm(expected[name]), name
 
 
 def test_a_forward_only_role_computes_but_does_not_train(start, model_path):

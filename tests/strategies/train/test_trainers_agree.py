@@ -59,6 +59,7 @@ CANDIDATES = {
     "fsdp2, packed": Candidate("fsdp2_train", packed=True),
     "fsdp2, packed and checkpointed": Candidate("fsdp2_train", {"gradient_checkpointing": True}, packed=True),
     "ZeRO 3, packed": Candidate("deepspeed_train", {"zero_optimization": {"stage": 3}}, packed=True),
+    "fsdp2, states on the CPU": Candidate("fsdp2_train", {"offload": "cpu"}),
     "ZeRO 0": zero(0),
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),

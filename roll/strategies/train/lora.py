@@ -1,0 +1,282 @@
+"""LoRA (arXiv 2106.09685): small adapters learn beside weights that stay as they are. The layers are peft's.
+
+peft puts its layers into the model, and nothing around it: the model keeps its class, its forward pass and its head.
+Adapters are float32; the base is in the precision that is computed in, as nothing is ever added to it. What leaves the
+trainer is merged, so that engines, checksums and exports see a plain model and cannot miss the adapters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from roll.configs.errors import ConfigProblem
+from roll.configs.schema import ModelArguments
+from roll.configs.wording import choose_among
+from roll.strategies.train.hf_model import decoder_layers
+from roll.strategies.weights import dtype_name, tensor_bytes
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+"""peft's name of the one adapter that there is."""
+EVERYWHERE = "all-linear"
+INSTALL = "pip install 'roll[lora]'"
+FOLDER = "adapter"
+"""Where an export keeps the adapter, beside the merged model."""
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+"""Of names in peft's files."""
+
+
+class UnknownTarget(ValueError):
+    """`lora_target` names no layer that can have an adapter."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
+    """What is wrong with the adapters that ``arguments`` (which stand at ``path``) ask for; loads no weights."""
+    if importlib.util.find_spec("peft") is None:
+        return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    try:
+        resolve_targets(skeleton, arguments.lora_target or EVERYWHERE)
+    except UnknownTarget as error:
+        return [ConfigProblem(f"{path}.lora_target", error.reason, error.remedy)]
+    return []
+
+
+@dataclass(frozen=True)
+class Base:
+    """What adapters were made for: a checksum of all frozen weights, in the precision in which they are held."""
+
+    checksum: str
+    dtype: str
+
+    def difference(self, other: Mapping[str, str]) -> str | None:
+        """Why adapters made for ``other`` do not belong here; None if they do."""
+        if other["dtype"] != self.dtype:
+            return f"for base weights in {other['dtype']}, here they are in {self.dtype}: set `model_args.dtype` back"
+        if other["checksum"] != self.checksum:
+            return (
+                f"for another base model (checksum of the frozen weights {other['checksum']}, here {self.checksum}): "
+                "start from the model that they were trained on"
+            )
+        return None
+
+
+def target_names(wanted: list[str] | str) -> list[str]:
+    """What `lora_target` names: a list, or names with commas between them."""
+    names = wanted.split(",") if isinstance(wanted, str) else wanted
+    return [name.strip() for name in names]
+
+
+def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str]:
+    """Names of modules as peft matches them (the ends of whole names), ``all-linear`` written out.
+
+    Adapters go to linear layers of the decoder layers. `UnknownTarget` says which names are none, and the nearest.
+    """
+    adaptable = _adaptable(model)
+    known = sorted({name.rpartition(".")[2] for name in adaptable})
+    if target_names(wanted) == [EVERYWHERE]:
+        return known
+    names = target_names(wanted)
+    others = [name for name, _ in model.named_modules() if name and name not in adaptable]
+    unknown = [name for name in names if not any(_is_target(module, name) for module in adaptable)]
+    if unknown:
+        reasons = [_unknown(name, others) for name in unknown]
+        raise UnknownTarget(", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
+    return names
+
+
+def _adaptable(model: PreTrainedModel) -> set[str]:
+    layers = {id(layer) for layer in decoder_layers(model)}
+    roots = [name for name, module in model.named_modules() if id(module) in layers]
+    return {
+        f"{root}.{name}"
+        for root in roots
+        for name, module in model.get_submodule(root).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _is_target(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _unknown(name: str, others: list[str]) -> str:
+    there = any(_is_target(module, name) for module in others)
+    return f"{name!r} is {'no linear layer of the decoder layers' if there else 'no module of this model'}"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model, which computes with them; it may be sharded after they came in."""
+
+    layers: Mapping[str, LoraLayer]
+    """Name in the base model -> layer with an adapter."""
+    config: LoraConfig
+    base: Base
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within the block the model computes as its base does. No gradients are to be taken there."""
+        for layer in self.layers.values():
+            layer.enable_adapters(False)
+            # peft freezes them meanwhile; but sharding asks once, whenever it first computes, what trains.
+            for parameter in _matrices(layer):
+                parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enable_adapters(True)
+
+    def merged(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Float32 weights of the model that adapters and base are together, in the names of the base, one at a time.
+
+        ``parameters``: the model's own, by name; ``full`` makes a whole float32 tensor of one. Collective if it is.
+        """
+        for name, parameter in parameters:
+            if is_adapter(name):
+                continue
+            plain = name.replace(".base_layer.", ".")
+            layer = self.layers.get(plain.removesuffix(".weight"))
+            weight = full(parameter)
+            yield plain, weight if layer is None or plain == name else self._merge(weight, layer, full)
+
+    def _merge(self, weight: Tensor, layer: LoraLayer, full: Callable[[Tensor], Tensor]) -> Tensor:
+        down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
+        return torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
+
+    def export(self, full: Callable[[Tensor], Tensor], path: str, writes: bool) -> None:
+        """Write the adapter into its folder of an export, as peft reads it. Collective if ``full`` is; one rank
+        ``writes``."""
+        tensors = {}
+        for name, layer in self.layers.items():
+            for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
+                whole = full(matrix)
+                if writes:
+                    tensors[f"{_PEFT_PREFIX}{name}.{end}.weight"] = whole.cpu().clone()
+        if writes:
+            folder = Path(path) / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / _WEIGHTS, {"format": "pt", "base": json.dumps(vars(self.base))})
+            self.config.save_pretrained(str(folder))
+
+    def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
+        """The adapter of an export, by the parameter of this model. `ValueError` if there is none, or it is not made
+        for this base, or of another size or scale."""
+        folder = Path(path) / FOLDER
+        if not (folder / _WEIGHTS).is_file():
+            raise ValueError(f"{path} has no {FOLDER}/{_WEIGHTS}; a trainer of adapters loads its own exports only")
+        scale = json.loads((folder / _CONFIG).read_text())["lora_alpha"]
+        if scale != self.config.lora_alpha:
+            raise ValueError(f"the adapter in {folder} has lora_alpha {scale}, this trainer {self.config.lora_alpha}")
+        found: dict[nn.Parameter, Tensor] = {}
+        with safe_open(folder / _WEIGHTS, "pt") as file:
+            base = json.loads((file.metadata() or {}).get("base", "null"))
+            difference = "for a base model that it does not name" if base is None else self.base.difference(base)
+            if difference is not None:
+                raise ValueError(f"the adapter in {folder} was made {difference}")
+            names = set(file.keys())
+            for name, layer in self.layers.items():
+                for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
+                    key = f"{_PEFT_PREFIX}{name}.{end}.weight"
+                    if key not in names:
+                        raise ValueError(f"the adapter in {folder} has nothing for {name}")
+                    found[matrix] = file.get_tensor(key)
+                    names.remove(key)
+                    if found[matrix].shape != matrix.shape:
+                        raise ValueError(
+                            f"{key} is {tuple(found[matrix].shape)} in {folder}, {tuple(matrix.shape)} in the model"
+                        )
+        if names:
+            raise ValueError(f"the adapter in {folder} is for more layers than this trainer has: {sorted(names)[0]}")
+        return found
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, by its name."""
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
+    """Freeze a whole model, in place, and give it adapters that change nothing yet. Before it is sharded.
+
+    The first matrix of each is random (torch's generator), the second zero. Raises `UnknownTarget`.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    model.requires_grad_(False)
+    config = lora_config(arguments, resolve_targets(model, arguments.lora_target or EVERYWHERE), model_path)
+    base = fingerprint(model)
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for layer in layers.values():
+        for matrix in _matrices(layer):
+            # peft makes them in the precision of the layer.
+            matrix.data = matrix.data.float()
+    model.eval()
+    return Adapters(layers, config, base)
+
+
+def lora_config(arguments: ModelArguments, targets: list[str], model_path: str) -> LoraConfig:
+    """peft's own description of the adapters, which an export carries."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=arguments.lora_rank,
+        lora_alpha=lora_alpha(arguments),
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_path,
+    )
+
+
+def lora_alpha(arguments: ModelArguments) -> int:
+    """Scale of the adapters, times their rank."""
+    return 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
+
+
+def fingerprint(model: nn.Module) -> Base:
+    """Of all weights of a whole model on the CPU."""
+    digest = xxhash.xxh3_64()
+    dtypes = set()
+    for name, parameter in model.named_parameters():
+        dtypes.add(dtype_name(parameter.dtype))
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(tensor_bytes(parameter))
+    return Base(digest.hexdigest(), " and ".join(sorted(dtypes)))

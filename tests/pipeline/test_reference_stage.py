@@ -1,0 +1,40 @@
+"""When the reference computes: a model of its own at any time, the trainer without adapters only between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_config
+
+from roll.configs.loader import config_from_tree
+from roll.pipeline.stages import ReferenceStage
+from roll.pipeline.step_counter import StepCounter
+from roll.rollout.clock import run_virtual
+from roll.tracking.timeline import Timeline
+
+
+@pytest.mark.parametrize(("reference", "waits"), [({}, True), ({"device_mapping": [1]}, False)])
+def test_the_base_of_the_trainer_waits_until_the_step_before_is_over_and_takes_the_trainers_devices(
+    tmp_path, reference, waits
+):
+    async def scenario():
+        changes = {"reference": reference, "actor_train__model_args": {"lora_target": "q_proj"}}
+        devices_of: list[str] = []
+        context = SimpleNamespace(
+            config=config_from_tree(tiny_config(tmp_path, use_kl_loss=True, **changes)),
+            recorder=SimpleNamespace(timeline=Timeline(tmp_path / "timeline.json")),
+            steps=StepCounter(1),
+            hold=devices_of.append,
+        )
+        stage = ReferenceStage(context, None, None)
+        assert devices_of == ["actor_train" if waits else "reference"]
+        await stage.before_devices(SimpleNamespace(step=1))
+        later = asyncio.create_task(stage.before_devices(SimpleNamespace(step=2)))
+        await asyncio.sleep(10)
+        assert later.done() == (not waits)
+        context.steps.advance(2)
+        await later
+
+    run_virtual(scenario())
