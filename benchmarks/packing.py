@@ -170,7 +170,8 @@ def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[st
     for _ in range(repeats):
         for name, side in sides.items():
             runs[name].append(side.one_pass(batch, objective))
-    counted = {name: passes[1:] for name, passes in runs.items()}
+    seconds = {name: [each.seconds for each in passes[1:]] for name, passes in runs.items()}
+    cpu_seconds = {name: [each.cpu_seconds for each in passes[1:]] for name, passes in runs.items()}
     tokens = int(batch.lengths.sum())
     return {
         "samples": len(batch),
@@ -179,8 +180,8 @@ def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[st
         "loss_difference": float(f"{abs(runs['packed'][0].loss - runs['padded'][0].loss):.1e}"),
         "micro_batches": {name: len(side.rows(batch.lengths)) for name, side in sides.items()},
         "computed_tokens": {name: passes[0].computed_tokens for name, passes in runs.items()},
-        **compare(tokens, {name: [each.seconds for each in passes] for name, passes in counted.items()}),
-        "by_cpu_time": compare(tokens, {name: [each.cpu_seconds for each in passes] for name, passes in counted.items()}),
+        **compare(tokens, seconds),
+        "by_cpu_time": compare(tokens, cpu_seconds),
     }
 
 
