@@ -135,6 +135,7 @@ def test_the_packed_stand_ins_ask_for_nothing_and_keep_a_graph():
     for rows in ([], [0], [1], [0, 1]):
         micro_batch = build_micro_batch(empty, rows, wanted, (), torch.device("cpu"), packed=True)
         assert not micro_batch.mask.any() and micro_batch.mask.shape[0] == max(1, len(rows))
+        assert micro_batch.targets.shape == (1, 1) and micro_batch.positions.shape == (1,)
         values = torch.ones(micro_batch.targets.shape, requires_grad=True)
         by_sample = micro_batch.by_sample(values)
         assert by_sample.shape == micro_batch.mask.shape and not by_sample.any()
