@@ -31,6 +31,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_devices.weights_can_be_pushed,
     rules_devices.engine_reads_its_model_arguments,
     rules_devices.vllm_samples_at_the_temperature,
+    rules_training.gradients_are_added_up_in_float32,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

@@ -49,6 +49,15 @@ class Candidate:
     strategy_config: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (1, 2)
 
+    def job(self, model_path: str, arguments: TrainingArguments) -> Job:
+        setup = {
+            "training_args": arguments,
+            "strategy_config": {"process_group_timeout_seconds": 60, **self.strategy_config},
+            "total_optimizer_steps": 7,
+            "max_tokens": 14,
+        }
+        return Job(train, self.strategy, model_path, setup=setup)
+
 
 def zero(stage: int, **options: Any) -> Candidate:
     return Candidate("deepspeed_train", {"zero_optimization": {"stage": stage, **options}})
@@ -102,31 +111,23 @@ def train(trainer: TrainStrategy, _: None) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank saw, by candidate, case and number of ranks. The processes start once for all of them."""
+    """What each rank saw, by candidate, case and number of ranks. Processes start once for a number of ranks: what
+    DeepSpeed shares between them has its size for good."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tied = write_model(folder / "tied", **sizes)
     odd = write_model(folder / "odd", tied=False, hidden_size=15, head_dim=8, **sizes)
     models = dict(zip(CASES, (tied, odd), strict=True))
-    jobs = {
-        (name, case, ranks): Job(
-            train,
-            candidate.strategy,
-            models[case],
-            setup={
-                "training_args": arguments,
-                "strategy_config": {"process_group_timeout_seconds": 60, **candidate.strategy_config},
-                "total_optimizer_steps": 7,
-                "max_tokens": 14,
-            },
-            ranks=ranks,
-        )
-        for name, candidate in CANDIDATES.items()
-        if candidate.strategy != "megatron_train" or find_spec("megatron")
-        for case, arguments in CASES.items()
-        for ranks in candidate.ranks
-    }
-    return dict(zip(jobs, run_jobs(list(jobs.values()), 2, folder / "results"), strict=True))
+    found = {}
+    for ranks in (1, 2):
+        jobs = {
+            (name, case, ranks): candidate.job(models[case], CASES[case])
+            for name, candidate in CANDIDATES.items()
+            if ranks in candidate.ranks and (candidate.strategy != "megatron_train" or find_spec("megatron"))
+            for case in CASES
+        }
+        found |= dict(zip(jobs, run_jobs(list(jobs.values()), ranks, folder / f"{ranks} ranks"), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
