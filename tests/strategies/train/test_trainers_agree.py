@@ -26,6 +26,8 @@ TEMPERATURE = 0.9
 REFERENCE = "fsdp2"
 TOLERANCE = 2e-5
 """Of metrics and log-probabilities, relative."""
+CUT_MATRICES_TOLERANCE = 1e-4
+"""The same where the model itself is shared out: the numbers in a sum come in another order."""
 STRICT = ("/loss", "/grad_norm", "/learning_rate")
 """Metrics that are never zero by cancellation."""
 WEIGHT_TOLERANCE = 1e-4
@@ -48,6 +50,7 @@ class Candidate:
     strategy: str
     strategy_config: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (1, 2)
+    tolerance: float = TOLERANCE
 
     def job(self, model_path: str, arguments: TrainingArguments) -> Job:
         setup = {
@@ -64,7 +67,7 @@ def zero(stage: int, **options: Any) -> Candidate:
 
 
 def megatron(**options: int) -> Candidate:
-    return Candidate("megatron_train", options, ranks=(2,))
+    return Candidate("megatron_train", options, ranks=(2,), tolerance=CUT_MATRICES_TOLERANCE)
 
 
 CANDIDATES = {
@@ -140,18 +143,18 @@ def test_trainers_agree(results, name, case, ranks):
         pytest.skip("megatron-core is not installed")
     by_rank = results[name, case, ranks]
     assert len(by_rank) == ranks
-    assert_same(by_rank[0], results[REFERENCE, case, 1][0])
+    assert_same(by_rank[0], results[REFERENCE, case, 1][0], CANDIDATES[name].tolerance)
     for other in by_rank[1:]:
         assert all(np.array_equal(other[key], value, equal_nan=True) for key, value in by_rank[0].items())
 
 
-def assert_same(values, expected):
+def assert_same(values, expected, metric_tolerance):
     assert values.keys() == expected.keys()
     for key, value in expected.items():
         if key.startswith("poisoned/"):
             continue
         assert np.isfinite(value).all(), key
-        tolerance = WEIGHT_TOLERANCE if key.startswith("weights/") else TOLERANCE
+        tolerance = WEIGHT_TOLERANCE if key.startswith("weights/") else metric_tolerance
         scale = np.abs(value).max()
         if not key.startswith(("weights/", "logprobs/")) and not key.endswith(STRICT):
             # Means of what may be positive or negative can be almost zero.
