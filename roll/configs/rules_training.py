@@ -46,6 +46,20 @@ def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{name}.use_sequence_packing", message, remedy)
 
 
+def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """DeepSpeed without ZeRO has no place for float32 gradients or masters of a bfloat16 model."""
+    for name, role in trained_roles(config).items():
+        arguments = role.strategy_args
+        if arguments.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
+            continue
+        zero = arguments.strategy_config.get("zero_optimization", {})
+        if isinstance(zero, dict) and zero.get("stage", 0) == 0:
+            path = f"{name}.strategy_args.strategy_config.zero_optimization"
+            message = "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones"
+            remedy = f"write `{{stage: 1}}` (the same steps in less memory), or `{name}.model_args.dtype: float32`"
+            yield ConfigProblem(path, message, remedy)
+
+
 def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The bound leaves room for what the ratio generates ahead, and weights are published at all."""
     interval, least = config.weight_update.interval_steps, least_staleness(config)

@@ -26,6 +26,7 @@ from roll.pipeline.checkpoints import (
     read_checkpoint,
     saved_steps,
 )
+from roll.pipeline.same_model import model_problems
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import keep_lines
 from roll.tracking.run_directory import RunDirectory
@@ -98,6 +99,8 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
                 "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)",
             )
         )
+    if checkpoint is not None:
+        problems += model_problems(config, checkpoint)
     if problems:
         raise ConfigError(problems)
     return ResumePoint(run, checkpoint, notes)

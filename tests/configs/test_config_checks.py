@@ -349,6 +349,10 @@ WRONG = [
          "adv_estimator": "gae"},
         "critic.training_args.warmup_ratio", "no effect", "one of the two",
     ),
+    (
+        {"actor_train.model_args.dtype": "bfloat16", "actor_train.strategy_args.strategy_name": "deepspeed_train"},
+        "actor_train.strategy_args.strategy_config.zero_optimization", "adds bfloat16 gradients up", "stage: 1",
+    ),
     ({"reward_pretrain": "gpt2"}, "reward_pretrain", "no effect", "remove"),
     ({"sequence_length": 512}, "sequence_length", "no token for the response", "at least 513"),
     ({"actor_infer.generating_args.max_new_tokens": 513}, "actor_infer.generating_args.max_new_tokens", "512", "raise"),

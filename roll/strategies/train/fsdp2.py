@@ -311,11 +311,7 @@ def _copied_part(name: str, tensor: Tensor) -> Part:
 
 
 def _fill(tensor: Tensor, name: str, state: SavedState) -> None:
-    if state.shape(name) != tuple(tensor.shape):
-        raise UnfitState(
-            f"{name} is {list(tensor.shape)} in the model and {list(state.shape(name))} in {state.folder}: it is the "
-            "state of another model"
-        )
+    state.require_shape(name, tensor.shape)
     local, offsets = _box(tensor)
     if local.numel():
         local.copy_(state.read(name, offsets, local.shape))

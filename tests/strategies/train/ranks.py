@@ -47,9 +47,8 @@ def run_jobs(jobs: list[Job], world_size: int, folder: Path) -> list[list[Any]]:
     meeting = Meeting(context.Barrier(world_size), context.Value("i"))
     torch.multiprocessing.spawn(_run_rank, (jobs, world_size, meeting, str(folder)), nprocs=world_size)
     by_rank = [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world_size)]
-    return [
-        list(results[: job.ranks]) for job, results in zip(jobs, zip(*by_rank, strict=True), strict=True)
-    ]
+    by_job = zip(*by_rank, strict=True)
+    return [list(results[: job.ranks]) for job, results in zip(jobs, by_job, strict=True)]
 
 
 @dataclass(frozen=True)

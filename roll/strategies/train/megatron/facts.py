@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig, PretrainedConfig
 
+from roll.strategies.train.checkpoint import ModelKind
 from roll.strategies.train.megatron_options import MegatronOptions
 
 FAMILIES = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False}
@@ -36,6 +37,7 @@ class ExpertFacts:
 class ModelFacts:
     """Sizes in elements, not in bytes."""
 
+    kind: ModelKind
     family: str
     vocabulary: int
     hidden_size: int
@@ -46,7 +48,7 @@ class ModelFacts:
     head_size: int
     epsilon: float
     tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer is the embedding; that of a value model never is."""
     rope_base: float
     llama3_rope_factor: float | None
     max_positions: int
@@ -69,8 +71,9 @@ class ModelFacts:
         return -(-self.vocabulary // shares) * shares
 
 
-def read_facts(model_path: str, trust_remote_code: bool) -> ModelFacts:
-    """Facts of the model at ``model_path`` (folder or hub name). ``ValueError`` for one that cannot be trained here."""
+def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "policy") -> ModelFacts:
+    """Facts of the model at ``model_path`` (folder or hub name), used as this kind of model. ``ValueError`` for one
+    that cannot be trained here."""
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -80,6 +83,7 @@ def read_facts(model_path: str, trust_remote_code: bool) -> ModelFacts:
     _refuse_variants(config)
     base, factor = _rope(config)
     return ModelFacts(
+        kind=kind,
         family=config.model_type,
         vocabulary=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -89,7 +93,7 @@ def read_facts(model_path: str, trust_remote_code: bool) -> ModelFacts:
         query_groups=config.num_key_value_heads,
         head_size=config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads,
         epsilon=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
+        tied=config.tie_word_embeddings and kind == "policy",
         rope_base=base,
         llama3_rope_factor=factor,
         max_positions=config.max_position_embeddings,

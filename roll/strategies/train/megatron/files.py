@@ -45,6 +45,11 @@ class CheckpointFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._files)
+
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that the checkpoint lacks."""
         return [name for name in names if name not in self._files]

@@ -10,6 +10,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -75,6 +76,27 @@ class Router(TopKRouter):
         """Logits of the experts ``[..., experts]``, in the precision that is asked for."""
         dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return functional.linear(input.to(dtype), self.weight.to(dtype))
+
+
+class ValueHead(nn.Module):
+    """In the place of the output layer: one number for each position, the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.shares_positions = config.sequence_parallel
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """``[positions, rows, 1]`` of all positions; megatron-core expects a bias beside it."""
+        values = functional.linear(hidden, self.weight, self.bias)
+        if self.shares_positions:
+            # What follows is computed on every rank alike, so each takes back the gradient of its own positions.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:

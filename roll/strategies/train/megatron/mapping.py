@@ -78,6 +78,8 @@ class Rule:
     fusion: Fusion = Alone()
     is_vocabulary: bool = False
     """Rows are padded to equal shares."""
+    may_be_new: bool = False
+    """A checkpoint without it is of a model of another kind; it begins with zeros."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -103,7 +105,6 @@ def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     Transformer Engine keeps a norm with the linear layer after it and numbers experts differently, so some tensors have
     two names on the side of megatron-core.
     """
-    head = "model.embed_tokens.weight" if facts.tied else "lm_head.weight"
     groups = QueryGroups(facts.heads // facts.query_groups, facts.head_size)
     here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
     attention = f"{there}self_attn."
@@ -141,8 +142,15 @@ def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
             "post_attention_layernorm.weight",
         ),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",), None),
-        Rule("output_layer.weight", (head,), 0, is_vocabulary=True),
+        *_head_rules(facts),
     )
+
+
+def _head_rules(facts: ModelFacts) -> list[Rule]:
+    if facts.kind == "value":
+        return [Rule(f"output_layer.{part}", (f"score.{part}",), None, may_be_new=True) for part in ("weight", "bias")]
+    head = "model.embed_tokens.weight" if facts.tied else "lm_head.weight"
+    return [Rule("output_layer.weight", (head,), 0, is_vocabulary=True)]
 
 
 @dataclass(frozen=True)

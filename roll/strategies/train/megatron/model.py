@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll.strategies.train.megatron.facts import ModelFacts
-from roll.strategies.train.megatron.layers import decoder_spec
+from roll.strategies.train.megatron.layers import ValueHead, decoder_spec
 from roll.strategies.train.megatron_options import MegatronOptions
 
 
@@ -121,6 +121,8 @@ def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> G
         rope_scaling_factor=facts.llama3_rope_factor or 1.0,
         vp_stage=chunk,
     )
+    if model.post_process and facts.kind == "value":
+        model.output_layer = ValueHead(config)
     if model.pre_process and facts.padding_token is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, facts.padding_token))
     return model

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roll.algorithms.metrics import LossMetrics
+from roll.strategies.train.megatron.facts import ModelFacts
 from roll.strategies.train.megatron.vocabulary import CHUNK_ELEMENTS, parallel_logprobs_and_entropy
 from roll.strategies.train.microbatches import MicroBatch
-from roll.strategies.train.step import TrainingStep
+from roll.strategies.train.step import StepMetrics, TrainingStep
 
 UNUSED_WIDTH = 1
 """The schedule asks for the size of a micro-batch, and reads none where sizes vary."""
@@ -29,10 +29,11 @@ UNUSED_WIDTH = 1
 class Passes:
     """Runs the model chunks of this rank."""
 
-    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, vocabulary: int) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, facts: ModelFacts) -> None:
         self._chunks = list(chunks)
         self._config = config
-        self._vocabulary = vocabulary
+        self._vocabulary = facts.vocabulary
+        self._kind = facts.kind
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.chunk_elements = CHUNK_ELEMENTS
         """Logits of a rank that are handled at a time."""
@@ -46,16 +47,28 @@ class Passes:
         with torch.no_grad():
             return self._run(micro_batches, result, forward_only=True)
 
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of a value model: as `logprobs`."""
+
+        def result(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
+            return _values(micro_batch, output)
+
+        with torch.no_grad():
+            return self._run(micro_batches, result, forward_only=True)
+
     def accumulate(
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> list[LossMetrics]:
+    ) -> list[StepMetrics]:
         """Add the gradients of all micro-batches of all ranks; metrics on the last stage, nothing on others."""
 
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, LossMetrics]:
-            logprobs, entropy = self._logprobs_and_entropy(
-                micro_batch, logits, temperature, step.objective.needs_entropy_gradient
-            )
-            value, metrics = step.loss(micro_batch, logprobs, entropy)
+        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, StepMetrics]:
+            if self._kind == "value":
+                outputs: tuple[Tensor, ...] = (_values(micro_batch, logits),)
+            else:
+                outputs = self._logprobs_and_entropy(
+                    micro_batch, logits, temperature, step.objective.needs_entropy_gradient
+                )
+            value, metrics = step.loss(micro_batch, *outputs)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
         return self._run(micro_batches, loss, forward_only=False)
@@ -98,6 +111,11 @@ class Passes:
             entropy_gradient,
             self.chunk_elements,
         )
+
+
+def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    """float32 ``[rows, kept]``: of the state before each target."""
+    return output[:, micro_batch.positions, 0].float()
 
 
 def on_last_stage() -> bool:

@@ -8,7 +8,7 @@ one trainer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
 from roll.strategies.train.megatron.export import export_weights
 from roll.strategies.train.megatron.facts import check_layout, read_facts
@@ -30,6 +29,7 @@ from roll.strategies.train.megatron.state import restore_state, state_parts, upd
 from roll.strategies.train.megatron.weights import ModelWeights
 from roll.strategies.train.megatron_options import parse_options
 from roll.strategies.train.microbatches import (
+    MicroBatch,
     MicroBatchLimits,
     build_micro_batch,
     plan_micro_batches,
@@ -39,7 +39,7 @@ from roll.strategies.train.microbatches import (
 from roll.strategies.train.optimizer import learning_rate_schedule
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.sharded_state import SavedState, StateSnapshot
-from roll.strategies.train.step import TrainingStep, combined_metrics
+from roll.strategies.train.step import Objective, TrainingStep, combined_metrics
 
 
 class MegatronTrainStrategy:
@@ -55,7 +55,7 @@ class MegatronTrainStrategy:
         ``ValueError`` for a model or a layout that cannot be, before any weight is read.
         """
         setup = self.setup
-        self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code)
+        self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
         check_layout(self.facts, self.options, setup.world_size, forward_only=setup.forward_only)
         self.device = self._pick_device()
         self._join_groups()
@@ -69,21 +69,31 @@ class MegatronTrainStrategy:
         if setup.forward_only:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
-            self.passes = Passes(self.chunks, config, self.facts.vocabulary)
+            self.passes = Passes(self.chunks, config, self.facts)
             return
         self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
-        self.passes = Passes(self.wrapped, config, self.facts.vocabulary)
+        self.passes = Passes(self.wrapped, config, self.facts)
         self.updater = Updater(self.wrapped, setup.training_args, self.options, dtype)
         self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
         self.optimizer_steps = 0
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        return self._for_each_token(batch, lambda parts: self.passes.logprobs(parts, temperature))
+
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        return self._for_each_token(batch, self.passes.values)
+
+    def _for_each_token(
+        self, batch: SampleBatch, compute: Callable[[Sequence[MicroBatch]], list[Tensor]]
+    ) -> np.ndarray:
+        """What ``compute`` gives for the targets of each micro-batch, at their places. Collective."""
         wanted = predicted_tokens(batch)
         values = np.zeros(len(wanted), dtype=np.float32)
         rows = self._rows(batch, self.setup.infer_limits)
         micro_batches = [build_micro_batch(batch, part, wanted, (), self.device) for part in rows]
-        results = self.passes.logprobs(micro_batches, temperature)
+        results = compute(micro_batches)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for part, micro_batch, result in zip(rows, micro_batches, results, strict=bool(results)):
                 scatter_to_tokens(result.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
@@ -92,7 +102,7 @@ class MegatronTrainStrategy:
         dist.all_reduce(shared)
         return shared.numpy()
 
-    def train_step(self, batch: SampleBatch, objective: PolicyObjective, temperature: float) -> dict[str, float]:
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
 
         Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
@@ -137,7 +147,8 @@ class MegatronTrainStrategy:
             if self.setup.rank == 0:
                 state[name] = weight.cpu().clone()
         if self.setup.rank == 0:
-            export_weights(state, self.setup.model_path, path, self.setup.model_args.trust_remote_code)
+            trusted = self.setup.model_args.trust_remote_code
+            export_weights(state, self.setup.model_path, path, trusted, self.setup.kind)
         dist.barrier()
 
     def load(self, path: str) -> None:
@@ -145,7 +156,7 @@ class MegatronTrainStrategy:
 
         Raises ``ValueError`` naming what differs if the export does not fit the model.
         """
-        found = vars(read_facts(path, self.setup.model_args.trust_remote_code))
+        found = vars(read_facts(path, self.setup.model_args.trust_remote_code, self.setup.kind))
         differences = [
             f"{name} is {found[name]} there, {value} here" for name, value in vars(self.facts).items()
             if found[name] != value

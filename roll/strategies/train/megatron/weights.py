@@ -86,12 +86,14 @@ class ModelWeights:
 
     def fill(self, files: CheckpointFiles) -> None:
         """Copy the values from a checkpoint. ``ValueError`` names a tensor that is missing or has another shape."""
-        lacking = files.missing(name for own in self._own for name in self._names(own.place))
+        needed = (own for own in self._own if not self._rules[own.place.rule].may_be_new)
+        lacking = files.missing(name for own in needed for name in self._names(own.place))
         if lacking:
             raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])} ({len(lacking)} tensors missing)")
         with torch.no_grad():
             for own in self._own:
-                own.parameter.copy_(self._read(files, own))
+                is_new = files.missing(self._names(own.place))
+                own.parameter.copy_(torch.zeros_like(own.parameter) if is_new else self._read(files, own))
 
     @property
     def names(self) -> list[str]:
