@@ -1,9 +1,9 @@
 """A reward model seen from the driver: score these responses, whatever happens to its processes.
 
 Responses of many groups share a batch. A call has one of three ends: an output for every response, `RewardFailed`
-naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced; the groups it held are scored
-again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes no other
-along. The reward's devices are held while it computes, and may belong to other roles in between.
+naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced; the groups it held are
+scored again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes no
+other along. The reward's devices are held while it computes, and may belong to other roles in between.
 """
 
 from __future__ import annotations
