@@ -2,8 +2,8 @@
 
 Responses of many groups share a batch. A call has one of three ends: an output for every response, `RewardFailed`
 naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced; the groups it held are
-scored again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes no
-other along. The reward's devices are held while it computes, and may belong to other roles in between.
+scored again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes
+no other along. The reward's devices are held while it computes, and may belong to other roles in between.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ScorePool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the processes and load the model in each. Raises `RewardFailed` with the cause."""
+        """Start the processes and load the model in each. Raises a group of `RewardFailed` with the causes."""
         async with self._devices.hold(self._role):
             async with asyncio.TaskGroup() as tasks:
                 for replica in self._replicas:

@@ -48,7 +48,7 @@ BUILT_IN = {
 }
 
 
-JUDGE_REQUIRES = ("aiohttp",)
+JUDGE_REQUIRES = ("aiohttp",)  # requirements/judge.txt
 
 
 @dataclass(frozen=True)
