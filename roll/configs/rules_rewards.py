@@ -29,7 +29,7 @@ _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
 _KINDS = {"reward_model": "a reward model", "judge": "a judge"}
 
 
-def judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
+def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
     """The sections of the rewards that are judges, by path."""
     return {
         f"rewards.{name}.judge": reward.judge
@@ -99,7 +99,7 @@ def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if reward.verifier == "judge" and reward.judge is None:
             remedy = "add `judge: {base_url: http://..., model: ...}`"
             yield ConfigProblem(f"rewards.{name}.judge", "a judge needs an address and a model", remedy)
-    for path, judge in judges(config).items():
+    for path, judge in _judges(config).items():
         yield from _address_problems(path, judge)
         if not judge.model:
             yield ConfigProblem(f"{path}.model", "no model is named", "write the name that the address has for it")
@@ -159,7 +159,7 @@ def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str])
 
 def verdicts_can_be_read(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The template asks about the response, and the answer can become a score."""
-    for path, judge in judges(config).items():
+    for path, judge in _judges(config).items():
         yield from _template_problems(path, judge)
         if judge.score_min >= judge.score_max:
             message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"

@@ -174,10 +174,7 @@ class ScorePool:
                     f"{self._role} could not score a response to prompt {record.prompt_id}: {scored.problem}"
                 )
         self.counts.truncated += sum(scored.cut_tokens > 0 for scored in results)
-        return [
-            RewardOutput(scored.score, {"scored_tokens": scored.tokens, "truncated_left": float(scored.cut_tokens > 0)})
-            for scored in results
-        ]
+        return [_output(scored) for scored in results]
 
     async def shutdown(self) -> None:
         """Kill the processes; scores under way are cancelled. May be called twice."""
@@ -315,6 +312,11 @@ class ScorePool:
         if replica.handle is not None:
             replica.handle.kill()
             replica.handle = None
+
+
+def _output(scored: Scored) -> RewardOutput:
+    metrics = {"scored_tokens": scored.tokens, "truncated_left": scored.cut_tokens > 0}
+    return RewardOutput(scored.score, {name: float(value) for name, value in metrics.items()})
 
 
 def given(record: RewardInput) -> list[dict[str, str]]:

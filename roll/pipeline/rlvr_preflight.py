@@ -12,7 +12,6 @@ import xxhash
 
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem
-from roll.configs.rules_rewards import judges
 from roll.configs.schema import JudgeConfig, RewardConfig, RLVRConfig
 from roll.data.dataset import load_prompts
 from roll.data.records import Prompt
@@ -64,8 +63,9 @@ def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, pro
     }
     for path, reward in models.items():
         problems.attempt(partial(_check_reward_model, derived.reward_model_path(config, reward), reward, path))
-    for path, judge in judges(config).items():
-        problems.attempt(partial(_check_judge, judge, path))
+    for name, reward in config.rewards.items():
+        if reward.judge is not None and verifiers[name] is not None:  # without its library there is nothing to ask with
+            problems.attempt(partial(_check_judge, reward.judge, f"rewards.{name}.judge"))
     prompts: list[Prompt] = []
     validation_prompts: list[Prompt] = []
     if tokenizer is not None:

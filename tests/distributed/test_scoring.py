@@ -52,7 +52,7 @@ class Process:
         machine.prompts += [conversation[:-1] for conversation in conversations]
         await machine.may_score.wait()
         for fault in machine.faults:
-            if fault in responses:
+            if fault in responses and machine.faults[fault]:
                 if machine.faults[fault].pop() == "hangs":
                     raise WorkerTimeout(f"{ROLE}/{self.index}", "score", 1)
                 self.alive = False
