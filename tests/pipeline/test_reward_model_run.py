@@ -10,6 +10,10 @@ from reward_models import SCORES, make_reward_model
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.pipeline.preflight import prepare
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -20,6 +24,19 @@ def task(tmp_path_factory):
     rows += [{"prompt": f"{number}=", "domain": "chat"} for number in range(10, 60)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def test_the_models_that_rewards_name_are_looked_up_before_anything_starts(task):
+    tree = tiny_config(
+        task,
+        reward_pretrain=str(task / "model"),
+        rewards__chat={"verifier": "reward_model", "device_mapping": [1]},
+        rewards__essay={"verifier": "judge", "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_from_tree(tree))
+    assert {problem.path for problem in caught.value.problems} == {"reward_pretrain", "rewards.essay.judge.base_url"}
+    assert all(words in str(caught.value) for words in ("no head", "no chat template", "http://127.0.0.1:1/v1"))
 
 
 @pytest.mark.timeout(300)
