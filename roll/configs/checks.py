@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_lora, rules_training
+from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_lora, rules_rewards, rules_training
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 
@@ -50,6 +50,10 @@ RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
     rules_data.prompts_exist,
     rules_data.prompt_settings_fit,
     rules_data.rewards_are_complete,
+    rules_rewards.keys_fit_the_kind,
+    rules_rewards.reward_models_are_complete,
+    rules_rewards.judges_are_complete,
+    rules_rewards.verdicts_can_be_read,
     rules_data.validation_is_complete,
 )
 AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = (

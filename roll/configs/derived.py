@@ -19,6 +19,8 @@ from roll.configs.schema import (
     DeviceMapping,
     EnvManagerConfig,
     PipelineConfig,
+    RewardConfig,
+    RLVRConfig,
     ValidationSettings,
     WorkerConfig,
 )
@@ -26,6 +28,8 @@ from roll.configs.schema import (
 MEBIBYTE = 1024 * 1024
 MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 """Keys of Megatron's `strategy_config` that say how many ranks hold one copy of the model together."""
+REWARD_TIMEOUT_SECONDS = {"reward_model": 120.0, "judge": 600.0}
+"""Where they differ from the one of other verifiers."""
 LONGEST_CANARY = 64
 """Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
 
@@ -61,6 +65,34 @@ def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
         return set(parse_device_mapping(first)) == set(parse_device_mapping(second))
     except DeviceMappingError:
         return False
+
+
+def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
+    """The rewards that run a model on devices, by the name of their role."""
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    return {f"rewards.{name}": reward for name, reward in rewards.items() if reward.verifier == "reward_model"}
+
+
+def device_mappings(config: PipelineConfig) -> dict[str, DeviceMapping]:
+    """What each role says of its devices, reward models included."""
+    return {name: role.device_mapping for name, role in {**present_roles(config), **reward_models(config)}.items()}
+
+
+def reward_model_path(config: PipelineConfig, reward: RewardConfig) -> str:
+    """Folder or hub name of a reward model."""
+    return reward.model_args.model_name_or_path or config.reward_pretrain or ""
+
+
+def reward_timeout(reward: RewardConfig) -> float:
+    """Seconds within which a sample (of a reward model: a batch) has to be judged."""
+    return reward.timeout_seconds or REWARD_TIMEOUT_SECONDS.get(reward.verifier, 10.0)
+
+
+def batch_wait_seconds(config: PipelineConfig, reward: RewardConfig) -> float:
+    """How long a reward model's batch waits for company. At ratio 0 not at all: runs repeat bit for bit."""
+    if reward.reward_model.batch_wait_seconds is not None:
+        return reward.reward_model.batch_wait_seconds
+    return 0.005 if config.async_generation_ratio > 0 else 0.0
 
 
 def uses_kl(config: PipelineConfig) -> bool:
@@ -106,7 +138,7 @@ def engine_replicas(config: PipelineConfig) -> int:
 
 def shares_devices(config: PipelineConfig, role: str) -> bool:
     """Whether another role uses a device of this one."""
-    mappings = {name: set(parse_device_mapping(each.device_mapping)) for name, each in present_roles(config).items()}
+    mappings = {name: set(parse_device_mapping(mapping)) for name, mapping in device_mappings(config).items()}
     own = mappings.pop(role)
     return any(own & others for others in mappings.values())
 

@@ -19,6 +19,7 @@ from roll.configs.schema import (
     EnvManagerConfig,
     ModelArguments,
     PipelineConfig,
+    RewardConfig,
     WorkerConfig,
 )
 from roll.configs.wording import count
@@ -88,8 +89,11 @@ def plan(config: PipelineConfig) -> Plan:
         exp_name=config.exp_name,
         device=config.cluster.device,
         devices=derived.total_devices(config),
-        roles=[_role_plan(config, name, role) for name, role in derived.present_roles(config).items()],
         reference_is_base=derived.reference_is_base(config),
+        roles=[
+            _role_plan(config, name, role)
+            for name, role in {**derived.present_roles(config), **derived.reward_models(config)}.items()
+        ],
         training_data=_training_data(config),
         validation_data=_validation_data(config),
         prompts_per_step=config.rollout_batch_size,
@@ -120,19 +124,17 @@ def plan(config: PipelineConfig) -> Plan:
     )
 
 
-def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig) -> RolePlan:
-    owned = {
-        other: parse_device_mapping(section.device_mapping) for other, section in derived.present_roles(config).items()
-    }
+def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> RolePlan:
+    owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
     devices = owned[name]
-    generates = name == "actor_infer"
+    generates, scores = name == "actor_infer", isinstance(role, RewardConfig)
     return RolePlan(
         name=name,
         strategy=role.strategy_args.strategy_name,
-        model=derived.model_path(config, role),
+        model=derived.reward_model_path(config, role) if scores else derived.model_path(config, role),
         devices=devices,
         workers=derived.engine_replicas(config) if generates else len(devices),
-        worker_word="replica" if generates else "rank",
+        worker_word="replica" if generates or scores else "rank",
         shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
         adapters=_adapters(role.model_args),
     )

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import model_path, present_roles
+from roll.configs.derived import model_path, present_roles, reward_models
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_keys import IMPORT_PATH
 from roll.configs.schema import (
     BUILTIN_VERIFIERS,
+    MODEL_REWARDS,
     DataArguments,
     GeneratingArguments,
     PipelineConfig,
@@ -43,6 +44,9 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     paths = {"pretrain": config.pretrain}
     for name, role in present_roles(config).items():
         paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
+    paths["reward_pretrain"] = config.reward_pretrain or ""
+    for name, reward in reward_models(config).items():
+        paths[f"{name}.model_args.model_name_or_path"] = reward.model_args.model_name_or_path or ""
     for path, model in paths.items():
         reason = _model_fault(model)
         if reason:
@@ -160,14 +164,15 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         remedy = "add one, for example `rewards: {math: {verifier: math}}`"
         yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
         return
+    known = (*BUILTIN_VERIFIERS, *MODEL_REWARDS)
     owners: dict[str, str] = {}
     for name, reward in config.rewards.items():
         if not reward.verifier:
-            remedy = f"write one of {', '.join(BUILTIN_VERIFIERS)}, or `package.module:function`"
+            remedy = f"write one of {', '.join(known)}, or `package.module:function`"
             yield ConfigProblem(f"rewards.{name}.verifier", "no verifier is named", remedy)
-        elif reward.verifier not in BUILTIN_VERIFIERS and not IMPORT_PATH.fullmatch(reward.verifier):
+        elif reward.verifier not in known and not IMPORT_PATH.fullmatch(reward.verifier):
             message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
-            remedy = choose_among(reward.verifier, BUILTIN_VERIFIERS)
+            remedy = choose_among(reward.verifier, known)
             yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
         for tag in tags_of(name, reward.tag_included):
             if tag in owners:

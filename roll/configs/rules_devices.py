@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from roll.configs.derived import present_roles, publication_nodes, total_devices, validation_settings
+from roll.configs.derived import (
+    device_mappings,
+    present_roles,
+    publication_nodes,
+    reward_models,
+    total_devices,
+    validation_settings,
+)
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import ModelArguments, PipelineConfig
@@ -21,9 +28,9 @@ _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
     """Devices of each role whose mapping can be read."""
     mappings = {}
-    for name, role in present_roles(config).items():
+    for name, mapping in device_mappings(config).items():
         try:
-            mappings[name] = parse_device_mapping(role.device_mapping)
+            mappings[name] = parse_device_mapping(mapping)
         except DeviceMappingError:
             continue
     return mappings
@@ -41,7 +48,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
         message = f"{shown(cluster.address)} is no address of a Ray cluster"
         yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
-    for name, role in present_roles(config).items():
+    for name, role in {**present_roles(config), **reward_models(config)}.items():
         if role.model_args.attn_implementation != "flash_attention_2":
             continue
         path = f"{name}.model_args.attn_implementation"
@@ -71,19 +78,19 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
 def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Each role names devices that the cluster has."""
     total = total_devices(config)
-    for name, role in present_roles(config).items():
+    for name, mapping in device_mappings(config).items():
         path = f"{name}.device_mapping"
         try:
-            devices = parse_device_mapping(role.device_mapping)
+            devices = parse_device_mapping(mapping)
         except DeviceMappingError as error:
             remedy = f"name devices of this run: 0 to {total - 1}, each once"
-            yield ConfigProblem(path, f"{shown(role.device_mapping)}: {error}", remedy)
+            yield ConfigProblem(path, f"{shown(mapping)}: {error}", remedy)
             continue
         outside = [device for device in devices if device >= total]
         if outside:
             cluster = config.cluster
             nodes = f"{count(cluster.num_nodes, 'node')} x {count(cluster.num_devices_per_node, 'device')}"
-            named = f"{shown(role.device_mapping)} names device {compact(outside)}"
+            named = f"{shown(mapping)} names device {compact(outside)}"
             message = f"{named}, but there are {total} ({nodes}), counted from 0"
             remedy = f"name devices 0 to {total - 1}, or raise `cluster.num_devices_per_node` or `cluster.num_nodes`"
             yield ConfigProblem(path, message, remedy)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.derived import present_roles, trained_roles, uses_kl
+from roll.configs.derived import present_roles, reward_models, trained_roles, uses_kl
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import (
     INFER_STRATEGIES,
@@ -103,11 +103,12 @@ def _unread(path: str, value: Any, role: str, key: str) -> ConfigProblem:
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A key that another setting switches off is not set."""
-    if config.reward_pretrain is not None:
+    users = [reward for reward in reward_models(config).values() if reward.model_args.model_name_or_path is None]
+    if config.reward_pretrain is not None and not users:
         yield ConfigProblem(
             "reward_pretrain",
-            f"{shown(config.reward_pretrain)} has no effect: no reward of this pipeline loads a model",
-            "remove it",
+            f"{shown(config.reward_pretrain)} has no effect: no reward loads this model",
+            "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own",
         )
     if not config.use_kl_loss and differs_from_default(config, "kl_loss_coef"):
         yield _inert("kl_loss_coef", config.kl_loss_coef, "`use_kl_loss` is false", "set `use_kl_loss: true`")

@@ -17,8 +17,9 @@ _LONGEST_SHOWN = 80
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key's name says that its value is a secret (``hf_token``, ``api_key``; not ``max_new_tokens``)."""
-    return _SECRET_NAME.search(name) is not None
+    """Whether a key's name says that its value is a secret (``hf_token``, ``api_key``; not ``max_new_tokens``, and not
+    ``api_key_env``, which says where the secret is)."""
+    return _SECRET_NAME.search(name) is not None and name != "api_key_env"
 
 
 def masked(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from roll.data.names import nearest_name_hint
 from roll.data.records import Prompt
 from roll.data.seeds import derive_seed
 from roll.data.sources import read_jsonl, read_reasoning_gym
-from roll.data.templates import PromptRow, RenderError, render_text, tokenise
+from roll.data.templates import PromptRow, RenderError, conversation, render_text, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +116,15 @@ def _render(
             if len(problems) == SHOWN_OFFENDERS:
                 break
     prompts = [
-        Prompt(row.prompt_id, row.domain, token_ids, text, row.ground_truth, row.metadata)
+        Prompt(
+            row.prompt_id,
+            row.domain,
+            token_ids,
+            text,
+            row.ground_truth,
+            row.metadata,
+            conversation(row, data_args.system_prompt),
+        )
         for (row, text), token_ids in zip(rendered, tokenise([text for _, text in rendered], tokenizer), strict=True)
     ]
     empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]

@@ -1,7 +1,7 @@
 """Groups as bytes and back, with the same bits: how finished rollouts outlive the process that made them.
 
 A header in JSON says everything but the arrays, which follow it. Nothing is ever unpickled. What a prompt holds for its
-judge (ground truth, metadata: any objects) is left out, since a finished group has been judged.
+judge (ground truth, metadata: any objects; messages) is left out, since a finished group has been judged.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ class Prompt:
     """The rendered prompt, as tokenised."""
     ground_truth: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """The same as a conversation, for judges that are models with a template of their own."""
 
 
 @dataclass

@@ -36,6 +36,14 @@ class RenderError(ValueError):
     """A row that the template cannot render; the message says why."""
 
 
+def conversation(row: PromptRow, system_prompt: str | None = None) -> list[Message]:
+    """A prompt as messages; a text is one user message. ``system_prompt`` comes first unless the row has its own."""
+    messages = row.messages or [{"role": "user", "content": row.text or ""}]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
 def render_text(
     row: PromptRow,
     template: Literal["raw", "chat"],
@@ -52,9 +60,7 @@ def render_text(
         if row.text is None:
             raise RenderError("the row has `messages` but no `prompt`, and `template: raw` needs text")
         return row.text
-    messages = row.messages or [{"role": "user", "content": row.text or ""}]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    messages = conversation(row, system_prompt)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as cause:  # a template is a program of its own and raises what it likes

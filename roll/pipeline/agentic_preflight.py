@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from roll.pipeline.agentic import AgenticSide
     from roll.pipeline.preflight import Prepared, Problems
+    from roll.pipeline.rollout_side import RunDevices
     from roll.tracking.run_directory import RunDirectory
 
 _TRIAL = ({"role": "user", "content": "observation"},)
@@ -43,7 +44,9 @@ class AgenticPlan:
         envs = {tag: [config.custom_envs[tag].env_type, config.custom_envs[tag].env_config] for tag in shares}
         return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
 
-    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> AgenticSide:
+    def build(
+        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    ) -> AgenticSide:
         """See `RolloutPlan.build`."""
         from roll.pipeline.agentic import AgenticSide
 

@@ -54,6 +54,11 @@ class DeviceLock:
     def holder(self) -> str | None:
         return self._holder
 
+    @property
+    def contended(self) -> bool:
+        """Whether somebody waits for the lock."""
+        return self._contended.is_set()
+
     async def wait_contended(self) -> None:
         """Return when somebody waits for the lock."""
         await self._contended.wait()

@@ -170,16 +170,19 @@ def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
 
 def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
     """Classes of the user's own, by role."""
-    paths = {name: role.worker_cls for name, role in derived.present_roles(config).items() if role.worker_cls}
+    roles = {**derived.present_roles(config), **derived.reward_models(config)}
+    paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
     if not paths:
         return {}
     from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.score_worker import ScoreWorker
     from roll.distributed.train_worker import TrainWorker
 
+    bases: dict[str, type[Worker]] = {"actor_infer": InferWorker}
     classes: dict[str, type[Worker]] = {}
     problems: list[ConfigProblem] = []
     for role, import_path in paths.items():
-        base = InferWorker if role == "actor_infer" else TrainWorker
+        base = ScoreWorker if role.startswith("rewards.") else bases.get(role, TrainWorker)
         path = f"{role}.worker_cls"
         try:
             found = import_object(import_path)

@@ -1,4 +1,4 @@
-"""The rollout side of RLVR: prompts are sampled, responses are judged by reward workers."""
+"""The rollout side of RLVR: prompts are sampled, responses are judged by verifiers and reward models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from roll.configs.schema import GeneratingArguments, RLVRConfig
 from roll.data.interleave import PromptStream
 from roll.data.records import Group, Prompt
+from roll.pipeline.rewards import Rewards
 from roll.pipeline.rollout_function import RolloutFunction
 from roll.pipeline.rollout_side import Generator
 from roll.pipeline.sampling import sampling_params
 from roll.pipeline.validation import PromptValidator
-from roll.rewards.pool import RewardPool
 from roll.rollout.schedule import Ticket
 
 if TYPE_CHECKING:
@@ -26,14 +26,20 @@ class RLVRSide:
 
     sample_metrics = "reward"
 
-    def __init__(self, prepared: Prepared, prompts: Sequence[Prompt], validation_prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        prompts: Sequence[Prompt],
+        validation_prompts: Sequence[Prompt],
+        rewards: Rewards,
+    ) -> None:
         if not isinstance(prepared.config, RLVRConfig):
             raise TypeError(f"this is the rollout side of rlvr, not of {prepared.config.pipeline}")
         self._prepared = prepared
         self._config = prepared.config
         self._prompts = prompts
         self._validation_prompts = validation_prompts
-        self.workers = RewardPool(self._config.rewards)
+        self.workers = rewards
 
     def canary_prompts(self) -> list[np.ndarray]:
         """The training prompts."""
@@ -73,8 +79,8 @@ class RLVRSide:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Nothing: each reward's share is in the metrics of samples."""
-        return {}
+        """Totals of the reward models; all else about rewards is in the metrics of samples."""
+        return self.workers.metrics()
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
         """How a group comes about, in training or in validation."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from roll.configs import derived
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import RLVRConfig
+from roll.configs.schema import JudgeConfig, RewardConfig, RLVRConfig
 from roll.data.dataset import load_prompts
 from roll.data.records import Prompt
 from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from roll.pipeline.preflight import Prepared, Problems
     from roll.pipeline.rlvr import RLVRSide
+    from roll.pipeline.rollout_side import RunDevices
     from roll.tracking.run_directory import RunDirectory
 
 
@@ -40,19 +42,30 @@ class RLVRPlan:
             digest.update(prompt.token_ids.tobytes())
         return digest.hexdigest()
 
-    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RLVRSide:
+    def build(
+        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    ) -> RLVRSide:
         """See `RolloutPlan.build`."""
+        from roll.pipeline.rewards import build_rewards
         from roll.pipeline.rlvr import RLVRSide
 
-        return RLVRSide(prepared, self.prompts, self.validation_prompts)
+        rewards = build_rewards(prepared, run, on_event, devices)
+        return RLVRSide(prepared, self.prompts, self.validation_prompts, rewards)
 
 
 def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems) -> RLVRPlan:
     """Load prompts and find verifiers; what is wrong goes into ``problems``."""
+    models = derived.reward_models(config)
     verifiers = {
         name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
         for name, reward in config.rewards.items()
+        if f"rewards.{name}" not in models
     }
+    for path, reward in models.items():
+        problems.attempt(partial(_check_reward_model, derived.reward_model_path(config, reward), reward, path))
+    for name, reward in config.rewards.items():
+        if reward.judge is not None and verifiers[name] is not None:  # without its library there is nothing to ask with
+            problems.attempt(partial(_check_judge, reward.judge, f"rewards.{name}.judge"))
     prompts: list[Prompt] = []
     validation_prompts: list[Prompt] = []
     if tokenizer is not None:
@@ -61,6 +74,18 @@ def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, pro
     if prompts and not problems.found:
         problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
     return RLVRPlan(prompts, validation_prompts)
+
+
+def _check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:
+    from roll.strategies.score.classifier_facts import check_reward_model
+
+    check_reward_model(model_path, reward, path)
+
+
+def _check_judge(judge: JudgeConfig, path: str) -> None:
+    from roll.rewards.judge_preflight import check_judge
+
+    check_judge(judge, path)
 
 
 def _prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -101,6 +101,7 @@ class RolloutFunction:
                 finish_reason=sample.finish_reason,
                 prompt_tokens=len(prompt.token_ids),
                 response_tokens=sample.response_tokens,
+                messages=prompt.messages,
             )
             for sample in samples
         ]

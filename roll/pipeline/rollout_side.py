@@ -6,7 +6,8 @@ and checked before anything starts, which builds the *side* that runs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ from roll.strategies.infer.base import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from roll.configs.schema import PipelineConfig
+    from roll.distributed.placement import Placement
+    from roll.pipeline.device_lock import DeviceLock
     from roll.pipeline.preflight import Prepared
     from roll.pipeline.validation import ValidationResult
     from roll.tracking.run_directory import RunDirectory
@@ -34,8 +37,8 @@ class Generator(Protocol):
 
 
 class WorkerProcesses(Protocol):
-    """The processes of a rollout side: reward workers, or environment workers. They look after themselves; what they
-    cannot recover from ends the rollouts that need them."""
+    """The processes of a rollout side: reward workers and models, or environment workers. They look after themselves;
+    what they cannot recover from ends the rollouts that need them."""
 
     async def start(self) -> None: ...
 
@@ -72,11 +75,22 @@ class RolloutSide(Protocol):
         """Totals of the worker processes, for the record of a step."""
 
 
+@dataclass(frozen=True)
+class RunDevices:
+    """Where a rollout side may start processes that compute on devices."""
+
+    placement: Placement
+    locks: Mapping[str, DeviceLock]
+    """By role."""
+
+
 class RolloutPlan(Protocol):
     """What the preflight found for the rollout side."""
 
     def fingerprint(self, config: PipelineConfig) -> str:
         """Of what groups are made of, in their order: equal for runs whose group ``n`` is made of the same."""
 
-    def build(self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None]) -> RolloutSide:
+    def build(
+        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    ) -> RolloutSide:
         """The side itself. Starts nothing."""

@@ -33,7 +33,7 @@ from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_function import has_score_variance
-from roll.pipeline.rollout_side import RolloutSide
+from roll.pipeline.rollout_side import RolloutSide, RunDevices
 from roll.pipeline.stage import Stage, StageGraph
 from roll.pipeline.stages import NEEDED_ROLES, STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
@@ -52,7 +52,7 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumeP
     placement = Placement(config.cluster)
     await placement.reserve()
     locks = build_device_locks(_devices_of_roles(config))
-    side = prepared.rollouts.build(prepared, recorder.run, recorder.event)
+    side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
     states = point.role if point is not None else lambda role: None
     roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
     if config.save_steps and (point is None or point.checkpoint is None):
@@ -230,4 +230,4 @@ def background_tasks(
 
 
 def _devices_of_roles(config: PipelineConfig) -> dict[str, list[int]]:
-    return {name: parse_device_mapping(role.device_mapping) for name, role in derived.present_roles(config).items()}
+    return {name: parse_device_mapping(mapping) for name, mapping in derived.device_mappings(config).items()}

@@ -12,13 +12,15 @@ import os
 import sys
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
+from roll.configs.wording import count
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier, route_domains
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
@@ -27,6 +29,8 @@ ASYNC_CALLS_PER_WORKER = 256
 """Calls that one process of an async verifier holds at a time; each may have many responses."""
 
 EXIT_TIMEOUT_SECONDS = 10.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,11 @@ class RewardWorkers:
         self._verifier = verifier
         self._path = path
         self._settings = settings
+        self._timeout_seconds = reward_timeout(config)
         self._workers = [_Worker() for _ in range(config.num_workers)]
         calls_per_worker = ASYNC_CALLS_PER_WORKER if verifier.is_async else 1
-        self._slots = asyncio.Semaphore(config.num_workers * calls_per_worker)  # first come, first served
+        calls = verifier.max_concurrency or config.num_workers * calls_per_worker
+        self._slots = asyncio.Semaphore(calls)  # first come, first served
         self._quarantine = _Worker()
         self._one_suspect = asyncio.Lock()
         self._tasks: set[asyncio.Task[list[Verdict]]] = set()
@@ -138,6 +144,13 @@ class RewardWorkers:
 
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """See `RewardPool.score`."""
+        if self._verifier.max_concurrency is None or len(records) < 2:
+            return await self._score_together(records)
+        # A limit counts responses, so each is a call of its own.
+        outputs = await _all_or_none(self._score_together([record]) for record in records)
+        return [output for (output,) in outputs]
+
+    async def _score_together(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
         outputs: list[RewardOutput | None] = [None] * len(records)
         failures = [0] * len(records)
         pending = list(range(len(records)))
@@ -149,7 +162,7 @@ class RewardWorkers:
                 outputs[index] = self._output(verdict)
                 if outputs[index] is None and verdict.kind != "unjudged":
                     failures[index] += 1
-                    if failures[index] > self._config.max_retries:
+                    if verdict.kind == "gave_up" or failures[index] > self._config.max_retries:
                         raise self._failure(records[index], verdict, failures[index])
             pending = [index for index in pending if outputs[index] is None]
         return [output for output in outputs if output is not None]
@@ -169,7 +182,7 @@ class RewardWorkers:
         await asyncio.gather(*(_kill(handle) for handle in handles))
 
     def _count(self, verdict: Verdict) -> None:
-        self.counts.errors += verdict.kind == "error"
+        self.counts.errors += verdict.kind in ("error", "gave_up")
         self.counts.timeouts += verdict.kind == "timeout"
         self.counts.seconds += verdict.seconds
 
@@ -181,7 +194,7 @@ class RewardWorkers:
     def _failure(self, record: RewardInput, verdict: Verdict, attempts: int) -> RewardFailed:
         return RewardFailed(
             f"reward `{self._name}` (verifier `{self._verifier.name}`) could not judge a response to prompt "
-            f"{record.prompt_id} in {attempts} attempts; the last one ended with: {verdict.cause}"
+            f"{record.prompt_id} in {count(attempts, 'attempt')}; the last one ended with: {verdict.cause}"
         )
 
     async def _attempt(self, records: list[RewardInput]) -> list[Verdict]:
@@ -239,7 +252,7 @@ class RewardWorkers:
             except RayActorError as cause:
                 lost = _WorkerLost(f"the worker process died ({_first_line(cause)})", timed_out=False)
             except TimeoutError:
-                limit = self._config.timeout_seconds
+                limit = self._timeout_seconds
                 lost = _WorkerLost(f"no answer within {limit:g} s, and the process had to be killed", timed_out=True)
             await self._replace(worker, handle)
             raise lost
@@ -249,7 +262,7 @@ class RewardWorkers:
     def _deadline(self, samples: int) -> float:
         """Seconds after which a call can only be stuck (see `judge_all` for the two limits of a long call)."""
         limits = 1 if samples == 1 or self._verifier.is_async else 2
-        return limits * self._config.timeout_seconds + self._settings.kill_grace_seconds
+        return limits * self._timeout_seconds + self._settings.kill_grace_seconds
 
     async def _fill(self, worker: _Worker) -> ActorHandle:
         """The process in this place; a new one if there is none."""
@@ -274,7 +287,8 @@ class RewardWorkers:
         body = AsyncRewardWorker if self._verifier.is_async else RewardWorker
         options = {"num_cpus": 0, **self._settings.actor_options}
         folders = [os.path.abspath(folder) for folder in ("", *sys.path)]
-        handle = ray.remote(body).options(**options).remote(self._config, self._path, folders)
+        secrets = {name: os.environ[name] for name in self._verifier.secrets if name in os.environ}
+        handle = ray.remote(body).options(**options).remote(self._config, self._path, folders, secrets)
         try:
             await asyncio.wait_for(handle.ready.remote(), self._settings.start_timeout_seconds)
         except (RayError, TimeoutError) as cause:
@@ -287,11 +301,11 @@ class RewardWorkers:
         return handle
 
 
-async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Any]]) -> None:
+async def _all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run all; if one fails, end the others before raising its error, so that nothing starts after a shutdown."""
-    tasks = [asyncio.create_task(start) for start in starts]
+    tasks = [asyncio.create_task(call) for call in calls]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -20,6 +20,8 @@ class RewardInput:
     """``stop``, ``length`` or ``abort``."""
     prompt_tokens: int = 0
     response_tokens: int = 0
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """The prompt as a conversation."""
 
     def fields(self) -> dict[str, Any]:
         """The values by the names under which a verifier's parameters ask for them (see `VERIFIER_FIELDS`)."""
@@ -33,6 +35,7 @@ class RewardInput:
             "prompt_id": self.prompt_id,
             "prompt_tokens": self.prompt_tokens,
             "response_tokens": self.response_tokens,
+            "messages": self.messages,
         }
 
 
@@ -50,6 +53,10 @@ class RewardOutput:
 
 class RewardNonsense(ValueError):
     """A verifier answered something that is no score. The message names the verifier and the value."""
+
+
+class RewardGaveUp(RuntimeError):
+    """A verifier has tried again by itself as often as it was told to. The pool does not try once more."""
 
 
 class RewardFailed(RuntimeError):

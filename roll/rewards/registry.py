@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import RewardConfig
+from roll.configs.schema import JudgeConfig, RewardConfig
 from roll.data.arguments import converted_arguments
 from roll.data.imports import import_object
 from roll.data.names import nearest_name_hint
@@ -48,6 +48,9 @@ BUILT_IN = {
 }
 
 
+JUDGE_REQUIRES = ("aiohttp",)  # requirements/judge.txt
+
+
 @dataclass(frozen=True)
 class Verifier:
     """A checked verifier, ready to be called."""
@@ -61,6 +64,10 @@ class Verifier:
     is_async: bool = False
     requires: tuple[str, ...] = ()
     timeout_score: float | None = None
+    max_concurrency: int | None = None
+    """Responses judged at a time over all processes; ``None``: as many as the processes take."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that its processes need."""
 
     def __call__(self, record: RewardInput) -> Any:
         """What the function answers, unchecked (see `checked_output`); a coroutine of it, if it is async."""
@@ -76,11 +83,10 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     name = config.verifier
     if not name:
         raise _error(f"{path}.verifier", "no verifier is named", nearest_name_hint("", BUILT_IN))
+    if config.judge is not None:
+        return _judge(config.judge, path)
     built_in = BUILT_IN.get(name, BuiltIn(name))
-    for module in built_in.requires:
-        if importlib.util.find_spec(module) is None:
-            package = module.replace("_", "-")
-            raise _error(f"{path}.verifier", f"`{name}` needs the package `{package}`", f"pip install {package}")
+    _require(built_in.requires, name, path)
     function = _import_function(built_in.import_path, f"{path}.verifier")
     parameters = _parameters(function, f"{path}.verifier")
     takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -104,6 +110,31 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         requires=built_in.requires,
         timeout_score=built_in.timeout_score,
     )
+
+
+def _judge(config: JudgeConfig, path: str) -> Verifier:
+    """A judge has a section of its own in place of arguments."""
+    _require(JUDGE_REQUIRES, "judge", path)
+    from roll.rewards.judge import Judge
+
+    judge = Judge(config)
+    return Verifier(
+        name=f"judge at {config.base_url}",
+        function=judge,
+        fields=("prompt", "messages", "response", "ground_truth"),
+        needs_ground_truth=judge.needs_ground_truth,
+        is_async=True,
+        requires=JUDGE_REQUIRES,
+        max_concurrency=config.max_concurrency,
+        secrets=(config.api_key_env,) if config.api_key_env else (),
+    )
+
+
+def _require(modules: Iterable[str], name: str, path: str) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
+            raise _error(f"{path}.verifier", f"`{name}` needs the package `{package}`", f"pip install {package}")
 
 
 def checked_output(verifier_name: str, value: Any) -> RewardOutput:
@@ -141,7 +172,7 @@ def check_prompts(
 ) -> list[ConfigProblem]:
     """Prompts that no reward can judge: domains without one, and prompts without the ground truth it needs.
 
-    ``verifiers`` is by reward name, ``path`` the configuration path of the prompts.
+    ``verifiers`` is by reward name (reward models have none), ``path`` the configuration path of the prompts.
     """
     problems: dict[tuple[str, str], ConfigProblem] = {}
     for prompt in prompts:
@@ -151,7 +182,7 @@ def check_prompts(
             hint = nearest_name_hint(prompt.domain, routes)
             remedy = f"add `{prompt.domain}` to the `tag_included` of a reward; {hint}"
             problems.setdefault(("domain", prompt.domain), ConfigProblem(path, message, remedy))
-        elif prompt.ground_truth is None and verifiers[reward].needs_ground_truth:
+        elif prompt.ground_truth is None and reward in verifiers and verifiers[reward].needs_ground_truth:
             message = f"prompt {prompt.prompt_id} has no ground truth, which `rewards.{reward}` needs"
             remedy = "give each prompt of this domain a `ground_truth` (or `answer`)"
             problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))

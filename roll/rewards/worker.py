@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
+from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
-from roll.rewards.records import RewardInput, RewardOutput
+from roll.rewards.records import RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, make_importable, resolve_verifier
 
 ALARM_REPEAT_SECONDS = 1.0
@@ -29,8 +31,9 @@ ALARM_REPEAT_SECONDS = 1.0
 class Verdict:
     """How judging one response ended."""
 
-    kind: Literal["judged", "error", "timeout", "unjudged"]
-    """``unjudged``: the call ended before this response had its turn."""
+    kind: Literal["judged", "error", "gave_up", "timeout", "unjudged"]
+    """``gave_up``: an error after which another attempt is not worth it; ``unjudged``: the call ended before this
+    response had its turn."""
     output: RewardOutput | None = None
     cause: str = ""
     seconds: float = 0.0
@@ -65,7 +68,7 @@ def judge_one(verifier: Verifier, record: RewardInput, timeout_seconds: float) -
         cause = f"no answer within {timeout_seconds:g} s"
         return Verdict("timeout", cause=cause, seconds=time.perf_counter() - started)
     except Exception as error:
-        return Verdict("error", cause=_described(error), seconds=time.perf_counter() - started)
+        return _failed(error, time.perf_counter() - started)
     return Verdict("judged", output, seconds=time.perf_counter() - started)
 
 
@@ -96,16 +99,20 @@ async def judge_one_async(verifier: Verifier, record: RewardInput, timeout_secon
         seconds = time.perf_counter() - started
         if limit.expired():
             return Verdict("timeout", cause=f"no answer within {timeout_seconds:g} s", seconds=seconds)
-        return Verdict("error", cause=_described(cause), seconds=seconds)
+        return _failed(cause, seconds)
     return Verdict("judged", output, seconds=time.perf_counter() - started)
 
 
-def _described(cause: Exception) -> str:
-    return f"{type(cause).__name__}: {cause}"
+def _failed(cause: Exception, seconds: float) -> Verdict:
+    kind = "gave_up" if isinstance(cause, RewardGaveUp) else "error"
+    return Verdict(kind, cause=f"{type(cause).__name__}: {cause}", seconds=seconds)
 
 
-def _prepare(config: RewardConfig, path: str, import_folders: Sequence[str]) -> Verifier:
+def _prepare(
+    config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
+) -> Verifier:
     make_importable(import_folders)
+    os.environ.update(secrets)
     verifier = resolve_verifier(config, path)
     for module in verifier.requires:
         importlib.import_module(module)
@@ -115,9 +122,11 @@ def _prepare(config: RewardConfig, path: str, import_folders: Sequence[str]) -> 
 class RewardWorker:
     """Body of the worker process of a plain verifier (a Ray actor; its methods run in the main thread)."""
 
-    def __init__(self, config: RewardConfig, path: str, import_folders: Sequence[str]) -> None:
-        self._verifier = _prepare(config, path, import_folders)
-        self._timeout_seconds = config.timeout_seconds
+    def __init__(
+        self, config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
+        self._verifier = _prepare(config, path, import_folders, secrets)
+        self._timeout_seconds = reward_timeout(config)
 
     def ready(self) -> None:
         """Returns once the verifier is loaded."""
@@ -130,9 +139,11 @@ class RewardWorker:
 class AsyncRewardWorker:
     """Body of the worker process of an async verifier (an async Ray actor: any number of calls at once)."""
 
-    def __init__(self, config: RewardConfig, path: str, import_folders: Sequence[str]) -> None:
-        self._verifier = _prepare(config, path, import_folders)
-        self._timeout_seconds = config.timeout_seconds
+    def __init__(
+        self, config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
+    ) -> None:
+        self._verifier = _prepare(config, path, import_folders, secrets)
+        self._timeout_seconds = reward_timeout(config)
 
     async def ready(self) -> None:
         """Returns once the verifier is loaded."""

@@ -10,16 +10,20 @@ import pytest
 
 from roll.configs.checks import check_config, config_warnings
 from roll.configs.derived import (
+    batch_wait_seconds,
     data_parallel_ranks,
     optimizer_batch_size,
     present_roles,
     reference_is_base,
+    reward_timeout,
     samples_per_step,
+    shares_devices,
     total_optimizer_steps,
     weight_transport,
 )
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import config_from_tree
+from roll.configs.loader import config_from_tree, dump_config
+from roll.configs.plan import plan
 from roll.configs.rules_devices import sees_gpus
 from roll.configs.schema import UNREAD_KEYS
 
@@ -60,10 +64,51 @@ def test_a_valid_configuration_passes_without_warnings(tree):
     assert config_warnings(config) == []
 
 
+def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "value")
+    changes = scored(timeout_seconds=5, infer_batch_size=8, reward_model={"label": 1, "overlong": "refuse"})
+    judge = JUDGE | {"api_key_env": "JUDGE_KEY", "template": '{prompt} {response} {"score": 1}', "score_field": "score"}
+    changes["rewards.essay"] = {"verifier": "judge", "judge": judge, "num_workers": 2}
+    changes["rewards.rule"] = {"verifier": "exact"}
+    config = config_from_tree(merged(tree, _filled(changes, tmp_path)))
+    check_config(config)
+    assert "api_key_env: JUDGE_KEY" in dump_config(config)
+    role = next(role for role in plan(config).roles if role.name == "rewards.math")
+    assert (role.model, role.devices, role.shares_with) == (str(tmp_path / "model"), [1], ["actor_infer"])
+    assert shares_devices(config, "actor_infer") and not shares_devices(config, "actor_train")
+    assert [reward_timeout(config.rewards[name]) for name in ("math", "essay", "rule")] == [5, 600, 10]
+
+
+@pytest.mark.parametrize(("ratio", "wait", "expected"), [(0, None, 0), (1, None, 0.005), (0, 0.1, 0.1), (1, 0.0, 0)])
+def test_a_reward_models_batches_do_not_depend_on_timing_at_ratio_0(tree, ratio, wait, expected):
+    changes = scored(reward_model={"batch_wait_seconds": wait}) | {"async_generation_ratio": ratio}
+    config = config_from_tree(merged(tree, changes))
+    assert batch_wait_seconds(config, config.rewards["math"]) == expected
+
+
 def test_validation_reference_and_asynchrony_pass_together(with_validation):
     with_validation |= {"reference": {"device_mapping": [0]}, "use_kl_loss": True, "async_generation_ratio": 1.5}
     with_validation |= {"max_staleness": 3, "weight_update": {"interval_steps": 2}, "staleness_policy": "drop"}
     check_config(config_from_tree(with_validation))
+
+
+JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "wise"}
+
+
+def scored(reward_pretrain="{tmp}/model", **settings) -> dict[str, Any]:
+    """The reward as a reward model."""
+    math = {"verifier": "reward_model", "device_mapping": [1], **settings}
+    return {"rewards.math": math, "reward_pretrain": reward_pretrain}
+
+
+def asked(**settings) -> dict[str, Any]:
+    """The reward as a judge, with these settings of the judge."""
+    return asked_by(judge=JUDGE | settings)
+
+
+def asked_by(**settings) -> dict[str, Any]:
+    """The same, with these settings of the reward."""
+    return {"rewards.math": {"verifier": "judge", "judge": JUDGE, **settings}}
 
 
 WRONG = [
@@ -223,6 +268,70 @@ WRONG = [
         {"rewards.other": {"verifier": "exact", "tag_included": ["math"]}},
         "rewards.other.tag_included", "judged by rewards.math already", "one reward",
     ),
+    # Rewards that ask a model.
+    ({"rewards.math.device_mapping": [1]}, "rewards.math.device_mapping", "no effect", "`verifier: reward_model`"),
+    ({"rewards.math.model_args.dtype": "bfloat16"}, "rewards.math.model_args.dtype", "no effect", "reward_model"),
+    ({"rewards.math.reward_model.label": 0}, "rewards.math.reward_model.label", "no effect", "reward_model"),
+    ({"rewards.math.judge": JUDGE}, "rewards.math.judge", "no effect", "`verifier: judge`"),
+    (scored(judge=JUDGE), "rewards.math.judge", "a reward model does not read", "`verifier: judge`"),
+    (scored(num_workers=2), "rewards.math.num_workers", "a reward model does not read", "`device_mapping`"),
+    (scored(verifier_args={"a": 1}), "rewards.math.verifier_args", "no effect", "docs/rewards.md"),
+    (scored(device_mapping=None), "rewards.math.device_mapping", "null", "devices of this run"),
+    (scored(device_mapping=[2]), "rewards.math.device_mapping", "device 2", "devices 0 to 1"),
+    (scored(worker_cls="my worker"), "rewards.math.worker_cls", "no import path", "package.module:Class"),
+    (scored(infer_batch_size=0), "rewards.math.infer_batch_size", ">= 1", "16"),
+    (
+        scored(strategy_args={"strategy_name": "vllm"}),
+        "rewards.math.strategy_args.strategy_name", "no engine of reward models", "hf_infer",
+    ),
+    (
+        scored(model_args={"attn_implementation": "flash_attention_2"}),
+        "rewards.math.model_args.attn_implementation", "needs GPUs", "sdpa",
+    ),
+    (
+        scored(reward_pretrain=None),
+        "rewards.math.model_args.model_name_or_path", "no reward model", "reward_pretrain",
+    ),
+    (scored(reward_pretrain="{tmp}/nowhere"), "reward_pretrain", "is no folder", "config.json"),
+    (
+        scored(reward_pretrain=None, model_args={"model_name_or_path": "{tmp}/nowhere"}),
+        "rewards.math.model_args.model_name_or_path", "is no folder", "config.json",
+    ),
+    (
+        scored(model_args={"model_name_or_path": "{tmp}/model"}),
+        "reward_pretrain", "no reward loads this model", "model_name_or_path",
+    ),
+    ({"rewards.math.verifier": "judge"}, "rewards.math.judge", "an address and a model", "base_url"),
+    (asked(base_url=""), "rewards.math.judge.base_url", "no address", "http://"),
+    (asked(base_url="127.0.0.1:8000"), "rewards.math.judge.base_url", "is no address", "http://"),
+    (asked(base_url="http://h:x/v1"), "rewards.math.judge.base_url", "is no address", "http://"),
+    (asked(base_url="http://me:word@h/v1"), "rewards.math.judge.base_url", "a password", "`api_key_env`"),
+    (asked(base_url="http://h/v1?key=1"), "rewards.math.judge.base_url", "after the path", "http://"),
+    (asked(base_url="http://h/v1/chat/completions"), "rewards.math.judge.base_url", "one call", "it is added"),
+    (asked(model=""), "rewards.math.judge.model", "no model", "name"),
+    (asked(api_key_env="sk-123"), "rewards.math.judge.api_key_env", "no name", "not the key"),
+    (asked(api_key_env="NOT_SET_IN_TESTS"), "rewards.math.judge.api_key_env", "of this name is set", "export"),
+    (asked(extra_body={"n": 2}), "rewards.math.judge.extra_body.n", "fills this field", "leave it out"),
+    (asked(extra_body={"max_tokens": 2}), "rewards.math.judge.extra_body.max_tokens", "fills this field", "own key"),
+    (asked(template="Good?"), "rewards.math.judge.template", "not shown", "{response}"),
+    (asked(template="{response} {promt}"), "rewards.math.judge.template", "`{promt}`", "`prompt`"),
+    (asked(score_pattern="(x)"), "rewards.math.judge.template", "looked for elsewhere", "write a template"),
+    (asked(template="{response}", score_pattern="("), "rewards.math.judge.score_pattern", "no regular", "correct"),
+    (asked(template="{response}", score_pattern=r"\d"), "rewards.math.judge.score_pattern", "no group", "parentheses"),
+    (
+        asked(template="{response}", score_pattern="(x)", score_field="x"),
+        "rewards.math.judge.score_field", "is set, too", "one of the two",
+    ),
+    (asked(score_min=10), "rewards.math.judge.score_max", "not above", "best score"),
+    (asked(fallback_score=1.5), "rewards.math.judge.fallback_score", "<= 1", "null"),
+    (asked(max_concurrency=0), "rewards.math.judge.max_concurrency", ">= 1", "64"),
+    (
+        asked(request_timeout_seconds=700),
+        "rewards.math.judge.request_timeout_seconds", "more than the 600 s", "rewards.math.timeout_seconds",
+    ),
+    (asked_by(num_workers=0), "rewards.math.num_workers", ">= 1", "1"),
+    (asked_by(verifier_args={"a": 1}), "rewards.math.verifier_args", "a judge does not read", "docs/rewards.md"),
+    (asked_by(device_mapping=[1]), "rewards.math.device_mapping", "a judge does not read", "reward_model"),
     (
         {"actor_train.data_args.reasoning_gym": [{"dataset": "chain_sum"}]},
         "actor_train.data_args.reasoning_gym[0]", "no reward judges its domain `chain_sum`", "tag_included",

@@ -1,0 +1,33 @@
+"""The process of one copy of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roll.distributed.worker import Worker
+from roll.strategies.score import build_score_strategy
+from roll.strategies.score.base import Conversation, Scored, ScorerSetup, ScoreStrategy
+
+
+class ScoreWorker(Worker):
+    """Wraps a `ScoreStrategy`."""
+
+    _strategy: ScoreStrategy
+
+    async def start(self, strategy_name: str, setup: ScorerSetup) -> None:
+        """Load the model."""
+        await self.in_thread(self._start, strategy_name, setup)
+
+    def _start(self, strategy_name: str, setup: ScorerSetup) -> None:
+        self.set_threads()
+        self._strategy = build_score_strategy(strategy_name, setup)
+
+    async def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
+        """Scores in the order of the conversations."""
+        return await self.in_thread(self._strategy.score, conversations)
+
+    async def offload_states(self) -> None:
+        await self.in_thread(self._strategy.offload_states)
+
+    async def load_states(self) -> None:
+        await self.in_thread(self._strategy.load_states)

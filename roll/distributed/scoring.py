@@ -1,0 +1,324 @@
+"""A reward model seen from the driver: score these responses, whatever happens to its processes.
+
+Responses of many groups share a batch. A call has one of three ends: an output for every response, `RewardFailed`
+naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced; the groups it held are
+scored again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes
+no other along. The reward's devices are held while it computes, and may belong to other roles in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from roll.configs.wording import count
+from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.distributed.group import WorkerHandle
+from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
+from roll.strategies.score.base import Conversation, Scored, ScorerSetup
+
+
+class Devices(Protocol):
+    """Devices that roles share in turns."""
+
+    @property
+    def contended(self) -> bool:
+        """Whether another role waits."""
+
+    def hold(self, role: str) -> AbstractAsyncContextManager[None]: ...
+
+    def register(self, role: str, resident: ScorePool) -> None: ...
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """How a reward model is used."""
+
+    strategy_name: str
+    setup: ScorerSetup
+    wait_seconds: float
+    """How long a batch waits for responses of other groups; 0: none has any but one group's."""
+    call_timeout_seconds: float
+    start_timeout_seconds: float
+    max_retries: int
+
+
+@dataclass
+class ScoreCounts:
+    """Totals over a run."""
+
+    samples: int = 0
+    calls: int = 0
+    restarts: int = 0
+    """Processes replaced."""
+    truncated: int = 0
+    """Samples that lost their beginning."""
+
+
+@dataclass
+class _Request:
+    """The responses of one group."""
+
+    records: Sequence[RewardInput]
+    answer: asyncio.Future[list[Scored]]
+    failures: int = 0
+    alone: bool = False
+    """Whether it shares its batch with no other: one of a batch may be guilty."""
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        return [[*given(record), {"role": "assistant", "content": record.response_text}] for record in self.records]
+
+
+@dataclass
+class _Replica:
+    """One place for a process; the process in it may change."""
+
+    index: int
+    handle: WorkerHandle | None = None
+
+
+@dataclass
+class _Queue:
+    """Requests that wait, first come, first served."""
+
+    batch_size: int
+    requests: deque[_Request] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, request: _Request) -> None:
+        self.requests.append(request)
+        self._signal()
+
+    def put_back(self, requests: Sequence[_Request]) -> None:
+        self.requests.extendleft(reversed(requests))
+        self._signal()
+
+    def take(self, together: bool) -> list[_Request]:
+        """The next batch; requests whose callers have gone are left out. Empty if nothing waits."""
+        taken: list[_Request] = []
+        samples = 0
+        while self.requests and samples < self.batch_size:
+            if taken and (self.requests[0].alone or not together):
+                break
+            request = self.requests.popleft()
+            if request.answer.done():
+                continue
+            taken.append(request)
+            samples += len(request.records)
+            if request.alone:
+                break
+        self._signal()
+        return taken
+
+    def _signal(self) -> None:
+        waiting = sum(len(request.records) for request in self.requests)
+        for event, is_so in ((self.arrived, bool(self.requests)), (self.full, waiting >= self.batch_size)):
+            if is_so:
+                event.set()
+            else:
+                event.clear()
+
+
+class ScorePool:
+    """The processes of one reward model."""
+
+    def __init__(
+        self,
+        role: str,
+        start: Callable[[int], WorkerHandle],
+        replicas: int,
+        settings: ScoreSettings,
+        devices: Devices,
+        on_event: Callable[[str], None],
+    ) -> None:
+        """``role`` is the reward's path (``rewards.chat``); ``start`` starts the process of a replica. Nothing starts
+        here."""
+        self.counts = ScoreCounts()
+        self._role = role
+        self._start_process = start
+        self._replicas = [_Replica(index) for index in range(replicas)]
+        self._settings = settings
+        self._devices = devices
+        self._on_event = on_event
+        self._queue = _Queue(settings.setup.batch_size)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the processes and load the model in each. Raises a group of `RewardFailed` with the causes."""
+        async with self._devices.hold(self._role):
+            async with asyncio.TaskGroup() as tasks:
+                for replica in self._replicas:
+                    tasks.create_task(self._fill(replica))
+            self._devices.register(self._role, self)
+        self._tasks = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
+
+    async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
+        """Outputs in the order of the responses, usually those of one group. Raises `RewardFailed`."""
+        if self._failure is not None or self._closed:
+            raise RewardFailed(f"{self._role} is no longer running") from self._failure
+        request = _Request(records, asyncio.get_running_loop().create_future())
+        self.counts.samples += len(records)
+        self._queue.put(request)
+        results = await request.answer
+        for record, scored in zip(records, results, strict=True):
+            if scored.problem:
+                raise RewardFailed(
+                    f"{self._role} could not score a response to prompt {record.prompt_id}: {scored.problem}"
+                )
+        self.counts.truncated += sum(scored.cut_tokens > 0 for scored in results)
+        return [_output(scored) for scored in results]
+
+    async def shutdown(self) -> None:
+        """Kill the processes; scores under way are cancelled. May be called twice."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for replica in self._replicas:
+            self._kill(replica)
+        for request in self._queue.requests:
+            request.answer.cancel()
+
+    async def load_states(self) -> None:
+        """Bring the models back to their devices."""
+        await self._on_all("load_states")
+
+    async def offload_states(self) -> None:
+        """Take the models off their devices."""
+        await self._on_all("offload_states")
+
+    async def _on_all(self, method: str) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self._replicas:
+                tasks.create_task(self._move(replica, method))
+
+    async def _move(self, replica: _Replica, method: str) -> None:
+        """A process that cannot move its model is ended: that leaves the devices, too."""
+        if replica.handle is None:
+            return
+        try:
+            await replica.handle.call(method, timeout=self._settings.start_timeout_seconds)
+        except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
+            self._lose(replica, failure)
+
+    async def _serve(self, replica: _Replica) -> None:
+        """Score what comes, until cancelled."""
+        try:
+            while True:
+                await self._batch_waits()
+                async with self._devices.hold(self._role):
+                    while requests := self._queue.take(together=self._settings.wait_seconds > 0):
+                        await self._score(replica, requests)
+                        if self._devices.contended:
+                            break
+        except Exception as failure:
+            # Nothing here is expected to fail. Whoever waits must not wait for ever.
+            self._failure = failure
+            while requests := self._queue.take(together=True):
+                self._fail(requests, RewardFailed(f"{self._role} broke down: {type(failure).__name__}: {failure}"))
+
+    async def _batch_waits(self) -> None:
+        """Return when there is work, and it is either a batch or has waited long enough for more."""
+        await self._queue.arrived.wait()
+        if self._settings.wait_seconds > 0:
+            try:
+                async with asyncio.timeout(self._settings.wait_seconds):
+                    await self._queue.full.wait()
+            except TimeoutError:
+                return
+
+    async def _score(self, replica: _Replica, requests: list[_Request]) -> None:
+        """One call, and what becomes of it."""
+        conversations = [conversation for request in requests for conversation in request.conversations]
+        try:
+            handle = await self._fill(replica)
+            self.counts.calls += 1
+            results = await handle.call("score", conversations, timeout=self._settings.call_timeout_seconds)
+        except RewardFailed as failure:
+            self._fail(requests, failure)
+        except (WorkerDied, WorkerTimeout) as failure:
+            self._lose(replica, failure)
+            self._score_again(requests, failure)
+        except WorkerFailed as failure:
+            self._score_again(requests, failure)
+        except BaseException:
+            self._cancel(requests)
+            raise
+        else:
+            for request in requests:
+                own, results = results[: len(request.records)], results[len(request.records) :]
+                if not request.answer.done():
+                    request.answer.set_result(own)
+
+    def _score_again(self, requests: list[_Request], failure: Exception) -> None:
+        """Each by itself. One that was by itself has failed, and may do so ``max_retries`` times."""
+        kept = []
+        for request in requests:
+            request.failures += len(requests) == 1
+            request.alone = True
+            if request.failures <= self._settings.max_retries:
+                kept.append(request)
+                continue
+            self._fail(
+                [request],
+                RewardFailed(
+                    f"{self._role} could not score the responses to prompt {request.records[0].prompt_id} in "
+                    f"{count(request.failures, 'attempt')}; the last one ended with: {failure}"
+                ),
+            )
+        self._queue.put_back(kept)
+
+    def _fail(self, requests: list[_Request], failure: RewardFailed) -> None:
+        for request in requests:
+            if not request.answer.done():
+                request.answer.set_exception(failure)
+
+    def _cancel(self, requests: list[_Request]) -> None:
+        for request in requests:
+            request.answer.cancel()
+
+    async def _fill(self, replica: _Replica) -> WorkerHandle:
+        """The process in this place; a new one, its model loaded, if there is none."""
+        if replica.handle is not None:
+            return replica.handle
+        replica.handle = self._start_process(replica.index)
+        timeout = self._settings.start_timeout_seconds
+        try:
+            await replica.handle.create(timeout)
+            await replica.handle.call("start", self._settings.strategy_name, self._settings.setup, timeout=timeout)
+        except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
+            self._kill(replica)
+            raise RewardFailed(f"a process of {self._role} did not start: {failure}") from failure
+        except BaseException:
+            self._kill(replica)
+            raise
+        return replica.handle
+
+    def _lose(self, replica: _Replica, failure: Exception) -> None:
+        self.counts.restarts += 1
+        self._on_event(f"{failure}; {self._role} starts it again")
+        self._kill(replica)
+
+    def _kill(self, replica: _Replica) -> None:
+        if replica.handle is not None:
+            replica.handle.kill()
+            replica.handle = None
+
+
+def _output(scored: Scored) -> RewardOutput:
+    metrics = {"scored_tokens": scored.tokens, "truncated_left": scored.cut_tokens > 0}
+    return RewardOutput(scored.score, {name: float(value) for name, value in metrics.items()})
+
+
+def given(record: RewardInput) -> list[dict[str, str]]:
+    """The prompt as messages; its text, where it has none, as one of the user."""
+    return list(record.messages) or [{"role": "user", "content": record.prompt_text}]

@@ -1,0 +1,38 @@
+"""Whether a judge's address answers and knows the model, before any model of the run loads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import JudgeConfig
+from roll.data.names import nearest_name_hint
+from roll.rewards.chat_client import ChatClient
+from roll.rewards.records import RewardGaveUp
+
+PROBE_SECONDS = 5.0
+"""Longest wait for the list of models."""
+
+
+def check_judge(config: JudgeConfig, path: str) -> None:
+    """``path`` is that of the section. Raises `ConfigError` naming the address. Not to be called on an event loop."""
+    asyncio.run(_check(config, path))
+
+
+async def _check(config: JudgeConfig, path: str) -> None:
+    key = os.environ.get(config.api_key_env) if config.api_key_env else None
+    client = ChatClient(config.base_url, key, timeout_seconds=PROBE_SECONDS, retries=0)
+    try:
+        known = await client.models()
+        if known is None:  # some services have no list; then a word from the model is the proof
+            question = [{"role": "user", "content": "Say yes."}]
+            await client.chat({"model": config.model, "messages": question, "max_tokens": 1, **config.extra_body})
+    except RewardGaveUp as cause:
+        remedy = "start the server, or correct the address (and `api_key_env`, if it wants a key)"
+        raise ConfigError([ConfigProblem(f"{path}.base_url", f"the judge cannot be asked: {cause}", remedy)]) from None
+    finally:
+        await client.close()
+    if known is not None and config.model not in known:
+        message = f"{config.base_url} has no model {config.model!r}"
+        raise ConfigError([ConfigProblem(f"{path}.model", message, nearest_name_hint(config.model, known))])

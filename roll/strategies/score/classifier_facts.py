@@ -1,0 +1,70 @@
+"""What can be known of a sequence classifier from its files, so that a wrong one is refused before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.schema import RewardConfig
+from roll.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Longest input in tokens; None where the model has no such limit."""
+    return config.get_text_config().to_dict().get("max_position_embeddings")
+
+
+def check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:
+    """``path`` is that of the reward. Raises `ConfigError` if this can be no reward model, or not with these keys."""
+    from transformers import AutoConfig
+
+    arguments = reward.model_args
+    model_key = f"{path}.model_args.model_name_or_path" if arguments.model_name_or_path else "reward_pretrain"
+    tokenizer = load_tokenizer(model_path, trust_remote_code=arguments.trust_remote_code, config_path=model_key)
+    problems = []
+    if not tokenizer.chat_template:
+        message = f"the tokenizer of {model_path!r} has no chat template, which would put prompt and response together"
+        remedy = "take a reward model with a chat template, or add a `chat_template.jinja` to its folder"
+        problems.append(ConfigProblem(model_key, message, remedy))
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
+    except (OSError, ValueError) as cause:
+        message = f"the configuration of {model_path!r} cannot be read ({str(cause).splitlines()[0]})"
+        problems.append(ConfigProblem(model_key, message, "give a model folder as `save_pretrained` writes it"))
+        raise ConfigError(problems) from cause
+    problems += _model_problems(model_path, config, model_key)
+    problems += _key_problems(reward, config, path)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model_problems(model_path: str, config: PretrainedConfig, key: str) -> Iterator[ConfigProblem]:
+    architectures = config.architectures or []
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        message = f"{model_path!r} is a {architectures[0]}, which has no head that scores"
+        yield ConfigProblem(key, message, "name a sequence classifier (`...ForSequenceClassification`)")
+    if Path(model_path).is_dir() and not any(Path(model_path).glob("*.safetensors")):
+        message = f"{model_path!r} has no weights as safetensors"
+        yield ConfigProblem(key, message, "convert them (`save_pretrained`); pickled weights are not read")
+
+
+def _key_problems(reward: RewardConfig, config: PretrainedConfig, path: str) -> Iterator[ConfigProblem]:
+    label, longest = reward.reward_model.label, reward.reward_model.max_length
+    labels, positions = config.num_labels, position_limit(config)
+    if label is None and labels != 1:
+        message = f"the classifier has {labels} labels ({', '.join(map(str, config.id2label.values()))})"
+        yield ConfigProblem(f"{path}.reward_model.label", message, f"write which one is the score: 0 to {labels - 1}")
+    if label is not None and label >= labels:
+        message = f"{label}, but the classifier has {labels} labels, counted from 0"
+        yield ConfigProblem(f"{path}.reward_model.label", message, f"write 0 to {labels - 1}")
+    if longest is not None and positions is not None and longest > positions:
+        message = f"{longest} tokens are more than the model's {positions} positions"
+        yield ConfigProblem(f"{path}.reward_model.max_length", message, f"write at most {positions}")
+    for key in reward.strategy_args.strategy_config:
+        message = "hf_infer has no such option for reward models"
+        yield ConfigProblem(f"{path}.strategy_args.strategy_config.{key}", message, "remove it: there are none")
