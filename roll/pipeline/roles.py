@@ -81,6 +81,10 @@ class Roles:
         self.pool.weight_source = self.trainer
         self.reference, self.critic = started.get("reference"), started.get("critic")
 
+    def handles(self) -> list[WorkerHandle]:
+        """The processes of models at this moment."""
+        return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
+
     async def shutdown(self) -> None:
         """End every process."""
         self.pool.kill()

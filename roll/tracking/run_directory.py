@@ -113,6 +113,11 @@ class RunDirectory:
         return self.root / "summary.json"
 
     @property
+    def status(self) -> Path:
+        """What the run does at this moment."""
+        return self.root / "status.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
