@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll.distributed.chaos import Harm
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import Placement, import_paths
@@ -56,6 +57,10 @@ class WorkerHandle:
     async def beat(self) -> Beat:
         """A sign of life; see `roll.distributed.heartbeat`. Waits as long as the process is silent."""
         return await self._actor.beat.remote()
+
+    def harm(self, harm: Harm, seconds: float | None) -> None:
+        """Do something bad to the process, for tests; see `roll.distributed.chaos`."""
+        self._actor.harm.remote(harm, seconds)
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method of the worker without waiting; its death is noticed elsewhere."""

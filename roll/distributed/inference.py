@@ -26,7 +26,7 @@ from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
 from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode, WeightReceipt
-from roll.tracking.waits import holding, unobserved, waiting
+from roll.tracking.waits import holding, part, unobserved, waiting
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -391,7 +391,8 @@ class InferencePool:
         self._starting += 1
         self._none_starting.clear()
         try:
-            await self._start_here(index)
+            with part(self._names[index]):
+                await self._start_here(index)
         finally:
             self._starting -= 1
             if not self._starting:

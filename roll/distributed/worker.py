@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import ray
 
 from roll.data.imports import import_object
+from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import WorkerPlace
 from roll.tracking.logs import configure_logging
@@ -113,6 +114,11 @@ class WorkerProcess:
         stuck = lag > 10 * LOOP_BEAT_SECONDS
         place = thread_place(self._loop_thread) if stuck else working_place(self._worker.identity.name)
         return Beat(lag, place)
+
+    @ray.method(concurrency_group=HEALTH)
+    async def harm(self, harm: Harm, seconds: float | None) -> None:
+        """What `chaos` asks for."""
+        harm_this_process(harm, seconds)
 
     async def _beat(self) -> None:
         while True:

@@ -29,6 +29,7 @@ from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import part
 
 
 class Roles:
@@ -43,15 +44,17 @@ class Roles:
         run: RunDirectory,
         on_event: Callable[[str], None],
         states: Callable[[str], Path | None] = lambda role: None,
+        spoiled_versions: frozenset[int] = frozenset(),
     ) -> None:
-        """``states``: the training state that a trained role goes on from; None where it begins anew."""
+        """``states``: the training state that a trained role goes on from; None where it begins anew.
+        ``spoiled_versions``: see `TransportSpec`."""
         self._states = states
         self._prepared = prepared
         self._config: PipelineConfig = prepared.config
         self._placement = placement
         self._locks = locks
         self._log_dir = str(run.logs.absolute())
-        self._transport = transport_spec(self._config, run)
+        self._transport = transport_spec(self._config, run, spoiled_versions)
         self._groups: list[WorkerGroup] = []
         self.pool = self._build_pool(on_event)
         self._workers = workers
@@ -130,11 +133,19 @@ class Roles:
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
     async def _start_pool(self) -> None:
+        with part("actor_infer"):
+            await self._start_pool_here()
+
+    async def _start_pool_here(self) -> None:
         async with self._locks["actor_infer"].hold("actor_infer"):
             await self.pool.start()
             self._locks["actor_infer"].register("actor_infer", self.pool)
 
     async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
+        with part(role):
+            return await self._start_trainer_here(role, config)
+
+    async def _start_trainer_here(self, role: str, config: WorkerConfig) -> TrainerGroup:
         forward_only = role == "reference"
         devices = parse_device_mapping(config.device_mapping)
         worker_class = self._prepared.worker_classes.get(role, TrainWorker)
@@ -177,7 +188,9 @@ class Roles:
         )
 
 
-def transport_spec(config: PipelineConfig, run: RunDirectory) -> TransportSpec:
+def transport_spec(
+    config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
+) -> TransportSpec:
     """How weights travel in this run. Files go into a folder that no other run uses."""
     chosen = config.weight_update.checkpoint_dir
     root = run.root.absolute()
@@ -190,4 +203,5 @@ def transport_spec(config: PipelineConfig, run: RunDirectory) -> TransportSpec:
         directory=directory,
         bucket_bytes=derived.load_bucket_bytes(config),
         timeout_seconds=update.timeout_seconds,
+        spoiled_versions=spoiled_versions,
     )

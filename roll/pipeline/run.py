@@ -8,19 +8,20 @@ are this code; they differ in their rollout side.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.loader import dump_config
-from roll.configs.schema import PipelineConfig
+from roll.configs.schema import ChaosEvent, PipelineConfig
 from roll.data.records import Group
 from roll.distributed.placement import Placement
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import build_canaries
 from roll.pipeline.channel import Channel
+from roll.pipeline.chaos import Chaos, events_to_come, spoiled_versions
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.context import RunContext
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
@@ -57,7 +58,9 @@ async def run_pipeline(
     locks = build_device_locks(_devices_of_roles(config))
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event)
     states = point.role if point is not None else lambda role: None
-    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
+    harm = events_to_come(config, recorder.run)
+    spoiled = spoiled_versions(harm)
+    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, spoiled)
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
@@ -69,7 +72,7 @@ async def run_pipeline(
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
                 gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point)
+                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point, harm)
                 graph = StageGraph(build_stages(prepared, context), recorder.waits)
                 status.running(context, graph.stages)
                 try:
@@ -129,9 +132,11 @@ def build_context(
     recorder: RunRecorder,
     journal: JournalKeeper | None,
     point: ResumePoint | None,
+    harm: Sequence[ChaosEvent],
 ) -> RunContext:
     """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
+    steps = StepCounter(0 if point is None else point.step)
     rollout = observed(side.rollout(gate), recorder.waits)
     scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
     scheduler.pause_admission()
@@ -150,7 +155,7 @@ def build_context(
         recorder=recorder,
         objective=prepared.objective,
         value_objective=prepared.value_objective,
-        steps=StepCounter(0 if point is None else point.step),
+        steps=steps,
         advantages=prepared.advantages,
         correction=prepared.correction,
         canaries=build_canaries(config, side.canary_prompts()),
@@ -166,6 +171,7 @@ def build_context(
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
+        chaos=Chaos(harm, recorder.run, roles.handles, steps, recorder.event),
         first_step=0 if point is None else point.step,
     )
 
@@ -243,6 +249,7 @@ def background_tasks(
         ("watch/actor_train", roles.trainer.watch),
         ("stall", lambda: watch_for_stall(status, context.config.stall_timeout_seconds)),
         ("checkpoints", context.checkpoints.run),
+        ("chaos", context.chaos.run),
     ]
     tasks += [
         (f"watch/{role}", group.watch)

@@ -235,6 +235,7 @@ async def gather(context: RunContext, version: int) -> CanaryScores | None:
 
 async def publish(context: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
     """Bring gathered weights to every replica; seconds of each part, and how far the canaries are apart."""
+    await context.chaos.publication(version)
     publication = await context.trainer.send(version)
     async with context.locks["actor_infer"].hold("actor_infer"):
         loaded = await context.pool.publish(publication, canaries)

@@ -118,6 +118,11 @@ class RunDirectory:
         return self.root / "status.json"
 
     @property
+    def chaos(self) -> Path:
+        """What was done to the run on purpose."""
+        return self.root / "chaos.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

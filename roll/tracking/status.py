@@ -178,14 +178,16 @@ class StatusFile:
         self._thread.join(timeout=10 * WRITE_SECONDS)
 
     def _write_again_and_again(self) -> None:
-        while not self._closed.is_set():
+        ended = False
+        while not ended:
             self._changed.wait(WRITE_SECONDS)
             self._changed.clear()
-            self._write(self._status)
+            ended = self._closed.is_set()
+            self._write(self._status, ended)
 
-    def _write(self, status: RunStatus) -> None:
+    def _write(self, status: RunStatus, ended: bool) -> None:
         now = time.time()
-        phase: Phase = "ended" if self._closed.is_set() else status.phase
+        phase: Phase = "ended" if ended else status.phase
         stuck = phase in ("starting", "running") and now - status.loop_beat > STUCK_SECONDS
         place = thread_place(self._loop_thread) if stuck else None
         current = replace(status, written=now, loop_place=place, phase=phase)

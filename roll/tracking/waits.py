@@ -1,7 +1,8 @@
 """Who waits for what, and who has it: the edges of the wait-for graph that `roll doctor` reads.
 
-An actor is whoever does one thing after another: a stage, a group, the checkpointer. `acting` says who the code below
-it works for; tasks that it starts belong to the same actor. Whatever can wait says so with `waiting`, and what others
+An actor is whoever does one thing after another (a stage, the checkpointer), or several at once that take nothing from
+each other (a group's requests). `acting` says who the code below it works for; tasks that it starts belong to the same
+actor. `part` is for several things at once that do. Whatever can wait says so with `waiting`, and what others
 may have to wait for is said with `holding`. Outside `acting` both do nothing, so parts can be used without a board.
 """
 
@@ -21,7 +22,7 @@ class Wait:
 
     who: str
     on: str
-    """An actor, or something that actors have or answer for: ``devices/...``, ``worker/...``, ``after/<stage>``."""
+    """An actor, or something that actors have or answer for, such as ``devices/...`` or ``worker/...``."""
     what: str
     """In words."""
     since: float
@@ -83,6 +84,18 @@ def acting(name: str, board: WaitBoard) -> Iterator[None]:
         yield
     finally:
         _ACTING.reset(token)
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """One of several things that the present actor does at the same time: an actor of its own, which it waits for."""
+    whole = _ACTING.get()
+    if whole is None:
+        yield
+        return
+    own = f"{whole.name}/{name}"
+    with whole.board.wait(whole.name, own, "a part of it"), acting(own, whole.board):
+        yield
 
 
 @contextmanager
