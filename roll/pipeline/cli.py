@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with run.held():
             if point is not None:
                 _go_back(point)
-            with StatusFile(run.status, prepared.config.stall_timeout_seconds) as status:
+            with StatusFile(run.status, prepared.config.stall_timeout_seconds, _interrupt) as status:
                 return _run(prepared, run, status, point, started)
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
@@ -167,7 +167,8 @@ def _run(
             _end_in_order_on_signals()
             asyncio.run(run_pipeline(prepared, recorder, status_file, point))
     except KeyboardInterrupt:
-        status = recorder.close("interrupted", "interrupted by a signal")
+        stuck = status_file.stuck_because
+        status = recorder.close("failed", stuck) if stuck else recorder.close("interrupted", "interrupted by a signal")
     except Exception as error:
         logger.info("the run failed", exc_info=error)
         status = recorder.close("failed", error)
@@ -175,6 +176,12 @@ def _run(
         status = recorder.close("success")
     print(f"files and logs of the run: {run.root}", flush=True)
     return SUCCESS if status == "success" else FAILURE
+
+
+def _interrupt() -> None:
+    """As Ctrl-C does. The first one asks the event loop to end, which a stuck one does not hear; a second one is raised
+    where it is stuck."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _end_in_order_on_signals() -> None:

@@ -9,6 +9,7 @@ an engine that sizes its caches by what is free must not find a trainer there. W
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -30,6 +31,11 @@ from roll.pipeline.preflight import Prepared
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import part
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 120.0
+"""Longest wait for the processes of the rollout side to end."""
 
 
 class Roles:
@@ -93,7 +99,11 @@ class Roles:
         self.pool.kill()
         for group in self._groups:
             group.kill()
-        await self._workers.shutdown()
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await self._workers.shutdown()
+        except TimeoutError:
+            logger.error("processes of rollouts did not end within %g s; they end with Ray", SHUTDOWN_SECONDS)
         self._placement.release()
         if self._transport.name == "checkpoint":
             # The trainer was killed, and could not delete what it published last.

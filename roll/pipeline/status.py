@@ -92,6 +92,7 @@ class StatusKeeper:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            file.ending()
 
     def now(self) -> RunStatus:
         """The run at this instant."""

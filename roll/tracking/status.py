@@ -1,8 +1,9 @@
 """`status.json`: what a run is doing at this moment, for a reader in another process.
 
 A thread of its own rewrites the file every second, so it tells a driver that is busy, whose event loop is stuck (and
-where) or that is gone from one that works. It holds what was last known, bounded however large the run is, and stays
-behind when the run ends. A run can do without it: if it cannot be written, that is logged and tried again.
+where) or that is gone from one that works. No watch on the event loop can end a run whose event loop is stuck, so the
+thread does that too. The file holds what was last known, bounded however large the run is, and stays behind when the
+run ends. A run can do without it: if it cannot be written, that is logged and tried again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +31,8 @@ WRITE_SECONDS = 1.0
 STUCK_SECONDS = 5.0
 """An event loop that has not come round for so long has its place told."""
 
-Phase = Literal["preparing", "starting", "running", "ended"]
-"""Before the event loop runs; roles start; stages run; nothing runs any more."""
+Phase = Literal["preparing", "starting", "running", "ending", "ended"]
+"""Before the event loop runs; roles start; stages run; processes are ended; nothing runs any more."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,16 @@ def read_status(path: Path) -> RunStatus | None:
 class StatusFile:
     """Keeps the file up to date with what `update` was last given, until `close`."""
 
-    def __init__(self, path: Path, stall_timeout_seconds: float) -> None:
-        """To be made in the thread that the event loop will run in."""
+    def __init__(
+        self, path: Path, stall_timeout_seconds: float, interrupt: Callable[[], None] = lambda: None
+    ) -> None:
+        """To be made in the thread that the event loop will run in. ``interrupt``: ends what runs there, called when
+        that is stuck for longer than a run may stall, again after a second."""
         self._path = path
+        self._interrupt = interrupt
+        self._interrupts_left = 2
+        self.stuck_because: str | None = None
+        """Why the run was interrupted from here."""
         self._loop_thread = threading.get_ident()
         now = time.time()
         self._status = RunStatus(DriverStatus.of_this_process(), "preparing", now, now, now, stall_timeout_seconds)
@@ -164,6 +172,10 @@ class StatusFile:
         self._status = status
         if at_once:
             self._changed.set()
+
+    def ending(self) -> None:
+        """The event loop watches over the run no more."""
+        self._status = replace(self._status, phase="ending")
 
     def __enter__(self) -> StatusFile:
         return self
@@ -183,14 +195,29 @@ class StatusFile:
             self._changed.wait(WRITE_SECONDS)
             self._changed.clear()
             ended = self._closed.is_set()
-            self._write(self._status, ended)
+            current = self._seen_from_here(replace(self._status, phase="ended") if ended else self._status)
+            self._write(current)
+            self._end_if_stuck(current)
 
-    def _write(self, status: RunStatus, ended: bool) -> None:
+    def _seen_from_here(self, status: RunStatus) -> RunStatus:
         now = time.time()
-        phase: Phase = "ended" if ended else status.phase
-        stuck = phase in ("starting", "running") and now - status.loop_beat > STUCK_SECONDS
-        place = thread_place(self._loop_thread) if stuck else None
-        current = replace(status, written=now, loop_place=place, phase=phase)
+        stuck = status.phase in ("starting", "running") and now - status.loop_beat > STUCK_SECONDS
+        return replace(status, written=now, loop_place=thread_place(self._loop_thread) if stuck else None)
+
+    def _end_if_stuck(self, status: RunStatus) -> None:
+        stuck_for = status.written - status.loop_beat
+        if status.loop_place is None or stuck_for <= status.stall_timeout_seconds or not self._interrupts_left:
+            return
+        if self.stuck_because is None:
+            self.stuck_because = (
+                f"the driver's event loop was stuck for {stuck_for:.0f} s (stall_timeout_seconds: "
+                f"{status.stall_timeout_seconds:g}) in {status.loop_place}"
+            )
+            logger.error("%s; the run is ended", self.stuck_because)
+        self._interrupts_left -= 1
+        self._interrupt()
+
+    def _write(self, current: RunStatus) -> None:
         try:
             write_atomically(self._path, _RECORD.dump_json(current, indent=1).decode() + "\n", durable=False)
         except OSError as error:

@@ -17,9 +17,7 @@ from roll.tracking.status import (
     RunStatus,
     SchedulerStatus,
     StageStatus,
-    StatusFile,
     WorkerStatus,
-    read_status,
 )
 from roll.tracking.summary import Summary
 from roll.tracking.waits import Wait
@@ -171,15 +169,6 @@ def test_what_a_run_said_at_its_end_is_the_culprit():
     assert "begins again" in found.advice
     well = diagnose(evidence(ended, summary={"status": "success", "steps": 9, "error": None}))
     assert well.is_well
-
-
-def test_the_file_says_what_was_last_known_and_that_the_run_has_ended(tmp_path):
-    path = tmp_path / "status.json"
-    waits = (Wait("stage/a", "worker/b", "call", 3.0),)
-    with StatusFile(path, 100.0) as file:
-        file.update(replace(status(waits=waits, groups_by_wait={"gate": 3})), at_once=True)
-    written = read_status(path)
-    assert written.phase == "ended" and written.waits == waits and written.groups_by_wait == {"gate": 3}
 
 
 def test_the_command_looks_at_a_folder_and_ends_with_a_code_that_tells(tmp_path, capsys):

@@ -119,10 +119,14 @@ def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(
     assert (code, found["verdict"]) == (1, "failed") and expected in found["culprit"]
 
 
-def test_a_stuck_event_loop_is_named_with_its_line(start):
-    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"})
+def test_a_stuck_event_loop_is_named_with_its_line_and_ended(start):
+    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=20)
     wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "driver in trouble", process)
     assert "custom_parts.py" in findings(out)[1]["culprit"]
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "event loop was stuck" in output and "custom_parts.py" in output
+    assert findings(out)[1]["verdict"] == "failed"
 
 
 def test_chaos_does_each_thing_once_and_the_run_says_what_it_was(task, ray_cluster):

@@ -364,8 +364,8 @@ def _spoken(node: str) -> str:
 
 def _progress(status: RunStatus) -> str:
     moved = f"something moved {max(0.0, status.loop_beat - status.moved_at):.0f} s before"
-    if status.phase == "preparing":
-        return "it is preparing"
+    if status.phase in ("preparing", "ending"):
+        return f"it is {status.phase}"
     if status.phase == "starting":
         return f"its roles are starting; {moved}"
     return f"{status.step} of {status.max_steps} steps are done; {moved}"
