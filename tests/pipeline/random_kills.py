@@ -193,6 +193,9 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
         report.kills[kill.victim] += 1
         report.moments[kill.moment] += 1
         print(f"{kill.victim}, {kill.moment}: killed after step {run.steps()}", flush=True)
+        if kill.moment == "at the start":
+            # Nobody is replaced before everybody was there: a process that dies then may end the run.
+            run.wait(lambda: run.steps() > run.started_steps, "a step")
         if kill.victim in ENDS_THE_RUN or run.ended():
             code = run.wait_for_the_end()
             assert code != 0, f"the run looks well after the death of {kill.victim}"

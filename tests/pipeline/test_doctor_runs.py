@@ -79,7 +79,7 @@ def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_d
     assert (code, found["verdict"]) == (0, "working")
     pid = pid_of(out, "actor_train/0")
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "stage/train cannot" in doctor(out)[1] or "stage/train" in findings(out)[1]["headline"], process)
+    wait_until(lambda: "stage/train" in findings(out)[1]["headline"], process)
     code, found = findings(out)
     assert (code, found["verdict"]) == (1, "worker in trouble")
     assert found["culprit"] == f"worker actor_train/0: process {pid} was stopped by a signal"
@@ -102,7 +102,7 @@ def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(
         stages={"advantage": "custom_parts:GraspingAdvantages"},
         actor_infer__device_mapping=[0],
         async_generation_ratio=1,
-        stall_timeout_seconds=40,
+        stall_timeout_seconds=25,
     )
     wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "deadlock", process)
     code, found = findings(out)
@@ -120,7 +120,7 @@ def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(
 
 
 def test_a_stuck_event_loop_is_named_with_its_line_and_ended(start):
-    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=20)
+    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=12)
     wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "driver in trouble", process)
     assert "custom_parts.py" in findings(out)[1]["culprit"]
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -147,21 +147,11 @@ def test_chaos_does_each_thing_once_and_the_run_says_what_it_was(task, ray_clust
     assert run.metrics[-1]["engine/restarts"] == 1
 
 
-def test_a_killed_driver_and_a_full_disk_happen_once_and_the_run_goes_on(task, tmp_path):
-    events = [
-        {"kind": "kill", "role": "driver", "at_step": 3},
-        {"kind": "fill_disk", "role": "actor_train", "at_step": 4},
-    ]
-    changes = {"save_steps": 2, "resume_from_checkpoint": True, "chaos": {"enabled": True, "events": events}}
-    config = tiny_config(task, max_steps=8, **changes)
-    process, out = start_command(tmp_path, config)
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == -signal.SIGKILL
-    again = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(out.with_suffix(".yaml"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "pipeline")])}
-    full = subprocess.run(again, capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS)
-    assert full.returncode == 1 and "File too large" in full.stdout + full.stderr
-    assert "File too large" in doctor(out)[1]
-    done = subprocess.run(again, capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert doctor(out)[0] == 0
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(task, ray_cluster):
+    events = [{"kind": "fill_disk", "role": "actor_train", "at_step": 3}]
+    config = tiny_config(task, max_steps=6, save_steps=2, chaos={"enabled": True, "events": events})
+    run = run_pipeline(task, ray_cluster, config, expect=1)
+    assert "File too large" in run.summary["error"]
+    code, found = findings(run.folder)
+    assert (code, found["verdict"]) == (1, "failed") and "File too large" in found["culprit"]
+    assert "goes on after step 2" in found["advice"]
