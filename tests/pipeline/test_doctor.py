@@ -138,6 +138,8 @@ def test_a_long_silence_is_explained_by_the_end_of_the_longest_chain():
     assert (found.verdict, found.is_well) == ("quiet", False)
     assert "worker actor_train/0 (train)" in found.culprit and "fsdp2.py:9 step" in found.culprit
     assert "in 40 s" in found.advice
+    starting = replace(quiet, phase="starting")
+    assert diagnose(evidence(starting, processes={7: THERE})).verdict == "working", "models may take long to load"
 
 
 def test_a_driver_that_is_stopped_silent_or_stuck_is_told_apart():

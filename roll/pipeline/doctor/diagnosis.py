@@ -285,8 +285,8 @@ def _reaches(graph: WaitGraph, start: str, end: str) -> bool:
 
 def _quiet(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
     quiet = status.loop_beat - status.moved_at
-    if quiet < QUIET_SHARE * status.stall_timeout_seconds:
-        return None
+    if status.phase != "running" or quiet < QUIET_SHARE * status.stall_timeout_seconds:
+        return None  # what a start waits for has deadlines of its own
     return _end_of_chain(status, graph)
 
 
