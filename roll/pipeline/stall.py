@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll.pipeline.doctor.diagnosis import explain_stall
+from roll.pipeline.doctor.live import explain_stall
 from roll.pipeline.status import StatusKeeper
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from roll.pipeline.cli import main
-from roll.pipeline.doctor.diagnosis import Evidence, ResumeFacts, diagnose
+from roll.pipeline.doctor.diagnosis import diagnose
+from roll.pipeline.doctor.findings import Evidence, ResumeFacts
 from roll.pipeline.doctor.graph import wait_graph
 from roll.tracking.processes import ProcessFacts
 from roll.tracking.run_directory import RunDirectory

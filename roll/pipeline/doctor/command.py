@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from roll.pipeline.doctor.diagnosis import Diagnosis, diagnose
+from roll.pipeline.doctor.diagnosis import diagnose
 from roll.pipeline.doctor.evidence import gather_evidence
+from roll.pipeline.doctor.findings import Diagnosis
 from roll.tracking.run_directory import RunDirectory
 
 WELL, TROUBLE, NO_RUN = 0, 1, 2

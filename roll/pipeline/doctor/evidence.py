@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.pipeline.checkpoints import DamagedCheckpoint, checkpoint_folder, read_checkpoint, saved_steps
-from roll.pipeline.doctor.diagnosis import Evidence, ResumeFacts, may_be_alive
+from roll.pipeline.doctor.findings import Evidence, ResumeFacts, may_be_alive
 from roll.rollout.journal import RolloutProgress, read_journal, recover
 from roll.tracking.processes import ProcessFacts, look_at
 from roll.tracking.run_directory import RunDirectory
