@@ -73,6 +73,11 @@ def test_a_wait_that_has_just_begun_is_no_deadlock_yet():
     assert diagnose(evidence(status(**TWO_LOCKS | {"waits": young}))).verdict == "working"
 
 
+def test_who_waits_for_several_things_needs_all_of_them():
+    also = (*TWO_LOCKS["waits"], wait("stage/train", "worker/actor_train/0"))
+    assert diagnose(evidence(status(**TWO_LOCKS | {"waits": also}))).verdict == "deadlock"
+
+
 def test_a_ring_of_channels_is_a_deadlock():
     channels = (
         ChannelStatus("forth", "stage/rollout", "stage/train", 1, 1),

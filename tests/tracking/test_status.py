@@ -32,8 +32,12 @@ def test_an_event_loop_that_is_stuck_too_long_is_placed_and_interrupted_twice(tm
             assert interrupts.acquire(timeout=PATIENCE_SECONDS)
         assert "stuck for 11 s" in file.stuck_because and "test_status.py" in file.stuck_because
         assert "test_status.py" in read_status(tmp_path / "status.json").loop_place
-        file.update(status(loop_beat=time.time() - 12), at_once=True)
-    assert not interrupts.acquire(blocking=False)
+        file.update(status(loop_beat=time.time() - 12, step=7), at_once=True)
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while read_status(tmp_path / "status.json").step != 7:
+            assert time.monotonic() < give_up
+        file.update(status(loop_beat=time.time() - 13), at_once=True)
+        assert not interrupts.acquire(timeout=0.2)
 
 
 def test_a_run_that_is_ending_or_stuck_for_a_moment_only_is_not_interrupted(tmp_path):
