@@ -1,5 +1,6 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
 # make test   install, run all tests
+# make soak   kill a run 50 times at random moments, and check what became of it (half an hour); SEED=<number>
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
 
@@ -7,6 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 TORCH ?=
+SEED ?= 0
 
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
@@ -18,7 +20,7 @@ TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r re
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+.PHONY: venv venv-for-tests demo test soak bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
 	bench-logprobs bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
@@ -51,6 +53,9 @@ demo: venv
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none.
 test: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
+soak: venv-for-tests
+	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
 
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py

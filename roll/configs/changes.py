@@ -40,6 +40,7 @@ HARMLESS = (
     "resume_from_checkpoint",
     "accept_config_changes",
     "stall_timeout_seconds",
+    "chaos*",
     "actor_infer.*timeout_seconds",
     *(
         f"{role}.{key}"

@@ -11,7 +11,16 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.configs import rules_data, rules_devices, rules_envs, rules_keys, rules_lora, rules_rewards, rules_training
+from roll.configs import (
+    rules_chaos,
+    rules_data,
+    rules_devices,
+    rules_envs,
+    rules_keys,
+    rules_lora,
+    rules_rewards,
+    rules_training,
+)
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 
@@ -44,6 +53,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_training.rewards_keep_a_meaning,
     rules_training.schedule_is_clear,
     rules_training.mismatch_can_be_measured,
+    rules_chaos.chaos_is_wanted,
+    rules_chaos.chaos_can_happen,
 )
 RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
     rules_keys.inert_rlvr_keys_are_left_alone,

@@ -663,6 +663,40 @@ class EnvWorkersConfig:
     )
 
 
+PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
+"""Kinds of chaos that happen to a publication, not to a process."""
+
+
+@dataclass
+class ChaosEvent:
+    """Something bad that happens once in the life of a run."""
+
+    kind: Literal["kill", "freeze", "fill_disk", "delay_publication", "corrupt_bucket"] = option(
+        "kill",
+        help="`kill` (SIGKILL), `freeze` (SIGSTOP) or `fill_disk` (no file grows beyond 16 KiB any more) a process; "
+        "`delay_publication` or `corrupt_bucket` (one byte changes on the way) for the weights of a version.",
+    )
+    at_step: int = option(
+        1, help="Once so many training steps are over; of a publication: the version of this number.", range=COUNT
+    )
+    role: Literal["driver", "actor_train", "actor_infer", "reference", "critic"] = option(
+        "actor_train", help="Whose process (`kill`, `freeze`, `fill_disk`)."
+    )
+    rank: int = option(0, help="Which of its processes.", range=NOT_NEGATIVE)
+    seconds: float | None = option(
+        None, help="How long a publication is held back, or a process stands still. `freeze` without: for good.",
+        range=POSITIVE,
+    )
+
+
+@dataclass
+class ChaosConfig:
+    """Harm on purpose, for tests of recovery only. See `docs/faults.md`."""
+
+    enabled: bool = option(False, help="Has to be `true` for events to be accepted.")
+    events: list[ChaosEvent] = option(factory=list, help="What happens, each once, however often the run is resumed.")
+
+
 @dataclass
 class PipelineConfig:
     """Keys that every pipeline has."""
@@ -745,6 +779,7 @@ class PipelineConfig:
         900.0, help="A run in which no stage makes progress for this long fails with a report of who waits for whom.",
         range=POSITIVE,
     )
+    chaos: ChaosConfig = option(factory=ChaosConfig, help="Harm on purpose, for tests of recovery only.")
     stages: dict[str, str] = option(
         factory=dict,
         help="Stages of one's own: name of the stage replaced -> registered name or `package.module:Class`.",

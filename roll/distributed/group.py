@@ -14,9 +14,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll.distributed.chaos import Harm
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import Placement, import_paths
-from roll.distributed.worker import Worker, WorkerIdentity, WorkerProcess
+from roll.distributed.worker import HEALTH, Worker, WorkerIdentity, WorkerProcess
+from roll.tracking.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ class WorkerHandle:
         self.pid: int | None = None
         self.host: str | None = None
         self.node: str | None = None
+        self.is_local = False
+        """Whether it runs on the driver's host."""
         self.port: int | None = None
 
     @property
@@ -49,6 +54,14 @@ class WorkerHandle:
         """Call a method of the worker and wait for its answer."""
         return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)
 
+    async def beat(self) -> Beat:
+        """A sign of life; see `roll.distributed.heartbeat`. Waits as long as the process is silent."""
+        return await self._actor.beat.remote()
+
+    def harm(self, harm: Harm, seconds: float | None) -> None:
+        """Do something bad to the process, for tests; see `roll.distributed.chaos`."""
+        self._actor.harm.remote(harm, seconds)
+
     def tell(self, method: str, *args: Any) -> None:
         """Call a method of the worker without waiting; its death is noticed elsewhere."""
         self._actor.invoke.remote(method, *args)
@@ -58,12 +71,14 @@ class WorkerHandle:
         ref = self._actor.create.remote(self._class_path, self.identity)
         facts = await self._answer(ref, "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
+        self.is_local = self.node == ray.get_runtime_context().get_node_id()
         logger.info("worker %s runs as process %d on %s", self.name, self.pid, self.host)
 
     async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
         try:
-            async with asyncio.timeout(timeout):
-                return await ref
+            with waiting(f"worker/{self.name}", method):
+                async with asyncio.timeout(timeout):
+                    return await ref
         except RayTaskError as error:
             # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
             cause = error.cause if error.cause is not None else error
@@ -148,7 +163,12 @@ def start_worker(
     """Start the actor of one rank; it is ready once `create` has answered."""
     place = placement.place(devices)
     identity = WorkerIdentity(role, rank, world_size, place, log_dir, tuple(import_paths()))
-    options = {"max_concurrency": concurrency, "max_restarts": 0, **placement.actor_options(place)}
+    options = {
+        "max_concurrency": concurrency,
+        "concurrency_groups": {HEALTH: 4},
+        "max_restarts": 0,
+        **placement.actor_options(place),
+    }
     process_class = ray.remote(**options)(WorkerProcess)
     class_path = f"{worker_class.__module__}:{worker_class.__qualname__}"
     return WorkerHandle(identity, class_path, process_class.remote())

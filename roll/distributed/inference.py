@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
 from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode, WeightReceipt
+from roll.tracking.waits import holding, part, unobserved, waiting
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -70,11 +71,17 @@ class Replica:
     def name(self) -> str:
         return self.handle.name
 
+    def __str__(self) -> str:
+        return f"worker/{self.name}"
+
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
         """Around a change of its weights, or sleep or wake: one of these at a time. Each call in it has a deadline of
         its own, so the engine's silence meanwhile means nothing."""
-        async with self._changing:
+        async with AsyncExitStack() as change:
+            with waiting(f"changes of {self.name}", "another change of its weights"):
+                await change.enter_async_context(self._changing)
+            change.enter_context(holding(f"changes of {self.name}", "changing its weights"))
             try:
                 yield
             finally:
@@ -95,7 +102,8 @@ class Replica:
             loop.call_soon(self._submit_outgoing)
         self._outgoing.append(sent)
         try:
-            return replace(await future, request_id=request.request_id)
+            with waiting(f"worker/{self.name}", "a response"):
+                return replace(await future, request_id=request.request_id)
         except asyncio.CancelledError:
             self._abandon(sent)
             raise
@@ -127,7 +135,8 @@ class Replica:
     async def serve(self) -> WorkerDied:
         """Deliver ended requests and keep the tokens of running ones until the process dies or its engine cannot go
         on; then every open request ends with `WorkerDied`. Returns the first cause."""
-        watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
+        with unobserved():
+            watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             return self.fail_all(done.pop().result())
@@ -343,7 +352,8 @@ class InferencePool:
         starting gets there first, within the deadline of its start: before, it cannot leave them."""
         self._awake.clear()
         self._deadlines.stop()
-        await self._none_starting.wait()
+        with waiting("replicas that start", "the end of their start"):
+            await self._none_starting.wait()
         await self._settle_all()
 
     async def load_states(self) -> None:
@@ -366,6 +376,10 @@ class InferencePool:
         """No request with this key will come any more."""
         self._router.forget(sticky_key)
 
+    def handles(self) -> list[WorkerHandle]:
+        """The processes of the replicas that run."""
+        return [replica.handle for replica in self._replicas.values()]
+
     def kill(self) -> None:
         for replica in self._replicas.values():
             replica.handle.kill()
@@ -377,7 +391,8 @@ class InferencePool:
         self._starting += 1
         self._none_starting.clear()
         try:
-            await self._start_here(index)
+            with part(self._names[index]):
+                await self._start_here(index)
         finally:
             self._starting -= 1
             if not self._starting:

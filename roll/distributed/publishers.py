@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from roll.distributed.chaos import SpoilingSender
 from roll.distributed.transports import TRANSPORTS
 from roll.distributed.transports.base import TransportSpec
 from roll.distributed.transports.engine_push import PushTarget, WeightPusher
@@ -58,7 +59,8 @@ class BucketPublisher:
     """Through memory or files that engines read."""
 
     def __init__(self, spec: TransportSpec, rank: int) -> None:
-        self._sender = TRANSPORTS[spec.name].sender(spec)
+        sender = TRANSPORTS[spec.name].sender(spec)
+        self._sender = SpoilingSender(sender, spec.spoiled_versions) if spec.spoiled_versions else sender
         self._rank = rank
         self._gathered: dict[int, Gathered] = {}
 

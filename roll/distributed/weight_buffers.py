@@ -15,9 +15,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 
-_PUBLISHING = object()
+from roll.tracking.waits import waiting
+
+PUBLISHING = "the publication under way"
 """Holds a version from the moment its half is given out until its publication has ended."""
-_NEWEST = object()
+NEWEST = "replicas that may restart"
 """Holds the newest published version."""
 
 
@@ -53,13 +55,18 @@ class WeightBuffers:
         self._waiting.append((version, waiter))
         self._serve()
         try:
-            return await waiter
+            with waiting("publication memory", f"a free half for version {version}"):
+                return await waiter
         except asyncio.CancelledError:
             if (version, waiter) in self._waiting:
                 self._waiting.remove((version, waiter))
             elif not waiter.cancelled():
-                self.release(version, _PUBLISHING)
+                self.release(version, PUBLISHING)
             raise
+
+    def holders(self) -> dict[int, list[Hashable]]:
+        """Who needs which version."""
+        return {version: list(holders) for version, holders in self._holders.items()}
 
     def hold(self, version: int, holder: Hashable) -> None:
         """``holder`` needs this version. Raises ``KeyError`` if it is in no half any more."""
@@ -81,12 +88,12 @@ class WeightBuffers:
     def publishing(self, version: int) -> None:
         """This version is complete and the newest: it is the one that a restarting replica loads."""
         if len(self._versions) > 1:
-            self.hold(version, _NEWEST)
-            self.keep_only(_NEWEST, version)
+            self.hold(version, NEWEST)
+            self.keep_only(NEWEST, version)
 
     def published(self, version: int) -> None:
         """The publication has ended; only those who hold the version by themselves need it from here on."""
-        self.release(version, _PUBLISHING)
+        self.release(version, PUBLISHING)
 
     def _freed(self, version: int) -> None:
         if self._holders[version]:
@@ -113,7 +120,7 @@ class WeightBuffers:
             if last is not None:
                 self._forget(last)
             self._versions[free[0]] = version
-            self._holders[version] = {_PUBLISHING}
+            self._holders[version] = {PUBLISHING}
             waiter.set_result(free[0])
 
     def _needed(self, version: int | None) -> bool:

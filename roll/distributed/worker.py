@@ -9,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
+
 from roll.data.imports import import_object
+from roll.distributed.chaos import Harm, harm_this_process
+from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import WorkerPlace
 from roll.tracking.logs import configure_logging
+from roll.tracking.stacks import thread_place, working_place
 
 Result = TypeVar("Result")
 
@@ -51,8 +58,6 @@ class Worker:
 
     async def describe(self) -> dict[str, Any]:
         """Process id, node and address, for messages and for the rendezvous of trainers."""
-        import ray
-
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "host": ray.util.get_node_ip_address(), "node": node, "port": free_port()}
 
@@ -67,6 +72,11 @@ class Worker:
         torch.set_num_threads(self.identity.place.cpu_threads)
 
 
+LOOP_BEAT_SECONDS = 0.5
+HEALTH = "health"
+"""Calls of this concurrency group run in a thread of their own, beside whatever else the process does."""
+
+
 class WorkerProcess:
     """The Ray actor: an empty process until `create` fills it with a worker.
 
@@ -74,11 +84,18 @@ class WorkerProcess:
     paths are known there.
     """
 
+    _loop_beat: float
+    _loop_thread: int
+    _beating: asyncio.Task[None]
+
     async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
         """Become the worker; returns what `Worker.describe` tells."""
         for path in reversed(identity.import_paths):
             if path not in sys.path:
                 sys.path.insert(0, path)
+        self._loop_thread = threading.get_ident()
+        self._loop_beat = time.monotonic()
+        self._beating = asyncio.create_task(self._beat())
         self._worker: Worker = import_object(class_path)(identity)
         return await self._worker.describe()
 
@@ -89,6 +106,24 @@ class WorkerProcess:
     async def watch(self) -> None:
         """Never returns; ends with Ray's error when the process dies."""
         await asyncio.Event().wait()
+
+    @ray.method(concurrency_group=HEALTH)
+    async def beat(self) -> Beat:
+        """A sign of life, also while the worker computes or its event loop is stuck."""
+        lag = max(0.0, time.monotonic() - self._loop_beat - LOOP_BEAT_SECONDS)
+        stuck = lag > 10 * LOOP_BEAT_SECONDS
+        place = thread_place(self._loop_thread) if stuck else working_place(self._worker.identity.name)
+        return Beat(lag, place)
+
+    @ray.method(concurrency_group=HEALTH)
+    async def harm(self, harm: Harm, seconds: float | None) -> None:
+        """What `chaos` asks for."""
+        harm_this_process(harm, seconds)
+
+    async def _beat(self) -> None:
+        while True:
+            self._loop_beat = time.monotonic()
+            await asyncio.sleep(LOOP_BEAT_SECONDS)
 
 
 def free_port() -> int:

@@ -11,6 +11,8 @@ import asyncio
 from collections import deque
 from typing import Generic, TypeVar
 
+from roll.tracking.waits import waiting
+
 Item = TypeVar("Item")
 
 
@@ -40,7 +42,8 @@ class Channel(Generic[Item]):
     async def put(self, item: Item) -> None:
         """Wait for room and append. Raises `ChannelClosed` after `close`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or not self.full)
+            with waiting(f"room/{self.name}", "room for an item"):
+                await self._changed.wait_for(lambda: self._closed or not self.full)
             if self._closed:
                 raise ChannelClosed(f"channel {self.name!r} is closed")
             self._items.append(item)
@@ -49,7 +52,8 @@ class Channel(Generic[Item]):
     async def get(self) -> Item:
         """Wait for an item. Raises `ChannelClosed` once the channel is closed and empty."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._items)
+            with waiting(f"items/{self.name}", "an item"):
+                await self._changed.wait_for(lambda: self._closed or self._items)
             if not self._items:
                 raise ChannelClosed(f"channel {self.name!r} is closed")
             item = self._items.popleft()

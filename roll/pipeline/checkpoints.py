@@ -17,11 +17,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from roll.distributed.trainers import TrainerGroup
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import naming, write_atomically
+from roll.tracking.waits import waiting
+
+if TYPE_CHECKING:
+    from roll.distributed.trainers import TrainerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +170,8 @@ class Checkpointer:
             pending = self._pending[step]
             pending.recorded.set()
             if step == self._max_steps:
-                await pending.completed.wait()
+                with waiting("checkpoints", f"the checkpoint of step {step}"):
+                    await pending.completed.wait()
 
     async def run(self) -> None:
         """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
@@ -186,9 +190,12 @@ class Checkpointer:
         final = checkpoint_folder(self._folder, pending.step)
         if pending.facts is not None:
             await self._states_written()
-        await asyncio.to_thread(_publish, pending, final)
+        with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
+            await asyncio.to_thread(_publish, pending, final)
         if pending.facts is not None:
-            self._on_oldest(await asyncio.to_thread(prune, self._folder, self._keep))
+            with waiting(f"disk/{self._folder}", "older checkpoints to be deleted"):
+                oldest = await asyncio.to_thread(prune, self._folder, self._keep)
+            self._on_oldest(oldest)
 
 
 def prune(folder: Path, keep: int) -> RolloutProgress:

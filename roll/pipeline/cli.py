@@ -25,6 +25,7 @@ from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
+from roll.tracking.status import StatusFile
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
@@ -36,6 +37,7 @@ _EPILOG = """\
 examples:
   roll --config examples/quickstart/rlvr.yaml
   roll check-env frozen_lake size=8
+  roll doctor output/quickstart/latest
   roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
@@ -54,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from roll.pipeline.check_env import main as check_env
 
         return check_env(arguments[1:])
+    if arguments[:1] == ["doctor"]:
+        from roll.pipeline.doctor.command import main as doctor
+
+        return doctor(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)
@@ -71,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with run.held():
             if point is not None:
                 _go_back(point)
-            return _run(prepared, run, point, started)
+            with StatusFile(run.status, prepared.config.stall_timeout_seconds, _interrupt) as status:
+                return _run(prepared, run, status, point, started)
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
         return FAILURE
@@ -140,7 +147,9 @@ def _go_back(point: ResumePoint) -> None:
         raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
 
 
-def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, started: float) -> int:
+def _run(
+    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
+) -> int:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
     from roll.pipeline.run import run_pipeline
@@ -156,9 +165,10 @@ def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, start
     try:
         with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
             _end_in_order_on_signals()
-            asyncio.run(run_pipeline(prepared, recorder, point))
+            asyncio.run(run_pipeline(prepared, recorder, status_file, point))
     except KeyboardInterrupt:
-        status = recorder.close("interrupted", "interrupted by a signal")
+        stuck = status_file.stuck_because
+        status = recorder.close("failed", stuck) if stuck else recorder.close("interrupted", "interrupted by a signal")
     except Exception as error:
         logger.info("the run failed", exc_info=error)
         status = recorder.close("failed", error)
@@ -166,6 +176,12 @@ def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, start
         status = recorder.close("success")
     print(f"files and logs of the run: {run.root}", flush=True)
     return SUCCESS if status == "success" else FAILURE
+
+
+def _interrupt() -> None:
+    """As Ctrl-C does. The first one asks the event loop to end, which a stuck one does not hear; a second one is raised
+    where it is stuck."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _end_in_order_on_signals() -> None:

@@ -15,6 +15,7 @@ from roll.distributed.inference import InferencePool
 from roll.distributed.trainers import BaseOfTrainer, TrainerGroup
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import Canaries
+from roll.pipeline.chaos import Chaos
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.mismatch import MismatchAlarm
@@ -50,6 +51,7 @@ class RunContext:
     max_staleness: int
     train_temperature: float
     checkpoints: Checkpointer
+    chaos: Chaos
     first_step: int
     """Training steps that the run had behind it when this process began."""
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
+
+from roll.tracking.waits import holding, waiting
 
 
 class Resident(Protocol):
@@ -35,6 +37,7 @@ class DeviceLock:
 
     def __init__(self, roles: Iterable[str]) -> None:
         self.roles = frozenset(roles)
+        self.name = f"devices/{'+'.join(sorted(self.roles))}"
         self._residents: dict[str, Resident] = {}
         self._loaded: set[str] = set()
         self._holder: str | None = None
@@ -66,10 +69,12 @@ class DeviceLock:
     @asynccontextmanager
     async def hold(self, role: str) -> AsyncIterator[None]:
         """Hold the devices as ``role``, its states loaded."""
-        await self._acquire(role)
+        with waiting(self.name, f"the devices, as {role}"):
+            await self._acquire(role)
         try:
-            await self._make_resident(role)
-            yield
+            with holding(self.name, f"as {role}"):
+                await self._make_resident(role)
+                yield
         finally:
             self._release()
 
@@ -114,7 +119,10 @@ class DeviceLock:
 
     async def _make_resident(self, role: str) -> None:
         """Only the states of ``role`` are on the devices afterwards."""
-        async with self._switch:
+        async with AsyncExitStack() as switched:
+            with waiting(f"{self.name}/states", "states that are being moved"):
+                await switched.enter_async_context(self._switch)
+            switched.enter_context(holding(f"{self.name}/states", f"loading {role}"))
             for other in sorted(self._loaded - {role}):
                 await self._residents[other].offload_states()
                 self._loaded.discard(other)

@@ -12,6 +12,7 @@ import asyncio
 from roll.distributed.inference import InferencePool
 from roll.pipeline.device_lock import DeviceLock
 from roll.strategies.infer.base import Completion, GenerateRequest
+from roll.tracking.waits import waiting
 
 
 class EngineGate:
@@ -33,7 +34,8 @@ class EngineGate:
         """Run one request to its end."""
         self._enter()
         try:
-            await self._open.wait()
+            with waiting("gate", "the engine to have its devices"):
+                await self._open.wait()
             return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version)
         finally:
             self._leave()

@@ -26,6 +26,7 @@ from roll.tracking.samples import ReadableSample, SampleLog
 from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import Trackers, open_trackers
+from roll.tracking.waits import WaitBoard
 
 FinalStatus = Literal["success", "failed", "interrupted"]
 
@@ -40,6 +41,7 @@ class RunRecorder:
         earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
+        self.waits = WaitBoard()
         self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
         for record in earlier or []:

@@ -9,6 +9,7 @@ an engine that sizes its caches by what is free must not find a trainer there. W
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +30,12 @@ from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import part
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 120.0
+"""Longest wait for the processes of the rollout side to end."""
 
 
 class Roles:
@@ -43,15 +50,17 @@ class Roles:
         run: RunDirectory,
         on_event: Callable[[str], None],
         states: Callable[[str], Path | None] = lambda role: None,
+        spoiled_versions: frozenset[int] = frozenset(),
     ) -> None:
-        """``states``: the training state that a trained role goes on from; None where it begins anew."""
+        """``states``: the training state that a trained role goes on from; None where it begins anew.
+        ``spoiled_versions``: see `TransportSpec`."""
         self._states = states
         self._prepared = prepared
         self._config: PipelineConfig = prepared.config
         self._placement = placement
         self._locks = locks
         self._log_dir = str(run.logs.absolute())
-        self._transport = transport_spec(self._config, run)
+        self._transport = transport_spec(self._config, run, spoiled_versions)
         self._groups: list[WorkerGroup] = []
         self.pool = self._build_pool(on_event)
         self._workers = workers
@@ -81,12 +90,20 @@ class Roles:
         self.pool.weight_source = self.trainer
         self.reference, self.critic = started.get("reference"), started.get("critic")
 
+    def handles(self) -> list[WorkerHandle]:
+        """The processes of models at this moment."""
+        return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
+
     async def shutdown(self) -> None:
         """End every process."""
         self.pool.kill()
         for group in self._groups:
             group.kill()
-        await self._workers.shutdown()
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await self._workers.shutdown()
+        except TimeoutError:
+            logger.error("processes of rollouts did not end within %g s; they end with Ray", SHUTDOWN_SECONDS)
         self._placement.release()
         if self._transport.name == "checkpoint":
             # The trainer was killed, and could not delete what it published last.
@@ -126,11 +143,19 @@ class Roles:
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
     async def _start_pool(self) -> None:
+        with part("actor_infer"):
+            await self._start_pool_here()
+
+    async def _start_pool_here(self) -> None:
         async with self._locks["actor_infer"].hold("actor_infer"):
             await self.pool.start()
             self._locks["actor_infer"].register("actor_infer", self.pool)
 
     async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
+        with part(role):
+            return await self._start_trainer_here(role, config)
+
+    async def _start_trainer_here(self, role: str, config: WorkerConfig) -> TrainerGroup:
         forward_only = role == "reference"
         devices = parse_device_mapping(config.device_mapping)
         worker_class = self._prepared.worker_classes.get(role, TrainWorker)
@@ -173,7 +198,9 @@ class Roles:
         )
 
 
-def transport_spec(config: PipelineConfig, run: RunDirectory) -> TransportSpec:
+def transport_spec(
+    config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
+) -> TransportSpec:
     """How weights travel in this run. Files go into a folder that no other run uses."""
     chosen = config.weight_update.checkpoint_dir
     root = run.root.absolute()
@@ -186,4 +213,5 @@ def transport_spec(config: PipelineConfig, run: RunDirectory) -> TransportSpec:
         directory=directory,
         bucket_bytes=derived.load_bucket_bytes(config),
         timeout_seconds=update.timeout_seconds,
+        spoiled_versions=spoiled_versions,
     )

@@ -8,20 +8,21 @@ are this code; they differ in their rollout side.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.loader import dump_config
-from roll.configs.schema import PipelineConfig
+from roll.configs.schema import ChaosEvent, PipelineConfig
 from roll.data.records import Group
 from roll.distributed.placement import Placement
 from roll.distributed.trainers import BaseOfTrainer
 from roll.pipeline.advantages import AdvantageSettings
 from roll.pipeline.canaries import build_canaries
 from roll.pipeline.channel import Channel
+from roll.pipeline.chaos import Chaos, events_to_come, spoiled_versions
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.context import RunContext
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
@@ -37,15 +38,20 @@ from roll.pipeline.rollout_side import RolloutSide, RunDevices
 from roll.pipeline.stage import Stage, StageGraph
 from roll.pipeline.stages import NEEDED_ROLES, STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
+from roll.pipeline.status import GROUP, StatusKeeper
 from roll.pipeline.step_counter import StepCounter
 from roll.rollout.journal import read_journal, recover
-from roll.rollout.schedule import SchedulePlan
+from roll.rollout.schedule import SchedulePlan, Ticket
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.status import StatusFile
+from roll.tracking.waits import WaitBoard, acting
 
 
-async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumePoint | None = None) -> None:
+async def run_pipeline(
+    prepared: Prepared, recorder: RunRecorder, status_file: StatusFile, point: ResumePoint | None = None
+) -> None:
     """Run to the last step, from the first or from where an earlier process was. Raises the first failure, which names
     its cause."""
     config = prepared.config
@@ -54,22 +60,28 @@ async def run_pipeline(prepared: Prepared, recorder: RunRecorder, point: ResumeP
     locks = build_device_locks(_devices_of_roles(config))
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
     states = point.role if point is not None else lambda role: None
-    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states)
+    harm = events_to_come(config, recorder.run)
+    spoiled = spoiled_versions(harm)
+    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, spoiled)
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
+    status = StatusKeeper(config, recorder, roles.handles)
     with journal_of(config, recorder.run) as journal:
         try:
-            await roles.start()
-            recorder.run.write_config(dump_config(config))
-            gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-            context = build_context(prepared, side, roles, locks, gate, recorder, journal, point)
-            graph = StageGraph(build_stages(prepared, context))
-            try:
-                background = background_tasks(context, roles, gate)
-                await graph.run(background=background, first=lambda: publish_initial(context))
-            finally:
-                recorder.ledger = context.scheduler.ledger.counts()
+            async with status.kept(status_file):
+                with acting("start", recorder.waits):
+                    await roles.start()
+                recorder.run.write_config(dump_config(config))
+                gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
+                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point, harm)
+                graph = StageGraph(build_stages(prepared, context), recorder.waits)
+                status.running(context, graph.stages)
+                try:
+                    background = background_tasks(context, roles, gate, status)
+                    await graph.run(background=background, first=lambda: publish_initial(context))
+                finally:
+                    recorder.ledger = context.scheduler.ledger.counts()
         finally:
             await roles.shutdown()
 
@@ -122,10 +134,13 @@ def build_context(
     recorder: RunRecorder,
     journal: JournalKeeper | None,
     point: ResumePoint | None,
+    harm: Sequence[ChaosEvent],
 ) -> RunContext:
     """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
-    scheduler = build_scheduler(config, side, gate, journal if config.save_steps else None)
+    steps = StepCounter(0 if point is None else point.step)
+    rollout = observed(side.rollout(gate), recorder.waits)
+    scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
     scheduler.pause_admission()
     if point is not None:
         go_on(point, scheduler, prepared.advantages, journal)
@@ -142,7 +157,7 @@ def build_context(
         recorder=recorder,
         objective=prepared.objective,
         value_objective=prepared.value_objective,
-        steps=StepCounter(0 if point is None else point.step),
+        steps=steps,
         advantages=prepared.advantages,
         correction=prepared.correction,
         canaries=build_canaries(config, side.canary_prompts()),
@@ -158,6 +173,7 @@ def build_context(
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
+        chaos=Chaos(harm, recorder.run, roles.handles, steps, recorder.event),
         first_step=0 if point is None else point.step,
     )
 
@@ -176,8 +192,23 @@ def go_on(
         journal.went_back(point.step)
 
 
+def observed(
+    rollout: Callable[[Ticket[Any]], Awaitable[Group]], waits: WaitBoard
+) -> Callable[[Ticket[Any]], Awaitable[Group]]:
+    """A rollout whose waits are those of its group."""
+
+    async def run_group(ticket: Ticket[Any]) -> Group:
+        with acting(f"{GROUP}{ticket.group_id}", waits):
+            return await rollout(ticket)
+
+    return run_group
+
+
 def build_scheduler(
-    config: PipelineConfig, side: RolloutSide, gate: EngineGate, journal: JournalKeeper | None = None
+    config: PipelineConfig,
+    side: RolloutSide,
+    rollout: Callable[[Ticket[Any]], Awaitable[Group]],
+    journal: JournalKeeper | None = None,
 ) -> RolloutScheduler[Any, Group]:
     """The scheduler over what the groups of the run start from."""
     plan = SchedulePlan(
@@ -192,7 +223,7 @@ def build_scheduler(
     )
     group_filter = has_score_variance if config.group_filter == "zero_variance" else None
     return RolloutScheduler(
-        plan, side.source(), side.rollout(gate), group_filter=group_filter, observer=journal
+        plan, side.source(), rollout, group_filter=group_filter, observer=journal
     )
 
 
@@ -210,7 +241,7 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
 
 
 def background_tasks(
-    context: RunContext, roles: Roles, gate: EngineGate
+    context: RunContext, roles: Roles, gate: EngineGate, status: StatusKeeper
 ) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
     """What runs beside the stages: the scheduler, the engine and its gate, and whoever watches for trouble."""
     tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
@@ -218,8 +249,9 @@ def background_tasks(
         ("engine", roles.pool.run),
         ("gate", gate.run),
         ("watch/actor_train", roles.trainer.watch),
-        ("stall", lambda: watch_for_stall(context)),
+        ("stall", lambda: watch_for_stall(status, context.config.stall_timeout_seconds)),
         ("checkpoints", context.checkpoints.run),
+        ("chaos", context.chaos.run),
     ]
     tasks += [
         (f"watch/{role}", group.watch)

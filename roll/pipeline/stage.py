@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from roll.pipeline.channel import Channel, ChannelClosed
+from roll.tracking.stacks import task_place
+from roll.tracking.waits import WaitBoard, acting
 
 
 class StageState(enum.Enum):
@@ -59,6 +61,7 @@ class Stage:
         self.state = StageState.IDLE
         self._recorder = recorder
         self._hold = hold
+        self._task: asyncio.Task[Any] | None = None
 
     async def take_input(self) -> Any:
         """The next item to work on. Raises `ChannelClosed` at the end of the data."""
@@ -84,8 +87,13 @@ class Stage:
         self.state = state
         self._recorder.transition(f"stage/{self.name}", state.value, **details)
 
+    def place(self) -> str | None:
+        """The line in which it waits; None before `run`."""
+        return None if self._task is None else task_place(self._task)
+
     async def run(self) -> None:
         """Work until the input ends, then close the output."""
+        self._task = asyncio.current_task()
         try:
             await self._loop()
         except asyncio.CancelledError:
@@ -127,8 +135,10 @@ class Stage:
 class StageGraph:
     """Stages and background tasks under one roof: the first failure cancels all the others and is raised."""
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
+    def __init__(self, stages: Iterable[Stage], waits: WaitBoard | None = None) -> None:
+        """``waits`` learns who waits for whom."""
         self.stages = list(stages)
+        self._waits = WaitBoard() if waits is None else waits
 
     async def run(
         self,
@@ -143,10 +153,13 @@ class StageGraph:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(start(), name=name) for name, start in background]
+                helpers = [group.create_task(self._acting(name, start), name=name) for name, start in background]
                 if first is not None:
-                    await first()
-                workers = [group.create_task(stage.run(), name=f"stage/{stage.name}") for stage in self.stages]
+                    await self._acting("start", first)
+                workers = [
+                    group.create_task(self._acting(f"stage/{stage.name}", stage.run), name=f"stage/{stage.name}")
+                    for stage in self.stages
+                ]
                 await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
                 for helper in helpers:
                     helper.cancel()
@@ -155,6 +168,11 @@ class StageGraph:
         if failure is not None:
             # Raised out here, so that the group that holds it does not become its own cause.
             raise failure
+
+
+    async def _acting(self, name: str, start: Callable[[], Awaitable[None]]) -> None:
+        with acting(name, self._waits):
+            await start()
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -22,6 +22,7 @@ from roll.pipeline.correction import add_correction
 from roll.pipeline.registry import register_stage
 from roll.pipeline.stage import Stage
 from roll.rollout.buffer import FinishedGroup
+from roll.tracking.waits import waiting
 
 STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
@@ -40,7 +41,8 @@ class RolloutStage(Stage):
     async def take_input(self) -> list[FinishedGroup]:
         if self._next_step == self.context.config.max_steps:
             raise ChannelClosed("all training steps have their batch")
-        return await self.context.scheduler.next_batch()
+        with waiting("scheduler", f"the batch of step {self._next_step + 1}"):
+            return await self.context.scheduler.next_batch()
 
     async def process(self, finished: list[FinishedGroup]) -> TrainingBatch:
         batch = TrainingBatch.from_groups(self._next_step, [group.result for group in finished])
@@ -240,6 +242,7 @@ async def gather(context: RunContext, version: int) -> CanaryScores | None:
 
 async def publish(context: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
     """Bring gathered weights to every replica; seconds of each part, and how far the canaries are apart."""
+    await context.chaos.publication(version)
     publication = await context.trainer.send(version)
     async with context.locks["actor_infer"].hold("actor_infer"):
         loaded = await context.pool.publish(publication, canaries)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from roll.tracking.waits import waiting
+
 
 class StepCounter:
     """Counts up. Belongs to one event loop."""
@@ -27,4 +29,5 @@ class StepCounter:
         while self.done < steps:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
-            await waiter
+            with waiting("stage/train", f"the end of training step {steps}"):
+                await waiter

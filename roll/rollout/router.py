@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+from roll.tracking.waits import waiting
+
 
 class NoReplica(RuntimeError):
     """No live (and new enough) replica within the deadline. The message names the state or cause of each."""
@@ -127,7 +129,8 @@ class Router:
         try:
             async with self._limit(timeout) as deadline:
                 while (replica_id := self._choose(sticky_key, min_version)) is None:
-                    await self._wait_for_change()
+                    with waiting("replicas", _wanted(min_version)):
+                        await self._wait_for_change()
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -177,9 +180,12 @@ class Router:
                 waiter.set_result(None)
 
     def _describe(self, min_version: int | None, timeout: float) -> str:
-        wanted = "live replica" if min_version is None else f"live replica with version {min_version} or newer"
         states = [_describe_state(name, state) for name, state in self._replicas.items()]
-        return f"no {wanted} within {timeout} s ({'; '.join(states)})"
+        return f"no {_wanted(min_version)} within {timeout} s ({'; '.join(states)})"
+
+
+def _wanted(min_version: int | None) -> str:
+    return "live replica" if min_version is None else f"live replica with version {min_version} or newer"
 
 
 def _usable(state: ReplicaState, min_version: int | None) -> bool:

@@ -96,7 +96,7 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """The state at one instant, for metrics and hang reports."""
+    """The state at one instant, for whoever asks how the run stands."""
 
     ledger: dict[str, int]
     """As `Ledger.counts` gives it."""

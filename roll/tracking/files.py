@@ -25,8 +25,9 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"cannot write: {error.strerror or error}", str(path)) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by ``text`` (UTF-8); a reader sees the old content or the new, also after a power cut.
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a file by ``text`` (UTF-8); a reader sees the old content or the new, if ``durable`` also after a power
+    cut.
 
     Raises `OSError` with the path; no temporary file is left behind.
     """
@@ -36,7 +37,8 @@ def write_atomically(path: Path, text: str) -> None:
             with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)

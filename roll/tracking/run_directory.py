@@ -113,6 +113,16 @@ class RunDirectory:
         return self.root / "summary.json"
 
     @property
+    def status(self) -> Path:
+        """What the run does at this moment."""
+        return self.root / "status.json"
+
+    @property
+    def chaos(self) -> Path:
+        """What was done to the run on purpose."""
+        return self.root / "chaos.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

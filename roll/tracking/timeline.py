@@ -1,4 +1,4 @@
-"""Who did what when: one record from which come the timeline file, the idle shares and the hang report.
+"""Who did what when: one record from which come the timeline file, the idle shares and since when each is in its state.
 
 Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
 the file as they end, and the file is whole, valid JSON after every write, so a killed run leaves a picture that
@@ -75,10 +75,6 @@ class BusyIntervals:
         covered = zip(self._starts[touched], self._ends[touched], strict=True)
         return sum(min(end, right) - max(start, left) for left, right in covered)
 
-    @property
-    def last_end(self) -> float:
-        return self._ends[-1]
-
     def items(self) -> list[tuple[float, float]]:
         return list(zip(self._starts, self._ends, strict=True))
 
@@ -153,23 +149,6 @@ class Timeline:
     def last_states(self) -> dict[str, ActorState]:
         """The present state of each actor, and since when."""
         return dict(self._current)
-
-    def hang_report(self, now: float | None = None) -> str:
-        """Who is in which state for how long, the longest first, and when each worker was last busy; as a table."""
-        now = self._clock() if now is None else now
-        states = sorted(self._current.items(), key=lambda item: (item[1].since, item[0]))
-        rows = [
-            (actor, current.state, f"{now - current.since:.1f} s", _describe(current.details))
-            for actor, current in states
-        ]
-        report = _table(("actor", "state", "for", "details"), rows)
-        workers = [
-            (f"{role}/{worker}", f"{max(0.0, now - intervals.last_end):.1f} s ago")
-            for role, by_worker in sorted(self._busy.items())
-            for worker, intervals in sorted(by_worker.items())
-            if intervals.items()
-        ]
-        return f"{report}\n\n{_table(('worker', 'last busy'), workers)}" if workers else report
 
     def write(self, path: Path) -> None:
         """Write what is in memory, the present states up to now included, as a trace file of its own."""
@@ -302,14 +281,3 @@ def _plain(value: Any) -> str | int | float | None:
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)
-
-
-def _describe(details: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in details.items())
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    table = [header, *rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-    return "\n".join(line.rstrip() for line in lines)

@@ -359,6 +359,34 @@ WRONG = [
         {"weight_update.checkpoint_dir": "/shared"},
         "weight_update.checkpoint_dir", "no effect", "weight_update.transport: checkpoint",
     ),
+    # Chaos.
+    ({"chaos": {"events": [{}]}}, "chaos.events", "1 event would harm this run", "chaos.enabled: true"),
+    ({"chaos": {"enabled": True}}, "chaos.enabled", "no effect", "chaos.events"),
+    (
+        {"chaos": {"enabled": True, "events": [{"at_step": 100}]}},
+        "chaos.events[0].at_step", "100 never comes", "at most 99",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "at_step": 3}]},
+         "weight_update": {"interval_steps": 2}},
+        "chaos.events[0].at_step", "version 3 is not published", "a multiple of 2",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{}, {"kind": "freeze", "role": "critic"}]}},
+        "chaos.events[1].role", "no critic in this run", "a role that there is",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"rank": 1}]}},
+        "chaos.events[0].rank", "1, but actor_train has 1", "at most 0",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"seconds": 2}]}},
+        "chaos.events[0].seconds", "no effect on kill", "remove",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"kind": "delay_publication"}]}},
+        "chaos.events[0].seconds", "delay_publication needs its length", "seconds",
+    ),
     # Arithmetic.
     ({"async_generation_ratio": 1.5, "max_staleness": 1}, "max_staleness", "ceil(1.5) = 2 steps ahead", "at least 2"),
     (

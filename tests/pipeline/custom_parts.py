@@ -1,6 +1,7 @@
 """Parts of a user's own, named in the configurations of tests as `custom_parts:Name`."""
 
 import resource
+import time
 
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.stages import AdvantageStage
@@ -33,3 +34,19 @@ class TightTrainWorker(TrainWorker):
 
 class NotAStage:
     """Cannot stand in for a stage."""
+
+
+class GraspingAdvantages(AdvantageStage):
+    """Keeps the devices that it shares with the trainer until the trainer has done what it needs them for."""
+
+    async def deliver(self, batch):
+        async with self.context.locks["actor_infer"].hold("actor_infer"):
+            await super().deliver(batch)
+            await self.context.steps.reached(batch.step + 1)
+
+
+class BlockingAdvantages(AdvantageStage):
+    """Computes for a long time where nothing may take long: on the event loop."""
+
+    async def process(self, batch):
+        time.sleep(600)

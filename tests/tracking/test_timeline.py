@@ -185,23 +185,6 @@ def test_idle_share_leaves_forgotten_time_out_of_the_window():
     assert timeline.idle_share("role", (0.0, 35.0)) == pytest.approx(0.5)
 
 
-def test_the_hang_report_shows_who_waits_longest_first():
-    clock = Clock(0.0)
-    timeline = Timeline(clock=clock)
-    timeline.transition("train", "WAITING_INPUT", at=40.0, step=7)
-    timeline.transition("generate", "RUNNING", at=10.0)
-    timeline.busy("actor_infer", 5.0, 9.5)
-    clock.now = 100.0
-    lines = [line.split() for line in timeline.hang_report().splitlines()]
-    assert lines[1] == ["generate", "RUNNING", "90.0", "s"]
-    assert lines[2] == ["train", "WAITING_INPUT", "60.0", "s", "step=7"]
-    assert lines[-1] == ["actor_infer/0", "90.5", "s", "ago"]
-
-
-def test_the_hang_report_of_a_run_that_has_not_begun_is_only_a_header():
-    assert Timeline(clock=Clock()).hang_report(now=1.0).splitlines() == ["actor  state  for  details"]
-
-
 @pytest.mark.parametrize("starts", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
 def test_intervals_that_touch_are_remembered_as_one(starts):
     known = BusyIntervals(remembered=10)

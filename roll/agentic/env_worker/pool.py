@@ -30,6 +30,7 @@ from roll.agentic.env_worker.suspects import Suspects, Who
 from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.data.names import nearest_name_hint
+from roll.tracking.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +374,8 @@ class EnvPoolSession:
 
     async def _taken(self) -> Lease:
         try:
-            lease = await self._pool.take(self._who)
+            with waiting("places for episodes", "a place"):
+                lease = await self._pool.take(self._who)
         except TimeoutError:
             limit = f"{self._pool.place_timeout_seconds:g} s (place_timeout_seconds)"
             raise self._failed(f"no place among the running episodes within {limit}") from None

@@ -30,6 +30,8 @@ class TransportSpec:
     """Bytes on the way at a time, where the engine library sends them."""
     timeout_seconds: float = 600.0
     """Longest wait for one call of an engine while it is sent to."""
+    spoiled_versions: frozenset[int] = frozenset()
+    """Of these a byte is changed on the way (`chaos`)."""
 
 
 class WeightSender(Protocol):

@@ -1,0 +1,57 @@
+"""Harm that tests do on purpose, by the product's own ways: to a process from within, to weights on their way.
+
+Reached only through the configuration's `chaos`, which has to be switched on.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from roll.distributed.transports.base import WeightSender
+from roll.strategies.infer.base import WeightBucket
+
+Harm = Literal["kill", "freeze", "fill_disk"]
+FULL_DISK_BYTES = 2**14
+"""No file may grow beyond, so that what is small, as the summary of a run, can still be written."""
+
+
+def harm_this_process(harm: Harm, seconds: float | None) -> None:
+    """Kill it, stop it for so many seconds (None: for good), or have its disk full."""
+    if harm == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif harm == "freeze":
+        if seconds is not None:
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+class SpoilingSender:
+    """A `WeightSender` that changes a byte of some versions after their checksums were taken."""
+
+    def __init__(self, sender: WeightSender, versions: Collection[int]) -> None:
+        self._sender = sender
+        self._versions = frozenset(versions)
+
+    def begin(self, half: int) -> None:
+        self._sender.begin(half)
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        return self._sender.allocate(half, index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+        if version in self._versions:
+            _, _, _, offset = buckets[0].tensors[0]
+            buckets[0].data[offset] ^= 0xFF
+        return self._sender.send(half, version, buckets)
+
+    def release(self, version: int) -> None:
+        self._sender.release(version)

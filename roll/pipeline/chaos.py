@@ -1,0 +1,91 @@
+"""Does what the configuration's `chaos` asks for, each thing once in the life of a run, however often it is resumed.
+
+What is about to be done is written to `chaos.jsonl` first: a run that is killed by it does not meet it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from roll.configs.schema import PUBLICATION_CHAOS, ChaosEvent, PipelineConfig
+from roll.distributed.chaos import harm_this_process
+from roll.distributed.group import WorkerHandle
+from roll.pipeline.step_counter import StepCounter
+from roll.tracking.files import JsonLines, read_json_lines
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import waiting
+
+
+def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent]:
+    """Those that have not happened yet in this run, the earliest first."""
+    if not config.chaos.events:
+        return []
+    done = read_json_lines(run.chaos) if run.chaos.exists() else []
+    to_come = [event for event in config.chaos.events if _record(event) not in done]
+    return sorted(to_come, key=lambda event: event.at_step)
+
+
+class Chaos:
+    """The events of a run that are to come."""
+
+    def __init__(
+        self,
+        events: Iterable[ChaosEvent],
+        run: RunDirectory,
+        handles: Callable[[], Iterable[WorkerHandle]],
+        steps: StepCounter,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self._events = list(events)
+        self._run = run
+        self._handles = handles
+        self._steps = steps
+        self._on_event = on_event
+
+    async def run(self) -> None:
+        """What happens to processes."""
+        for event in self._events:
+            if event.kind not in PUBLICATION_CHAOS:
+                await self._steps.reached(event.at_step)
+                self._begin(event)
+                self._harm(event)
+
+    async def publication(self, version: int) -> None:
+        """Before a version is sent; what is spoiled on its way is noted here."""
+        for event in self._events:
+            if event.kind in PUBLICATION_CHAOS and event.at_step == version:
+                self._begin(event)
+                if event.kind == "delay_publication":
+                    with waiting("chaos", f"{event.seconds:g} s to pass (chaos.events: delay_publication)"):
+                        await asyncio.sleep(event.seconds or 0.0)
+
+    def _begin(self, event: ChaosEvent) -> None:
+        log = JsonLines(self._run.chaos)
+        log.append(_record(event))
+        log.sync()
+        log.close()
+        whom = "" if event.kind in PUBLICATION_CHAOS else f" of {_name(event)}"
+        self._on_event(f"chaos: {event.kind}{whom} at step {event.at_step}")
+
+    def _harm(self, event: ChaosEvent) -> None:
+        if event.role == "driver":
+            harm_this_process(event.kind, event.seconds)
+        for handle in self._handles():
+            if handle.name == _name(event):
+                handle.harm(event.kind, event.seconds)
+
+
+def spoiled_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
+    """Versions a byte of which is changed on the way."""
+    return frozenset(event.at_step for event in events if event.kind == "corrupt_bucket")
+
+
+def _name(event: ChaosEvent) -> str:
+    return "driver" if event.role == "driver" else f"{event.role}/{event.rank}"
+
+
+def _record(event: ChaosEvent) -> Mapping[str, Any]:
+    return asdict(event)

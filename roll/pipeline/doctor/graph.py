@@ -1,0 +1,140 @@
+"""The wait-for graph of a run: from whoever waits, over what it waits for, to whoever has it or has to make it.
+
+Most nodes need everything they wait for; a few (`EITHER`) go on as soon as one of several does. What cannot come about
+whatever the others do is a deadlock, and then there is a cycle in it. Waits that have just begun do not count: the one
+that was waited for may have happened a moment ago.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roll.tracking.status import RunStatus
+from roll.tracking.waits import Wait
+
+YOUNG_SECONDS = 2.0
+EITHER = ("scheduler", "replicas")
+"""What comes if any of those does that it waits for."""
+_WHO_LIFTS = {"budget": "stage/train", "version": "stage/param_update", "paused": "stage/param_update"}
+"""Why no group starts -> whose turn it is."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """``who`` cannot go on without ``on``."""
+
+    who: str
+    on: str
+    what: str
+    since: float
+
+
+@dataclass(frozen=True)
+class WaitGraph:
+    """All edges by their beginning."""
+
+    edges: Mapping[str, Sequence[Edge]]
+
+    def of(self, node: str) -> Sequence[Edge]:
+        """What a node waits for; nothing if it is up to the node itself."""
+        return self.edges.get(node, ())
+
+    def waiters(self) -> list[str]:
+        """Nodes that wait for something, the longest wait first."""
+        return sorted(self.edges, key=lambda node: min(edge.since for edge in self.edges[node]))
+
+    def deadlocked(self) -> set[str]:
+        """Nodes that cannot go on whatever the others do."""
+        stuck = set(self.edges)
+        while free := {node for node in stuck if self._may_go_on(node, stuck)}:
+            stuck -= free
+        return stuck
+
+    def cycle(self) -> list[Edge]:
+        """A ring of deadlocked nodes; empty if there is none."""
+        stuck = self.deadlocked()
+        path: list[Edge] = []
+        seen: list[str] = []
+        node = next((waiter for waiter in self.waiters() if waiter in stuck), None)
+        while node is not None and node not in seen:
+            seen.append(node)
+            edge = next(edge for edge in self.of(node) if edge.on in stuck)
+            path.append(edge)
+            node = edge.on
+        return [] if node is None else path[seen.index(node) :]
+
+    def chain(self, node: str) -> list[Edge]:
+        """From a node to what it waits for in the end, always by the longest wait; a ring ends where it closes."""
+        path: list[Edge] = []
+        seen = set()
+        while node not in seen and self.of(node):
+            seen.add(node)
+            path.append(min(self.of(node), key=lambda edge: edge.since))
+            node = path[-1].on
+        return path
+
+    def _may_go_on(self, node: str, stuck: set[str]) -> bool:
+        open_ends = [edge.on not in stuck for edge in self.of(node)]
+        return any(open_ends) if node in EITHER else all(open_ends)
+
+
+def wait_graph(status: RunStatus) -> WaitGraph:
+    """What a status says."""
+    edges: dict[str, list[Edge]] = defaultdict(list)
+    for wait in status.waits:
+        if status.loop_beat - wait.since >= YOUNG_SECONDS:
+            edges[wait.who].append(Edge(wait.who, wait.on, wait.what, wait.since))
+    for node, since in {edge.on: edge.since for edge in _all(edges)}.items():
+        for edge in _answerable(status, node, since):
+            edges[node].append(edge)
+    return WaitGraph(dict(edges))
+
+
+def _all(edges: Mapping[str, Sequence[Edge]]) -> list[Edge]:
+    return [edge for each in list(edges.values()) for edge in each]
+
+
+def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
+    """From what is waited for to those that have it, or have to make it."""
+    held = [wait for wait in status.holdings if wait.on == node]
+    if held:
+        return [_held(wait) for wait in held]
+    kind, _, name = node.partition("/")
+    if kind in ("items", "room"):
+        ends = {channel.name: channel for channel in status.channels}
+        if name not in ends:
+            return []
+        channel = ends[name]
+        maker = channel.producer if kind == "items" else channel.consumer
+        return [Edge(node, maker, "to put an item" if kind == "items" else "to take an item", since)]
+    if node == "scheduler":
+        return _scheduler_waits(status, since)
+    if node == "publication memory" and "the publication under way" in status.memory_holders:
+        return [Edge(node, _publisher(status), "to publish what lies there", since)]
+    if node == "replicas":
+        return [Edge(node, maker, "to bring weights", since) for maker in (_publisher(status), "engine")]
+    return []
+
+
+def _scheduler_waits(status: RunStatus, since: float) -> list[Edge]:
+    scheduler = status.scheduler
+    if scheduler is None:
+        return []
+    groups = list(scheduler.holding_up) or sorted({wait.who for wait in status.waits if wait.who.startswith("group/")})
+    if groups and scheduler.in_flight:
+        return [Edge("scheduler", group, "to finish", since) for group in groups]
+    if not scheduler.in_flight and scheduler.refusal in _WHO_LIFTS:
+        lifts = _WHO_LIFTS[scheduler.refusal]
+        return [Edge("scheduler", lifts, f"so that groups may start ({scheduler.refusal})", since)]
+    return []
+
+
+def _publisher(status: RunStatus) -> str:
+    """Who publishes: the stage, and before the stages run whoever starts them."""
+    return "stage/param_update" if any(stage.name == "stage/param_update" for stage in status.stages) else "start"
+
+
+def _held(wait: Wait) -> Edge:
+    return Edge(wait.on, wait.who, f"who has it, {wait.what}", wait.since)

@@ -1,0 +1,200 @@
+"""What a run does now, put together for `status.json`, for the watch over a run that stalls, and so for `roll doctor`.
+
+One turn of the event loop sees all stages, waits and workers, so the picture is of one instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from roll.configs.schema import PipelineConfig
+from roll.distributed.group import WorkerHandle
+from roll.distributed.heartbeat import Heartbeats
+from roll.pipeline.context import RunContext
+from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.stage import Stage
+from roll.tracking.status import (
+    WRITE_SECONDS,
+    ChannelStatus,
+    DriverStatus,
+    Phase,
+    RunStatus,
+    SchedulerStatus,
+    StageStatus,
+    StatusFile,
+    WorkerStatus,
+)
+from roll.tracking.waits import Wait
+
+logger = logging.getLogger(__name__)
+
+LISTED_GROUPS = 32
+"""Waits of groups that are listed one by one: the oldest."""
+GROUP = "group/"
+
+
+class SignsOfLife:
+    """When anything last moved: a stage, a group, a request, an environment."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: tuple[object, ...] = ()
+        self.moved_at = clock()
+
+    def look(self, context: RunContext | None) -> None:
+        """Compare with the last look."""
+        now = () if context is None else _counts(context)
+        if now != self._last:
+            self._last, self.moved_at = now, self._clock()
+
+
+class StatusKeeper:
+    """Knows how a run stands, from its start to its end."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        recorder: RunRecorder,
+        handles: Callable[[], Iterable[WorkerHandle]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``handles``: the worker processes at the moment. ``clock``: seconds, as those of the recorder's waits."""
+        self._clock = clock
+        self._config = config
+        self._recorder = recorder
+        self._handles = handles
+        self._heartbeats = Heartbeats(handles, clock=clock)
+        self._first_asked: dict[WorkerHandle, float] = {}
+        self._driver = DriverStatus.of_this_process()
+        self._life = SignsOfLife(clock)
+        self._context: RunContext | None = None
+        self._stages: Sequence[Stage] = ()
+
+    def running(self, context: RunContext, stages: Sequence[Stage]) -> None:
+        """The roles have started, and the stages begin."""
+        self._context, self._stages = context, stages
+
+    @asynccontextmanager
+    async def kept(self, file: StatusFile) -> AsyncIterator[None]:
+        """Keep the file up to date while this is open."""
+        tasks = [asyncio.create_task(self._heartbeats.run()), asyncio.create_task(self._keep(file))]
+        for task in tasks:
+            task.add_done_callback(_log_failure)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            file.ending()
+
+    def now(self) -> RunStatus:
+        """The run at this instant."""
+        context, at = self._context, self._clock()
+        self._life.look(context)
+        status = RunStatus(
+            driver=self._driver,
+            phase="starting" if context is None else "running",
+            written=at,
+            loop_beat=at,
+            moved_at=self._life.moved_at,
+            stall_timeout_seconds=self._config.stall_timeout_seconds,
+            max_steps=self._config.max_steps,
+            workers=tuple(self._workers()),
+            holdings=tuple(self._recorder.waits.holdings()),
+            **_waits(self._recorder.waits.waits()),
+        )
+        if context is None:
+            return status
+        return replace(
+            status,
+            step=context.steps.done,
+            stages=tuple(self._stage_states()),
+            channels=tuple(_channels(self._stages)),
+            scheduler=_scheduler(context),
+            memory_holders=tuple(
+                sorted({str(holder) for holders in context.pool.buffers.holders().values() for holder in holders})
+            ),
+        )
+
+    async def _keep(self, file: StatusFile) -> None:
+        last: Phase | None = None
+        while True:
+            status = self.now()
+            file.update(status, at_once=status.phase != last)
+            last = status.phase
+            await asyncio.sleep(WRITE_SECONDS)
+
+    def _workers(self) -> Iterator[WorkerStatus]:
+        for handle in self._handles():
+            if handle.pid is None:
+                continue
+            first_asked = self._first_asked.setdefault(handle, self._clock())
+            heard = self._heartbeats.last(handle)
+            known = WorkerStatus(handle.name, handle.pid, handle.is_local, first_asked)
+            if heard is None:
+                yield known
+            else:
+                beat = heard.beat
+                yield replace(known, asked_since=heard.at, loop_lag=beat.loop_lag, place=beat.place)
+
+    def _stage_states(self) -> Iterator[StageStatus]:
+        recorded = self._recorder.timeline.last_states()
+        for stage in self._stages:
+            name = f"stage/{stage.name}"
+            if name in recorded:
+                state = recorded[name]
+                details = {key: str(value) for key, value in state.details.items()}
+                yield StageStatus(name, state.state, state.since, details, stage.place())
+
+
+def _counts(context: RunContext) -> tuple[object, ...]:
+    states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
+    counts = tuple(context.scheduler.ledger.counts().items())
+    side = tuple(sorted(context.side.metrics().items()))
+    return states, counts, context.pool.completed, context.pool.restarts, side
+
+
+def _waits(waits: Sequence[Wait]) -> dict[str, object]:
+    """Each wait once, however many tasks of an actor are in it; of groups the oldest ones, and how many wait where."""
+    first: dict[tuple[str, str, str], Wait] = {}
+    for wait in waits:
+        first.setdefault((wait.who, wait.on, wait.what), wait)
+    groups = [wait for wait in first.values() if wait.who.startswith(GROUP)]
+    others = [wait for wait in first.values() if not wait.who.startswith(GROUP)]
+    return {
+        "waits": tuple(others + groups[:LISTED_GROUPS]),
+        "groups_by_wait": dict(Counter(wait.on for wait in groups)),
+    }
+
+
+def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:
+    consumers = {stage.inbox.name: stage for stage in stages if stage.inbox is not None}
+    for stage in stages:
+        channel = stage.outbox
+        if channel is not None and channel.name in consumers:
+            consumer = consumers[channel.name]
+            yield ChannelStatus(
+                channel.name, f"stage/{stage.name}", f"stage/{consumer.name}", len(channel), channel.capacity
+            )
+
+
+def _scheduler(context: RunContext) -> SchedulerStatus:
+    snapshot = context.scheduler.snapshot()
+    return SchedulerStatus(
+        in_flight=snapshot.ledger["in_flight"],
+        buffered=snapshot.ledger["buffered"],
+        refusal=snapshot.waiting,
+        holding_up=tuple(f"{GROUP}{group_id}" for group_id in snapshot.holding_up[:LISTED_GROUPS]),
+    )
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("`status.json` is not kept up to date any more", exc_info=task.exception())

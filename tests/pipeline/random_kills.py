@@ -1,0 +1,311 @@
+"""Kills what a run is made of at random moments, resumes it, and checks its history. `make soak` runs it at length.
+
+    python tests/pipeline/random_kills.py --seed 1 --count 50
+
+Victims are the driver, a trainer rank, an engine, a reward worker, and everything at once; moments are within training
+steps, in the middle of writing a checkpoint, and while the run starts. At the end every prompt of the data order was
+trained on or dropped exactly once, and the policy is as good as that of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from runs import ROOT, TESTS, start_command
+from tiny import make_task, tiny_config, write_config
+
+from roll.configs.schema import DataArguments
+from roll.data.dataset import load_prompts
+from roll.data.interleave import PromptStream
+from roll.data.seeds import derive_seed
+from roll.data.tokenizer import load_tokenizer
+from roll.tracking.metrics import read_metrics
+from roll.tracking.samples import read_samples
+from roll.tracking.status import DamagedStatus, read_status
+
+BATCH = 8
+STEPS_PER_KILL = 6
+VICTIMS = ("driver", "trainer", "engine", "reward worker", "everything")
+MOMENTS = ("in a step", "in a step", "in a checkpoint", "in a checkpoint", "at the start")
+ENDS_THE_RUN = ("driver", "trainer", "everything")
+PATIENCE_SECONDS = 240
+NOISE = 0.25
+"""Largest difference of two final accuracies that chance explains (a dozen prompts)."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who, and when."""
+
+    victim: str
+    moment: str
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    resumed_at: list[int] = field(default_factory=list)
+    ledger: dict[str, int] = field(default_factory=dict)
+    accuracy: float = 0.0
+    undisturbed_accuracy: float = 0.0
+    first_accuracy: float = 0.0
+    seconds: float = 0.0
+
+
+class DisturbedRun:
+    """One run in one folder, started again and again."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.out = folder / "run"
+        self.path = write_config(
+            folder, {**config, "output_dir": str(self.out), "resume_from_checkpoint": True}, "disturbed.yaml"
+        )
+        self.log = folder / "output.txt"
+        self.mark = f"ROLL_SOAK_{uuid.uuid4().hex}"
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        self.started_steps = self.steps()
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(self.path)],
+                stdout=log,
+                stderr=log,
+                cwd=TESTS,
+                start_new_session=True,
+                env={**os.environ, self.mark: "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
+            )
+
+    def steps(self) -> int:
+        path = self.out / "metrics.jsonl"
+        return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
+
+    def processes(self) -> dict[int, str]:
+        """All that are the run's, by a mark in their environment; process id -> command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+            except OSError:
+                continue
+        return found
+
+    def kill(self, victim: str, dice: random.Random) -> bool:
+        """SIGKILL; False if there is no such process at the moment."""
+        if victim == "driver":
+            targets = [self.process.pid]
+        elif victim == "everything":
+            targets = list(self.processes())
+        elif victim == "reward worker":
+            workers = [pid for pid, command in self.processes().items() if "RewardWorker" in command]
+            targets = workers and [dice.choice(workers)]
+        else:
+            role = {"trainer": "actor_train", "engine": "actor_infer"}[victim]
+            targets = self._workers(role)
+            targets = targets and [dice.choice(targets)]
+        killed = [pid for pid in targets if _kill(pid)]
+        return bool(killed)
+
+    def _workers(self, role: str) -> list[int]:
+        try:
+            status = read_status(self.out / "status.json")
+        except DamagedStatus:
+            return []
+        if status is None or status.driver.pid != self.process.pid:
+            return []
+        return [worker.pid for worker in status.workers if worker.name.startswith(role)]
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, reached: Callable[[], bool], what: str) -> None:
+        """Until something is reached, or the run ends."""
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not reached() and not self.ended():
+            assert time.monotonic() < give_up, f"{what} did not come: {self.log.read_text()[-3000:]}"
+            time.sleep(0.01)
+
+    def wait_for_the_end(self) -> int:
+        """The exit code, when nothing is left of the run."""
+        self.process.wait(PATIENCE_SECONDS)
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while left := self.processes():
+            assert time.monotonic() < give_up, f"processes outlive the run: {left}"
+            time.sleep(0.1)
+        return self.process.returncode
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for_moment(run: DisturbedRun, moment: str, dice: random.Random) -> None:
+    if moment == "at the start":
+        pause = dice.random() * 12
+        until = time.monotonic() + pause
+        run.wait(lambda: time.monotonic() > until, "a moment")
+        return
+    wanted = run.started_steps + 1 + dice.randrange(3)
+    run.wait(lambda: run.steps() >= wanted, f"step {wanted}")
+    if moment == "in a checkpoint":
+        run.wait(lambda: any((run.out / "checkpoints").glob(".step-*")), "the writing of a checkpoint")
+        time.sleep(dice.random() * 0.03)
+    else:
+        time.sleep(dice.random() * 0.3)
+
+
+def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, report: Report) -> None:
+    """Start, kill, resume, until all kills are done; then let it end."""
+    run.start()
+    report.starts += 1
+    for kill in kills:
+        wait_for_moment(run, kill.moment, dice)
+        if run.ended():
+            break
+        run.wait(lambda kill=kill: run.kill(kill.victim, dice), f"a {kill.victim} to kill")
+        report.kills[kill.victim] += 1
+        report.moments[kill.moment] += 1
+        print(f"{kill.victim}, {kill.moment}: killed after step {run.steps()}", flush=True)
+        if kill.moment == "at the start":
+            # Nobody is replaced before everybody was there: a process that dies then may end the run.
+            run.wait(lambda: run.steps() > run.started_steps, "a step")
+        if kill.victim in ENDS_THE_RUN or run.ended():
+            code = run.wait_for_the_end()
+            assert code != 0, f"the run looks well after the death of {kill.victim}"
+            run.start()
+            report.starts += 1
+        else:
+            run.started_steps = run.steps()
+    assert run.wait_for_the_end() == 0, run.log.read_text()[-3000:]
+
+
+def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Report) -> None:
+    """Every prompt of the data order was trained on or dropped, exactly once."""
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "success" and summary["steps"] == max_steps
+    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(max_steps + 1))
+    samples = [sample for sample in read_samples(out / "samples.jsonl") if sample["split"] == "train"]
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, max_steps + 1), BATCH)
+    trained_on = [sample["group_id"] for sample in samples]
+    assert len(set(trained_on)) == len(trained_on), "a group was trained on twice"
+    ledger = summary["ledger"]
+    dropped = sum(count for name, count in ledger.items() if name.startswith("dropped/"))
+    assert ledger["consumed"] == len(trained_on) == max_steps * BATCH
+    assert ledger["issued"] == ledger["consumed"] + dropped and ledger["in_flight"] == ledger["buffered"] == 0
+    assert len(set(range(ledger["issued"])) - set(trained_on)) == dropped, "a group is neither trained on nor dropped"
+    order = data_order(task, seed, ledger["issued"])
+    wrong = [sample["group_id"] for sample in samples if sample["prompt"] != order[sample["group_id"]]]
+    assert not wrong, f"groups {wrong} were made of other prompts than their numbers say"
+    assert summary["lag/max"] <= 1
+    report.ledger, report.resumed_at = ledger, summary["resumed_at"]
+    report.first_accuracy, report.accuracy = summary["val/first"]["check"], summary["val/last"]["check"]
+
+
+def data_order(task: Path, seed: int, count: int) -> list[str]:
+    """The prompts of the first groups of a run, worked out from file and seed alone."""
+    arguments = DataArguments(file_name=[str(task / "train.jsonl")])
+    prompts = load_prompts(arguments, load_tokenizer(str(task / "model")), prompt_length=4, path="", seed=seed)
+    return [prompt.text for prompt in itertools.islice(PromptStream(prompts, seed=seed), count)]
+
+
+def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = 1, *, compare: bool = True) -> Report:
+    """A disturbed run and, to ``compare``, an undisturbed one; raises `AssertionError` for any broken promise."""
+    started = time.monotonic()
+    make_task(folder)
+    config = soak_config(folder, max_steps=STEPS_PER_KILL * len(kills) + 10, ranks=ranks)
+    report, dice = Report(), random.Random(derive_seed(seed, "kills"))
+    run = DisturbedRun(folder, config)
+    try:
+        disturb(run, kills, dice, report)
+        check_history(run.out, config["max_steps"], folder, config["seed"], report)
+        if compare:
+            report.undisturbed_accuracy = undisturbed_accuracy(folder, config)
+            assert abs(report.accuracy - report.undisturbed_accuracy) <= NOISE, report
+    finally:
+        for pid in run.processes():
+            _kill(pid)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
+    """The tiny task, one step off, some of its prompts impossible to judge."""
+    rows = [json.loads(line) | {"domain": "check"} for line in (folder / "val.jsonl").read_text().splitlines()]
+    (folder / "check.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tiny_config(
+        folder,
+        max_steps=max_steps,
+        save_steps=2,
+        eval_steps=max_steps,
+        async_generation_ratio=1,
+        num_logged_samples=BATCH,
+        max_group_retries=0,
+        cluster__num_devices_per_node=ranks + 1,
+        actor_train__device_mapping=list(range(ranks)),
+        actor_infer__device_mapping=[ranks],
+        actor_infer__max_replica_restarts=1000,
+        rewards__addition__verifier="reward_functions:sometimes_failing_reward",
+        rewards__addition__max_retries=0,
+        rewards__check__verifier="reward_functions:digit_reward",
+        validation={"data_args": {"file_name": str(folder / "check.jsonl")}},
+    )
+
+
+def undisturbed_accuracy(folder: Path, config: dict[str, Any]) -> float:
+    """Of the same run when nobody kills anything."""
+    process, out = start_command(folder, config)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, output
+    return json.loads((out / "summary.json").read_text())["val/last"]["check"]
+
+
+def random_plan(count: int, seed: int) -> list[Kill]:
+    """Each victim as often as any other, moments by chance."""
+    dice = random.Random(derive_seed(seed, "plan"))
+    victims = [VICTIMS[index % len(VICTIMS)] for index in range(count)]
+    dice.shuffle(victims)
+    return [Kill(victim, dice.choice(MOMENTS)) for victim in victims]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=50, help="kills (default 50)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer (default 1)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        report = soak(Path(folder), random_plan(options.count, options.seed), options.seed, options.ranks)
+    for name, value in vars(report).items():
+        print(f"{name}: {dict(value) if isinstance(value, Counter) else value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

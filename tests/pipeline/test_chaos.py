@@ -1,0 +1,88 @@
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from roll.configs.schema import ChaosConfig, ChaosEvent
+from roll.pipeline.chaos import Chaos, events_to_come, spoiled_versions
+from roll.pipeline.step_counter import StepCounter
+from roll.rollout.clock import run_virtual
+from roll.tracking.run_directory import RunDirectory
+
+KILL = ChaosEvent("kill", at_step=2, role="actor_infer", rank=1)
+DELAY = ChaosEvent("delay_publication", at_step=1, seconds=5.0)
+SPOIL = ChaosEvent("corrupt_bucket", at_step=3)
+
+
+class Handle:
+    """A worker that takes note of what is done to it."""
+
+    def __init__(self, name):
+        self.name = name
+        self.harmed = []
+
+    def harm(self, *harm):
+        self.harmed.append(harm)
+
+
+def config(*events):
+    return SimpleNamespace(chaos=ChaosConfig(True, list(events)))
+
+
+def test_a_process_is_harmed_once_its_step_is_over_and_no_other_one(tmp_path):
+    async def scenario():
+        steps, handles = StepCounter(), [Handle("actor_infer/0"), Handle("actor_infer/1")]
+        chaos = Chaos([KILL, SPOIL], RunDirectory(tmp_path), lambda: handles, steps, lambda text: None)
+        task = asyncio.create_task(chaos.run())
+        steps.advance(1)
+        await asyncio.sleep(1)
+        assert [handle.harmed for handle in handles] == [[], []]
+        steps.advance(2)
+        await task
+        assert [handle.harmed for handle in handles] == [[], [("kill", None)]]
+
+    run_virtual(scenario())
+
+
+def test_a_publication_is_held_back_for_its_seconds_and_no_other_one(tmp_path):
+    async def scenario():
+        clock = asyncio.get_running_loop().time
+        chaos = Chaos([DELAY], RunDirectory(tmp_path), list, StepCounter(), lambda text: None)
+        for version, seconds in ((0, 0.0), (1, 5.0), (2, 0.0)):
+            began = clock()
+            await chaos.publication(version)
+            assert clock() - began == seconds
+
+    run_virtual(scenario())
+
+
+def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert events_to_come(config(KILL, DELAY, SPOIL), run) == [DELAY, KILL, SPOIL], "in the order of their steps"
+    chaos = Chaos([DELAY, SPOIL], run, list, StepCounter(), lambda text: None)
+    run_virtual(chaos.publication(3))
+    assert json.loads(run.chaos.read_text())["kind"] == "corrupt_bucket"
+    assert events_to_come(config(KILL, DELAY, SPOIL), run) == [DELAY, KILL]
+    assert spoiled_versions([DELAY, KILL]) == frozenset() and spoiled_versions([SPOIL]) == {3}
+
+
+def in_a_process(code):
+    return subprocess.run(
+        [sys.executable, "-c", f"from roll.distributed.chaos import harm_this_process as harm; {code}"],
+        capture_output=True, text=True, timeout=60,
+    )
+
+
+def test_a_process_kills_itself_or_finds_its_disk_full():
+    assert in_a_process("harm('kill', None)").returncode == -signal.SIGKILL
+    full = in_a_process(
+        "import tempfile; f = tempfile.TemporaryFile(); harm('fill_disk', None); f.write(b'x' * 2**15); f.flush()"
+    )
+    assert "File too large" in full.stderr
+
+
+def test_a_frozen_process_goes_on_after_its_time():
+    frozen = in_a_process("import time; t = time.time(); harm('freeze', 0.5); print(time.time() - t)")
+    assert float(frozen.stdout) >= 0.5
