@@ -19,7 +19,7 @@ QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests demo test bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
-	bench-logprobs bench-offpolicy bench-losses bench-publication bench-engines bench-episodes bench-environments clean
+	bench-logprobs bench-offpolicy bench-losses bench-trainers bench-publication bench-engines bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
 
@@ -81,6 +81,10 @@ bench-offpolicy: venv
 bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
+# Megatron among them, on a CPU with the shim of the tests. About a quarter of an hour.
+bench-trainers: venv-for-tests
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/every_trainer.py
+
 # About ten minutes.
 bench-engines: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/engines.py
@@ -104,6 +108,7 @@ bench: venv
 	$(MAKE) bench-logprobs
 	$(MAKE) bench-offpolicy
 	$(MAKE) bench-losses
+	$(MAKE) bench-trainers
 	$(MAKE) bench-publication
 	$(MAKE) bench-engines
 	$(MAKE) bench-episodes
