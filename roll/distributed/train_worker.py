@@ -7,6 +7,7 @@ aside and returns, so that training may go on; `send` takes their checksums and 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +62,13 @@ class TrainWorker(Worker):
     """Wraps a `TrainStrategy`."""
 
     _strategy: TrainStrategy
-    _writing: asyncio.Task[Path]
-    """Of the last snapshot."""
+    _writing: list[asyncio.Task[object]]
+    """What is on its way to the disk."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
         self._seed = spec.seed
+        self._writing = []
         host = (await self.describe())["host"]
         self._publisher = build_publisher(spec.transport, rank=self.identity.rank, host=host)
         await self.in_thread(self._start, spec, master_address, master_port)
@@ -154,20 +156,25 @@ class TrainWorker(Worker):
         """No engine will load this version again. Rank 0 only."""
         await asyncio.to_thread(self._publisher.release, version)
 
-    async def save(self, path: str) -> None:
-        """Export the model in Hugging Face format."""
-        await self.in_thread(self._strategy.save, path)
+    async def export(self, folder: str) -> None:
+        """Copy the model; rank 0 begins to write it into the folder beside training, in Hugging Face format."""
+        export = await self.in_thread(self._strategy.export)
+        if export is not None:
+            self._write(export.write, folder)
 
     async def snapshot(self, folder: str) -> None:
         """Copy this rank's training state, and begin to write it into the folder beside training."""
         snapshot = await self.in_thread(self._strategy.snapshot)
-        self._writing = asyncio.create_task(
-            asyncio.to_thread(write_state, Path(folder), self.identity.rank, snapshot)
-        )
+        self._write(write_state, Path(folder), self.identity.rank, snapshot)
 
-    async def snapshot_written(self) -> None:
-        """Wait until the last snapshot is on the disk. Raises `OSError` if it could not be written."""
-        await self._writing
+    async def written(self) -> None:
+        """Wait until all of that is on the disk. Raises `OSError` if it could not be written."""
+        waited_for = list(self._writing)
+        await asyncio.gather(*waited_for)
+        self._writing = [task for task in self._writing if task not in waited_for]
+
+    def _write(self, work: Callable[..., object], *arguments: object) -> None:
+        self._writing.append(asyncio.create_task(asyncio.to_thread(work, *arguments)))
 
     async def offload_states(self) -> None:
         await self.in_thread(self._strategy.offload_states)

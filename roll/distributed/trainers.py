@@ -71,16 +71,17 @@ class TrainerGroup:
         """Say that no engine will load this version again."""
         self.workers.workers[0].tell("release", version)
 
-    async def save(self, path: str) -> None:
-        await self._call("save", path)
+    async def export(self, folder: str) -> None:
+        """Copy the model; it is written into the folder, in Hugging Face format, while the ranks go on."""
+        await self._call("export", folder)
 
     async def snapshot(self, folder: str) -> None:
         """Copy the training state of all ranks; they write it into the folder while they go on."""
         await self._call("snapshot", folder)
 
-    async def snapshot_written(self) -> None:
-        """Wait until it is on the disk."""
-        await self._call_beside("snapshot_written")
+    async def written(self) -> None:
+        """Wait until exports and snapshots are on the disk."""
+        await self._call_beside("written")
 
     async def offload_states(self) -> None:
         await self._call("offload_states")

@@ -151,11 +151,10 @@ class Checkpointer:
 
     async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
         """Copy what belongs into it; to be called while nothing trains."""
-        if any(pending.facts is not None for pending in self._pending.values()):
-            await self._states_written()
+        await self._written()  # of the checkpoint before: at most one is in memory
         partial = self._folder / f".step-{step}.partial"
         exported, *_ = self._trainers.values()
-        await exported.save(str(partial))
+        await exported.export(str(partial))
         facts = None
         if self._save_steps:
             for role, trainer in self._trainers.items():
@@ -182,14 +181,13 @@ class Checkpointer:
             del self._pending[pending.step]
             pending.completed.set()
 
-    async def _states_written(self) -> None:
+    async def _written(self) -> None:
         for trainer in self._trainers.values():
-            await trainer.snapshot_written()
+            await trainer.written()
 
     async def _complete(self, pending: _Pending) -> None:
         final = checkpoint_folder(self._folder, pending.step)
-        if pending.facts is not None:
-            await self._states_written()
+        await self._written()
         with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
             await asyncio.to_thread(_publish, pending, final)
         if pending.facts is not None:

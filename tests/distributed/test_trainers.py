@@ -24,12 +24,12 @@ def test_calls_in_which_ranks_meet_go_out_one_after_the_other_and_what_is_beside
         ranks = Ranks()
         group = TrainerGroup(ranks, start_timeout_seconds=1, call_timeout_seconds=1)
         async with asyncio.TaskGroup() as tasks:
-            for call in (group.save("here"), group.gather(1, 0, "float32", 8), group.snapshot_written()):
+            for call in (group.export("here"), group.gather(1, 0, "float32", 8), group.written()):
                 tasks.create_task(call)
             tasks.create_task(group.push(1, None))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert ranks.running == ["save", "snapshot_written", "push"]
+            assert ranks.running == ["export", "written", "push"]
             ranks.go_on.set()
         assert ranks.running == []
 

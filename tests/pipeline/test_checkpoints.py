@@ -25,26 +25,23 @@ class Trainer:
     def __init__(self, may_write: asyncio.Event | None = None, failure: OSError | None = None) -> None:
         self.may_write = may_write
         self.failure = failure
-        self.snapshots: list[str] = []
-        self.written: list[str] = []
+        self.unwritten: dict[Path, bytes] = {}
 
-    async def save(self, path: str) -> None:
-        Path(path).mkdir(parents=True)
-        (Path(path) / "model.safetensors").write_bytes(b"model")
+    async def export(self, folder: str) -> None:
+        self.unwritten[Path(folder) / "model.safetensors"] = b"model"
 
     async def snapshot(self, folder: str) -> None:
-        self.snapshots.append(folder)
+        self.unwritten[Path(folder) / "rank-00000.safetensors"] = b"state of rank 0"
 
-    async def snapshot_written(self) -> None:
-        if self.snapshots[-1] in self.written:
-            return
-        if self.may_write is not None:
-            await self.may_write.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.written.append(self.snapshots[-1])
-        Path(self.snapshots[-1]).mkdir(parents=True, exist_ok=True)
-        (Path(self.snapshots[-1]) / "rank-00000.safetensors").write_bytes(b"state of rank 0")
+    async def written(self) -> None:
+        while self.unwritten:
+            if self.may_write is not None:
+                await self.may_write.wait()
+            if self.failure is not None:
+                raise self.failure
+            path, content = self.unwritten.popitem()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 def progress(step: int) -> RolloutProgress:

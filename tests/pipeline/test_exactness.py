@@ -28,6 +28,7 @@ from roll.data.seeds import derive_seed
 from roll.pipeline.rollout_function import sample_from_completion
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
 from roll.strategies.infer.hf_infer import HFInferStrategy
+from roll.strategies.train.export import save
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 from roll.strategies.weights import pack_buckets
 from tests.strategies.train.trainers import trainer_setup
@@ -75,7 +76,7 @@ def plain_loop(task: Path, out: Path) -> None:
     objective = PolicyObjective(max_response_length=config.response_length, pg_variant="ppo")
     estimator = make_advantage_estimator("grpo", {})
     rewards = asyncio.run(_loop(config, stream, tokenizer, engine, trainer, objective, estimator, digit_reward))
-    trainer.save(str(out / "model"))
+    save(trainer, str(out / "model"))
     (out / "rewards.json").write_text(json.dumps(rewards))
     trainer.shutdown()
 

@@ -17,6 +17,7 @@ from roll.data.records import SampleBatch
 if TYPE_CHECKING:
     import torch
 
+    from roll.strategies.train.export import ModelExport
     from roll.strategies.train.sharded_state import SavedState, StateSnapshot
     from roll.strategies.train.step import Objective
 
@@ -49,8 +50,9 @@ class TrainStrategy(Protocol):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors in Hugging Face names, tied ones once. Collective; a tensor is valid until the next one."""
 
-    def save(self, path: str) -> None:
-        """Export the model in Hugging Face format (safetensors) into the folder. Collective."""
+    def export(self) -> ModelExport | None:
+        """A copy of the model on the CPU of rank 0, to be written in Hugging Face format while training goes on; None
+        on other ranks. Collective."""
 
     def load(self, path: str) -> None:
         """Load such an export into the running model. Collective."""

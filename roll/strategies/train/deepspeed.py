@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.records import SampleBatch
-from roll.strategies.train.checkpoint import load_weights, save_weights
+from roll.strategies.train.checkpoint import load_weights
 from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
 from roll.strategies.train.deepspeed_options import engine_config, parse_options
+from roll.strategies.train.export import ModelExport, build_export, copied_weights
 from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
@@ -119,9 +120,10 @@ class DeepSpeedTrainStrategy:
                 with self._whole(parameter):
                     yield name, parameter.detach().float()
 
-    def save(self, path: str) -> None:
-        """Export the float32 weights, configuration and tokenizer; rank 0 writes. Collective."""
-        save_weights(self.model, self.named_weights(), self.setup, path)
+    def export(self) -> ModelExport | None:
+        """The float32 weights, configuration and tokenizer; see `TrainStrategy`."""
+        weights = copied_weights(self.named_weights(), self.setup)
+        return None if weights is None else build_export(self.model, weights, self.setup)
 
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.data.records import SampleBatch
-from roll.strategies.train.checkpoint import load_weights, save_weights
+from roll.strategies.train.checkpoint import load_weights
+from roll.strategies.train.export import ModelExport, build_export, copied_weights
 from roll.strategies.train.fsdp2_options import Fsdp2Options, parse_options
 from roll.strategies.train.hf_forward import hf_forward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
@@ -29,15 +30,11 @@ from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, pla
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
 from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
-from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState
+from roll.strategies.train.sharded_state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.strategies.train.step import Objective, StepMetrics, TrainingStep, combined_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each weight."""
 
 
 class Fsdp2TrainStrategy:
@@ -116,13 +113,13 @@ class Fsdp2TrainStrategy:
         for name, parameter in parameters:
             yield name, self._full(parameter)
 
-    def save(self, path: str) -> None:
-        """Export the float32 weights, configuration and tokenizer; rank 0 writes. With the adapter beside them, if one
-        is trained. Collective."""
+    def export(self) -> ModelExport | None:
+        """The float32 weights, configuration and tokenizer, with the adapter beside them if one is trained; see
+        `TrainStrategy`."""
+        weights, adapter = copied_weights(self.named_weights(), self.setup), None
         if self.adapters is not None:
-            self._reshard()
-            self.adapters.export(self._full, path, writes=self.setup.rank == 0)
-        save_weights(self.model, self.named_weights(), self.setup, path)
+            adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
+        return None if weights is None else build_export(self.model, weights, self.setup, adapter)
 
     def load(self, path: str) -> None:
         """Load the weights of an export, or only its adapter if one is trained; optimizer state and schedule stay.
@@ -152,7 +149,7 @@ class Fsdp2TrainStrategy:
         parts = []
         for name, parameter in self._learning():
             state = self.optimizer.state.get(parameter, {})
-            tensors = {"weight": parameter.detach(), **{key: state[key] for key in _MOMENTS if key in state}}
+            tensors = {"weight": parameter.detach(), **{key: state[key] for key in MOMENTS if key in state}}
             parts += [_copied_part(f"{kind}/{name}", tensor) for kind, tensor in tensors.items()]
         updates = {
             name: int(self.optimizer.state[parameter]["step"])
@@ -180,7 +177,7 @@ class Fsdp2TrainStrategy:
                 _fill(parameter, f"weight/{name}", state)
             if name not in state.facts["updates"]:
                 continue
-            own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in _MOMENTS}
+            own_state = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
             for key, tensor in own_state.items():
                 _fill(tensor, f"{key}/{name}", state)
             step = torch.tensor(float(state.facts["updates"][name]), dtype=torch.float32)

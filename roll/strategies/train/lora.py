@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,20 +174,22 @@ class Adapters:
         down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
         return torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
 
-    def export(self, full: Callable[[Tensor], Tensor], path: str, writes: bool) -> None:
-        """Write the adapter into its folder of an export, as peft reads it. Collective if ``full`` is; one rank
-        ``writes``."""
+    def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
+        """Copies of the adapter's matrices, as what writes them into an export, as peft reads it; None where they are
+        not ``wanted``. Collective if ``full`` is."""
         tensors = {}
         for name, layer in self.layers.items():
             for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
                 whole = full(matrix)
-                if writes:
-                    tensors[f"{_PEFT_PREFIX}{name}.{end}.weight"] = whole.cpu().clone()
-        if writes:
-            folder = Path(path) / FOLDER
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / _WEIGHTS, {"format": "pt", "base": json.dumps(vars(self.base))})
-            self.config.save_pretrained(str(folder))
+                if wanted:
+                    tensors[f"{_PEFT_PREFIX}{name}.{end}.weight"] = whole.to("cpu", copy=True)
+        return partial(self._write, tensors) if wanted else None
+
+    def _write(self, tensors: Mapping[str, Tensor], path: str) -> None:
+        folder = Path(path) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), folder / _WEIGHTS, {"format": "pt", "base": json.dumps(vars(self.base))})
+        self.config.save_pretrained(str(folder))
 
     def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
         """The adapter of an export, by the parameter of this model. `ValueError` if there is none, or it is not made

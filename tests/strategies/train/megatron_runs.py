@@ -16,6 +16,7 @@ from roll.configs.schema import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train.export import save
 from roll.strategies.train.microbatches import MicroBatchLimits
 from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.megatron_models import VOCABULARY
@@ -116,13 +117,13 @@ def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray
     initial = [(f"initial/{name}", weight.clone().numpy()) for name, weight in trainer.named_weights()]
     assert len(dict(initial)) == len(initial), "a tensor comes twice"
     results |= dict(initial)
-    trainer.save(f"{folder}/{run.name}-initial")
+    save(trainer, f"{folder}/{run.name}-initial")
     if run.trains:
         for step, left_out in enumerate(LEFT_OUT):
             metrics = trainer.train_step(make_batch(step, LENGTHS[left_out:]), OBJECTIVE, 0.9)
             results |= {f"metric/{step}/{name}": np.array(value) for name, value in metrics.items()}
         results |= {f"trained/{name}": weight.clone().numpy() for name, weight in trainer.named_weights()}
-        trainer.save(f"{folder}/{run.name}-export")
+        save(trainer, f"{folder}/{run.name}-export")
         results["trained_distribution"] = whole_distributions(trainer, 1.0)
         trainer.load(f"{folder}/{run.model}")
         results["reloaded_distribution"] = whole_distributions(trainer, 1.0)

@@ -10,6 +10,7 @@ from transformers import AutoModelForTokenClassification
 from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import TrainingArguments
 from roll.strategies.train import build_train_strategy
+from roll.strategies.train.export import save
 from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.tiny_models import make_batch, weights_of, write_model
 from tests.strategies.train.trainers import free_ports, trainer_setup
@@ -66,7 +67,7 @@ def test_values_are_of_the_state_before_each_token(start, model_path, tmp_path, 
     for _ in range(3):
         trainer.train_step(batch, OBJECTIVE, 1.0)
     values = trainer.values(batch)
-    trainer.save(str(tmp_path / "export"))
+    save(trainer, str(tmp_path / "export"))
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "export", num_labels=1).eval()
     offsets, ids = batch.offsets, torch.from_numpy(batch.tokens["token_ids"].astype(np.int64))
     for first, last in zip(offsets, offsets[1:], strict=False):
@@ -133,6 +134,6 @@ def test_an_exported_critic_is_loaded_with_its_head(start, model_path, tmp_path)
     trainer = start(model_path)
     trainer.train_step(with_returns(), OBJECTIVE, 1.0)
     expected = trainer.values(with_returns())
-    trainer.save(str(tmp_path / "export"))
+    save(trainer, str(tmp_path / "export"))
     np.testing.assert_allclose(start(str(tmp_path / "export")).values(with_returns()), expected, rtol=1e-5, atol=1e-6)
     assert expected.any()

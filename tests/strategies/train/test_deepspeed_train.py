@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train import build_train_strategy, train_option_check
 from roll.strategies.train.deepspeed_options import PASSED_ON, RESERVED, parse_options, zero_option_names
+from roll.strategies.train.export import save
 from tests.strategies.train.ranks import Job, run_jobs
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
@@ -57,7 +58,7 @@ def save_and_load(trainer, folders):
     first = trainer.log_probs(make_batch(), 1.0)
     trainer.train_step(make_batch(), OBJECTIVE, 1.0)
     trained, weights = trainer.log_probs(make_batch(), 1.0), weights_of(trainer)
-    trainer.save(export)
+    save(trainer, export)
     trainer.load(original)
     assert np.array_equal(trainer.log_probs(make_batch(), 1.0), first)
     assert same(weights_of(trainer), file_weights(original))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
+from roll.strategies.train.export import save
 from roll.strategies.train.fsdp2 import sharding_policies
 from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
@@ -143,7 +144,7 @@ def run_rank(rank, model_path, ports, folder):
     torch.set_num_threads(1)
     trainer = build(model_path, rank=rank, world_size=2, port=ports[0], max_tokens=25)
     results = two_steps(trainer)
-    trainer.save(f"{folder}/export")
+    save(trainer, f"{folder}/export")
     trained = trainer.log_probs(make_batch(), 1.0)
     trainer.load(model_path)
     results["reloaded"] = trainer.log_probs(make_batch(), 1.0)
@@ -203,7 +204,7 @@ def test_save_and_load_return_the_same_weights(start, tmp_path, tied):
     trainer = start(path)
     trainer.train_step(make_batch(), OBJECTIVE, 1.0)
     trained = weights_of(trainer)
-    trainer.save(str(tmp_path / "export"))
+    save(trainer, str(tmp_path / "export"))
     trainer.load(path)
     assert not np.array_equal(weights_of(trainer)["model.norm.weight"], trained["model.norm.weight"])
     trainer.load(str(tmp_path / "export"))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train import build_train_strategy
+from roll.strategies.train.export import save
 from roll.strategies.train.lora import UnknownTarget, resolve_targets
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
@@ -228,7 +229,7 @@ def run_rank(rank, model_path, ports, folder):
     place = {"rank": rank, "world_size": 2, "training_args": ADAM, "max_tokens": 25}
     trainer = build(model_path, port=ports[0], **place | {"training_args": ALMOST_SGD})
     np.savez(f"{folder}/rank{rank}.npz", **everything(trainer))
-    trainer.save(f"{folder}/export")
+    save(trainer, f"{folder}/export")
     trainer.shutdown()
     trainer = build(model_path, port=ports[1], **place)
     trainer.load(f"{folder}/export")

@@ -11,6 +11,7 @@ from transformers import AutoModelForTokenClassification
 
 from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import TrainingArguments
+from roll.strategies.train.export import save
 from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.megatron_models import write_models
 from tests.strategies.train.megatron_runs import make_batch
@@ -51,7 +52,7 @@ def learn(trainer, folder):
         results |= {f"metric/{step}/{name}": np.array(value) for name, value in metrics.items()}
     if folder is not None:
         write_state(Path(folder, "state"), trainer.setup.rank, snapshot)
-        trainer.save(str(Path(folder, "export")))
+        save(trainer, str(Path(folder, "export")))
     results["values/trained"] = trainer.values(with_returns(0))
     return results | {f"weight/{name}": weight for name, weight in weights_of(trainer).items()}
 

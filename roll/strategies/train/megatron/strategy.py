@@ -19,12 +19,13 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from roll.data.records import SampleBatch
-from roll.strategies.train.megatron.export import export_weights
+from roll.strategies.train.export import ModelExport, build_export, copied_weights
 from roll.strategies.train.megatron.facts import check_layout, read_facts
 from roll.strategies.train.megatron.files import CheckpointFiles, checkpoint_folder
 from roll.strategies.train.megatron.model import build_chunks, transformer_config
 from roll.strategies.train.megatron.optimizer import Updater, free_buffers, restore_buffers, wrap_for_gradients
 from roll.strategies.train.megatron.passes import Passes, from_last_stage, on_last_stage
+from roll.strategies.train.megatron.skeleton import hugging_face_model
 from roll.strategies.train.megatron.state import restore_state, state_parts, update_counts
 from roll.strategies.train.megatron.weights import ModelWeights
 from roll.strategies.train.megatron_options import parse_options
@@ -137,19 +138,11 @@ class MegatronTrainStrategy:
         """
         return self.weights.stream()
 
-    def save(self, path: str) -> None:
-        """Export weights, configuration and tokenizer; rank 0 writes. Collective.
-
-        With bfloat16 the weights are those that the model computes with.
-        """
-        state = {}
-        for name, weight in self.named_weights():
-            if self.setup.rank == 0:
-                state[name] = weight.cpu().clone()
-        if self.setup.rank == 0:
-            trusted = self.setup.model_args.trust_remote_code
-            export_weights(state, self.setup.model_path, path, trusted, self.setup.kind)
-        dist.barrier()
+    def export(self) -> ModelExport | None:
+        """Weights, configuration and tokenizer; see `TrainStrategy`. With bfloat16 the weights are those that the model
+        computes with."""
+        weights = copied_weights(self.named_weights(), self.setup)
+        return None if weights is None else build_export(hugging_face_model(self.setup), weights, self.setup)
 
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.

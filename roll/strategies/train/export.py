@@ -1,0 +1,110 @@
+"""Models out, in Hugging Face format: copied while training stands still, written beside it.
+
+An export is complete: weights (safetensors), configuration, generation settings and the tokenizer's files, so that it
+loads again by its folder alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from roll.strategies.train.checkpoint import model_class
+from roll.strategies.train.setup import TrainerSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.strategies.train.base import TrainStrategy
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+@dataclass(frozen=True)
+class ModelExport:
+    """A model with memory of its own, ready to be written by any thread."""
+
+    model: PreTrainedModel
+    source: str
+    """Folder or hub name it was loaded from: where the tokenizer is."""
+    beside: Callable[[str], None] | None = None
+    """Writes what else belongs into the folder."""
+
+    def write(self, path: str) -> None:
+        """Into the folder ``path``. `OSError` names it."""
+        try:
+            if self.beside is not None:
+                self.beside(path)
+            self.model.save_pretrained(path)
+        except SafetensorError as cause:
+            raise OSError(f"cannot write the model into {path}: {cause}") from cause
+        _write_tokenizer(self.source, Path(path))
+
+
+def save(trainer: TrainStrategy, path: str) -> None:
+    """Export and write at once; returns when the model is in the folder ``path``. Collective."""
+    export = trainer.export()
+    if export is not None:
+        export.write(path)
+    dist.barrier()
+
+
+def copied_weights(named_weights: Iterable[tuple[str, Tensor]], setup: TrainerSetup) -> dict[str, Tensor] | None:
+    """What `TrainStrategy.named_weights` gives, on the CPU of rank 0; None on other ranks. Collective."""
+    copies = {}
+    for name, weight in named_weights:
+        if setup.rank == 0:
+            copies[name] = weight.to("cpu", copy=True)
+    return copies if setup.rank == 0 else None
+
+
+def build_export(
+    like: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    setup: TrainerSetup,
+    beside: Callable[[str], None] | None = None,
+) -> ModelExport:
+    """``weights`` (full tensors by name, tied ones once) as a model like ``like``. ``RuntimeError`` if some are
+    missing."""
+    trusted, kind = setup.model_args.trust_remote_code, setup.kind
+    with torch.device("meta"):
+        skeleton = model_class(kind).from_config(like.config, trust_remote_code=trusted)
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers() if not buffer.is_meta}
+    skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
+    skeleton.tie_weights()
+    missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
+    if missing:
+        raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
+    if kind == "policy":
+        skeleton.generation_config = like.generation_config
+    return ModelExport(skeleton, setup.model_path, beside)
+
+
+def _write_tokenizer(source: str, path: Path) -> None:
+    if Path(source).is_dir():
+        for pattern in TOKENIZER_FILES:
+            for file in Path(source).glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, path / file.name)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(path)
