@@ -8,7 +8,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll.strategies.train.sharded_state import Part, SavedState, StateSnapshot, UnfitState, whole, write_state
+from roll.strategies.train.sharded_state import (
+    Part,
+    SavedState,
+    StateSnapshot,
+    UnfitState,
+    common_updates,
+    own_share,
+    whole,
+    write_state,
+)
 
 
 def write_in_rows(folder, tensors, ranks, facts=()):
@@ -93,3 +102,29 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "OSError: cannot write" in result.stderr and "rank-00003.safetensors" in result.stderr
     assert "too large" in result.stderr.lower()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_several_boxes_of_a_tensor_lie_in_one_file_and_are_shared_out(tmp_path, ranks):
+    """As with experts: each is a box of its own, and those who have the same one write some rows each."""
+    tensor = torch.arange(24.0).reshape(2, 4, 3)
+    boxes = [Part("weight/a", tensor[i : i + 1, j : j + 2], (2, 4, 3), (i, j, 0)) for i in (0, 1) for j in (0, 2)]
+    scalar = whole("weight/scale", torch.tensor(3.0))
+    for rank in range(ranks):
+        parts = [own_share(part, rank, ranks) for part in (*boxes, scalar)]
+        write_state(tmp_path, rank, StateSnapshot(parts, {}, ranks))
+    state = SavedState(tmp_path)
+    assert torch.equal(state.read_whole("weight/a", (2, 4, 3)), tensor) and state.weights() == {"a", "scale"}
+    assert torch.equal(state.read("weight/a", (1, 1, 0), (1, 2, 3)), tensor[1:2, 1:3])
+    assert state.read_whole("weight/scale", ()) == 3.0
+
+
+def test_updates_that_differ_between_weights_are_refused_where_one_count_is_kept(tmp_path):
+    parts = [whole(f"weight/{name}", torch.ones(2)) for name in "ab"]
+    for updates, count in (({}, 0), ({"a": 3, "b": 3}, 3), ({"a": 3, "b": 2}, None), ({"a": 3}, None)):
+        write_state(tmp_path, 0, StateSnapshot(parts, {"updates": updates}))
+        if count is not None:
+            assert common_updates(SavedState(tmp_path)) == count
+            continue
+        with pytest.raises(UnfitState, match="updated more often than others"):
+            common_updates(SavedState(tmp_path))
