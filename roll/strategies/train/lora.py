@@ -234,14 +234,13 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
-    """Freeze a whole model, in place, and give it adapters that change nothing yet. Before it is sharded.
+    """Give a whole model, in place, adapters that change nothing yet; peft freezes the rest. Before it is sharded.
 
     The first matrix of each is random (torch's generator), the second zero. Raises `UnknownTarget`.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    model.requires_grad_(False)
     config = lora_config(arguments, resolve_targets(model, arguments.lora_target or EVERYWHERE), model_path)
     base = fingerprint(model)
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)

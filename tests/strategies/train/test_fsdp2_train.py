@@ -309,11 +309,12 @@ def test_states_are_kept_on_the_cpu_where_that_is_asked_for(device):
 
 def test_updates_far_below_the_resolution_of_bfloat16_add_up(start, model_path):
     """They would all be lost in weights that were bfloat16 themselves."""
-    training = replace(ALMOST_SGD, learning_rate=1e-5)
+    training, computed = replace(ALMOST_SGD, learning_rate=1e-5), {}
 
     def movement(dtype):
         trainer = start(model_path, training_args=training, model_args=ModelArguments(dtype=dtype))
         before = weights_of(trainer)
+        computed[dtype] = trainer.log_probs(make_batch(), 1.0)
         trained(trainer, [0] * 10)
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
         return before, {name: value - before[name] for name, value in weights_of(trainer).items()}
@@ -325,6 +326,7 @@ def test_updates_far_below_the_resolution_of_bfloat16_add_up(start, model_path):
             resolution = np.median(np.abs(weights[name])) * 2.0**-8
             assert 0 < np.abs(moved[name]).max() < resolution / 10, name
             assert np.linalg.norm(moved[name] - expected[name]) < 0.1 * np.linalg.norm(expected[name]), name
+    assert np.abs(computed["bfloat16"] - computed["float32"]).max() > 1e-3, "that was not computed in bfloat16"
 
 
 def test_a_forward_only_role_computes_but_does_not_train(start, model_path):

@@ -228,7 +228,7 @@ def run_rank(rank, model_path, ports, folder):
     torch.set_num_threads(1)
     place = {"rank": rank, "world_size": 2, "training_args": ADAM, "max_tokens": 25}
     trainer = build(model_path, port=ports[0], **place | {"training_args": ALMOST_SGD})
-    np.savez(f"{folder}/rank{rank}.npz", **everything(trainer))
+    results = everything(trainer)
     save(trainer, f"{folder}/export")
     trainer.shutdown()
     trainer = build(model_path, port=ports[1], **place)
@@ -241,20 +241,31 @@ def run_rank(rank, model_path, ports, folder):
     trainer.shutdown()
     if rank == 0:
         np.savez(f"{folder}/continued.npz", **weights)
+    trainer = build(model_path, dtype="bfloat16", port=ports[2], strategy_config=CHECKPOINTING, **place)
+    metrics = trainer.train_step(make_batch(0), OBJECTIVE, 0.9)
+    results |= {"bfloat16/loss": metrics["loss"], "bfloat16/grad_norm": metrics["grad_norm"]}
+    results["bfloat16/base"] = dict(trainer.named_weights())["model.embed_tokens.weight"].numpy()
+    trainer.shutdown()
+    np.savez(f"{folder}/rank{rank}.npz", **results)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path, tmp_path_factory) -> Path:
     """What two ranks leave behind."""
     folder = tmp_path_factory.mktemp("two")
-    torch.multiprocessing.spawn(run_rank, (model_path, free_ports(2), str(folder)), nprocs=2)
+    torch.multiprocessing.spawn(run_rank, (model_path, free_ports(3), str(folder)), nprocs=2)
     return folder
 
 
 def test_two_ranks_train_like_one(two_ranks, expected):
     by_rank = [dict(np.load(two_ranks / f"rank{rank}.npz")) for rank in range(2)]
-    assert_close(by_rank[0], expected)
     assert all(np.array_equal(by_rank[1][name], value) for name, value in by_rank[0].items())
+    for name in ("loss", "grad_norm"):
+        # What bfloat16 keeps.
+        assert by_rank[0].pop(f"bfloat16/{name}") == pytest.approx(expected[f"metric/0/{name}"], rel=0.05)
+    base = torch.from_numpy(expected["weight/model.embed_tokens.weight"]).bfloat16().float()
+    assert np.array_equal(by_rank[0].pop("bfloat16/base"), base.numpy())
+    assert_close(by_rank[0], expected)
 
 
 def test_one_rank_goes_on_where_two_were(start, model_path, two_ranks):
