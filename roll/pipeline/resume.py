@@ -43,6 +43,8 @@ class ResumePoint:
     run: RunDirectory
     checkpoint: Checkpoint | None
     """None: there is none yet, and the run begins again at step 0, with what was rolled out for it."""
+    chosen: bool = False
+    """Its owner named this checkpoint, whatever the run did after it."""
     notes: list[str] = field(default_factory=list)
     """What its owner should read: changes of the configuration, damaged checkpoints."""
 
@@ -58,6 +60,8 @@ class ResumePoint:
 
     def has_ended(self, max_steps: int) -> bool:
         """Whether all its steps are done already."""
+        if self.chosen:
+            return self.step >= max_steps
         return self.step >= max_steps or max_steps in exported_steps(self.run.checkpoints)
 
     @property
@@ -103,7 +107,7 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
         problems += model_problems(config, checkpoint)
     if problems:
         raise ConfigError(problems)
-    return ResumePoint(run, checkpoint, notes)
+    return ResumePoint(run, checkpoint, wanted is not None, notes)
 
 
 def take_out_of_the_way(point: ResumePoint) -> None:

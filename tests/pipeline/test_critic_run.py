@@ -63,6 +63,7 @@ def test_a_run_with_a_critic_goes_on_to_the_bit(task, ray_cluster):
     again = critic_config(task, max_steps=6, save_steps=3, critic_warmup=2, resume_from_checkpoint=str(middle))
     again["cluster"]["address"] = ray_cluster
     assert main(["--config", str(write_config(task, again, "again.yaml"))]) == 0
+    assert (run.folder / "checkpoints" / "abandoned-step-6").is_dir(), "nothing was done again"
     steps_again, weights_again = told(run)
     assert steps_again == steps
     assert all((weights_again[name] == weights[name]).all() for name in weights)

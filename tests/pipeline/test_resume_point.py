@@ -114,6 +114,8 @@ def test_a_run_that_has_its_last_model_has_ended_also_without_states(run):
     make_checkpoint(run, 4)
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")
     assert point.step == 4 and point.has_ended(7) and point.has_ended(4) and not point.has_ended(5)
+    point = find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-4")), "prompts")
+    assert not point.has_ended(7) and point.has_ended(4), "who names a checkpoint wants to go on from there"
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_an_empty_record(run):

@@ -165,13 +165,7 @@ class Fsdp2TrainStrategy:
         """See `TrainStrategy`."""
         self._reshard()
         self._require_own_base(state)
-        own = {f"weight/{name}" for name, _ in self._learning()}
-        saved = {name for name in state.names() if name.startswith("weight/")}
-        if own != saved:
-            odd = sorted(own ^ saved)
-            raise UnfitState(
-                f"{state.folder} is the state of another model: {odd[0]} is in one of them only ({len(odd)} such names)"
-            )
+        state.require_weights(name for name, _ in self._learning())
         for name, parameter in self._learning():
             with torch.no_grad():
                 _fill(parameter, f"weight/{name}", state)
