@@ -50,9 +50,11 @@ demo: venv
 	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
-# One computing thread a process: tests start several, and threads that fight for cores are slower than none.
+# One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
+# tests run side by side: most of them wait a good part of their time. TEST_WORKERS=0 runs one after the other.
+TEST_WORKERS ?= 2
 test: venv-for-tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
 
 soak: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
