@@ -36,6 +36,7 @@ _EPILOG = """\
 examples:
   roll --config examples/quickstart/rlvr.yaml
   roll check-env frozen_lake size=8
+  roll report output/quickstart/latest
   roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
@@ -54,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from roll.pipeline.check_env import main as check_env
 
         return check_env(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from roll.tracking.report.command import main as report
+
+        return report(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)
