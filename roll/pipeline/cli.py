@@ -153,7 +153,11 @@ def _run(prepared: Prepared, run: RunDirectory, point: ResumePoint | None, start
 
     configure_logging(run.logs, "driver", console=True)
     recorder = RunRecorder(
-        prepared.config, run, started=started, after_step=None if point is None else point.last_record
+        prepared.config,
+        run,
+        started=started,
+        decoder=prepared.tokenizer,
+        after_step=None if point is None else point.last_record,
     )
     if point is not None:
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))

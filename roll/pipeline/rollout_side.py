@@ -6,7 +6,7 @@ and checked before anything starts, which builds the *side* that runs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,6 +40,9 @@ class WorkerProcesses(Protocol):
     async def start(self) -> None: ...
 
     async def shutdown(self) -> None: ...
+
+    def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """When they lately worked, by role, in seconds since the epoch."""
 
 
 class Validator(Protocol):

@@ -5,9 +5,17 @@ from roll.pipeline.recorder import RunRecorder
 from roll.tracking.run_directory import RunDirectory
 
 
+class Letters:
+    """Token 1 is ``b``."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
 def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path):
     config = RLVRConfig(trackers=[])
-    recorder = RunRecorder(config, RunDirectory.create(str(tmp_path / "run"), "test"), started=time.monotonic())
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())
     start = time.time()
     with recorder.busy("actor_train"):
         middle = start + 1.0

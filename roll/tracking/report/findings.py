@@ -75,7 +75,8 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
         yield Finding(
             max(engine, trainer),
             f"Engine and trainer share their devices and take turns, so each is idle while the other works; {numbers}.",
-            "Give them devices of their own (`device_mapping`) and let generation run ahead (`async_generation_ratio`).",
+            "Give them devices of their own (`device_mapping`) and let generation run ahead "
+            "(`async_generation_ratio`).",
             evidence,
         )
     elif engine >= LARGE_IDLE and trainer >= LARGE_IDLE:
@@ -84,8 +85,8 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
         yield Finding(
             engine,
             f"The engine waits for the trainer: training is the slower side; {numbers}.",
-            "Give the trainer more devices, or larger micro-batches, or the engine fewer. What the engine has spare can "
-            "go into more samples per prompt.",
+            "Give the trainer more devices, or larger micro-batches, or the engine fewer. What the engine has to spare "
+            "can go into more samples per prompt.",
             evidence,
         )
     else:
@@ -106,14 +107,31 @@ def _both_wait(run: RunFiles, numbers: str, evidence: str, share: float) -> Find
             "`async_generation_ratio: 1` lets them work at the same time, with tokens at most one version old.",
             evidence,
         )
-    judges = "environments" if run.config.get("pipeline") == "agentic" else "rewards"
+    judge, busy = _busiest_judge(run)
+    if busy > 0.5:
+        return Finding(
+            share,
+            f"Engine and trainer both wait, while {judge} worked {_percent(busy)} of the time; {numbers}.",
+            "Give it more workers, or make it faster.",
+            f"{evidence}; timeline, lane {judge}",
+        )
     return Finding(
         share,
         f"Both wait at times, for something that is neither generation nor training; {numbers}.",
-        f"Look at the lanes: {judges} that take long, validation, weight publication, or a driver without a core of "
-        "its own.",
+        "Look at the lanes: validation, weight publication, or a driver without a core of its own.",
         evidence,
     )
+
+
+def _busiest_judge(run: RunFiles) -> tuple[str, float]:
+    """Which reward, or whether the environments, worked most, and the share of the training time."""
+    if run.trace is None:
+        return "", 0.0
+    window = run.trace.training_window
+    judges = [lane for lane in run.trace.lanes if lane.name.startswith(("rewards.", "environments/"))]
+    shares = [(lane.busy_share(window), lane.label) for lane in judges]
+    share, label = max(shares, default=(0.0, ""))
+    return label, share
 
 
 def _validation(run: RunFiles) -> Iterator[Finding]:

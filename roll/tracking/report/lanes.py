@@ -45,7 +45,7 @@ class Lane:
 
     @property
     def label(self) -> str:
-        return self.name.removeprefix("stage/")
+        return self.name.removeprefix("stage/").removesuffix("/all")
 
     def seconds(self, window: tuple[int, int]) -> dict[str, float]:
         """Seconds of a window by state."""

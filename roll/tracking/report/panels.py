@@ -33,8 +33,8 @@ class PanelKind:
 
 @dataclass(frozen=True)
 class SectionKind:
-    """Panels under one heading. ``rest``: each metric that matches and has no panel anywhere else, in a panel with those
-    that have the same first and last name. ``folded``: shown when asked for."""
+    """Panels under one heading. ``rest``: each metric that matches and has no panel anywhere else, in a panel with
+    those that have the same first and last name. ``folded``: shown when asked for."""
 
     title: str
     panels: tuple[PanelKind, ...] = ()
@@ -58,6 +58,7 @@ SECTIONS = (
                 "share",
             ),
             PanelKind("Response length", r"response/length_(mean|max)|val/.+/response_length", unit="tokens"),
+            PanelKind("Response tokens", r"response/tokens", "Trained on in a step.", "tokens"),
             PanelKind("Advantages", r"advantage/(mean|std|min|max)"),
         ),
     ),
@@ -135,11 +136,10 @@ def sections_of(names: Iterable[str]) -> list[Section]:
     """The sections that have something to show; each name is in exactly one panel."""
     left = dict.fromkeys(name for name in names if name != "step")
     sections = [
-        Section(kind.title, [panel for panel in (_take(each, left) for each in kind.panels) if panel.metrics], kind.folded)
-        for kind in SECTIONS
+        Section(kind.title, [_take(panel, left) for panel in kind.panels], kind.folded) for kind in SECTIONS
     ]
     for kind, section in zip(SECTIONS, sections, strict=True):
-        section.panels += _rest(kind.rest, left)
+        section.panels = [panel for panel in section.panels if panel.metrics] + _rest(kind.rest, left)
     return [section for section in sections if section.panels]
 
 

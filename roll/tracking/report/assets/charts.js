@@ -8,6 +8,8 @@ function seriesOf(name, index) {
   const recorded = run.metrics.series[name];
   return {
     name, steps: recorded.steps || run.metrics.steps, values: recorded.values, shown: true,
+    // Figures of one lag are absent, not unchanged, in a step without tokens of that lag: no line leads over the gap.
+    gaps: /\/lag_/.test(name) && recorded.steps !== undefined && run.metrics.thinned === null,
     color: `var(--s${index % COLORS})`, dash: DASHES[index % DASHES.length],
   };
 }
@@ -101,7 +103,8 @@ function legendRow(series, panel, changed) {
     element: h("li", {}, button),
     say: (at) => {
       if (at < 0) { value.textContent = "–"; return; }
-      const elsewhere = cursor.step !== null && series.steps[at] !== cursor.step ? ` (step ${series.steps[at]})` : "";
+      const meant = cursor.step === null ? lastStep() : cursor.step;
+      const elsewhere = series.steps[at] !== meant ? ` (step ${series.steps[at]})` : "";
       value.textContent = withUnit(series.values[at], panel.unit) + elsewhere;
       value.title = `step ${series.steps[at]}: ${series.values[at]}`;
     },
@@ -114,8 +117,9 @@ function frameOf(shown, log, width) {
   if (!values.length) [low, high] = log ? [0.1, 1] : [0, 1];
   if (log) { low = Math.log10(low); high = Math.log10(high); }
   // A curve that hardly moves is not blown up to look as if it did.
-  const least = log ? 0.3 : Math.max(Math.abs(low), Math.abs(high)) * 1e-3 || 1;
-  if (high - low < least) [low, high] = [(low + high - least) / 2, (low + high + least) / 2];
+  const least = log ? 0.3 : Math.max(Math.abs(low), Math.abs(high)) * (high === low ? 0.5 : 0.01);
+  if (high === 0 && low === 0 && !log) high = 1;
+  else if (high - low < least) [low, high] = [(low + high - least) / 2, (low + high + least) / 2];
   if (!log && low > 0 && low < high * 0.4) low = 0;
   const pad = (high - low) * 0.04;
   if (low !== 0) low -= pad;
@@ -142,15 +146,16 @@ function drawAxes(frame, unit) {
   ];
 }
 function drawSeries(series, frame) {
-  const few = series.values.length <= 40;
-  const line = (values, opacity) => s("path", { d: pathOf(series.steps, values, frame), fill: "none", stroke: series.color, "stroke-width": 1.7, "stroke-dasharray": series.dash, opacity, "stroke-linejoin": "round" });
+  const few = series.values.length <= 40 || series.gaps;
+  const line = (values, opacity) => s("path", { d: pathOf(series, values, frame), fill: "none", stroke: series.color, "stroke-width": 1.7, "stroke-dasharray": series.dash, opacity, "stroke-linejoin": "round" });
   const dots = !few ? [] : series.values.flatMap((value, index) => (value === null || (frame.log && value <= 0) ? [] : [s("circle", { cx: frame.x(series.steps[index]), cy: frame.y(value), r: 2.2, fill: series.color, opacity: smoothing ? 0.4 : 1 })]));
   return smoothing ? [line(series.values, 0.25), line(smoothed(series.values), 1), ...dots] : [line(series.values, 1), ...dots];
 }
-function pathOf(steps, values, { x, y, log }) {
+function pathOf({ steps, gaps }, values, { x, y, log }) {
   let path = "", pen = false;
   values.forEach((value, index) => {
     const drawn = value !== null && (!log || value > 0);
+    if (gaps && steps[index] !== steps[index - 1] + 1) pen = false;
     if (drawn) path += `${pen ? "L" : "M"}${x(steps[index]).toFixed(1)} ${y(value).toFixed(1)}`;
     pen = drawn;
   });

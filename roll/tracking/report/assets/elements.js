@@ -8,7 +8,7 @@ function fill(node, attributes, children) {
     else if (name === "style") for (const [key, part] of Object.entries(value)) node.style.setProperty(key, part);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
   return node;
 }
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
@@ -58,6 +58,8 @@ function niceTicks(low, high, count) {
   return ticks;
 }
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// `code` between backticks.
+const prose = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 const absent = (...reasons) => h("p", { class: "absent" }, reasons.filter(Boolean).join(" "));
 
 // What must be drawn anew when colours or widths change.

@@ -45,11 +45,11 @@ function lastTile(tile, name, title, more) {
 function findingsView() {
   if (!run.findings.length) return absent(run.absent["metrics.jsonl"] ? `Not known: ${run.absent["metrics.jsonl"]}.` : "Nothing that stands out.");
   return h("ol", { class: "findings" }, run.findings.map((finding, index) => h("li", { class: index ? "" : "first" },
-    h("p", {}, finding.text), finding.remedy ? h("p", {}, finding.remedy) : "", finding.evidence ? h("p", { class: "quiet" }, `Seen in ${finding.evidence}.`) : "")));
+    h("p", {}, prose(finding.text)), finding.remedy ? h("p", {}, prose(finding.remedy)) : "", finding.evidence ? h("p", { class: "quiet" }, `Seen in ${finding.evidence}.`) : "")));
 }
 const meter = (share, waste) => h("td", { class: "wide" }, h("span", { class: "meter" }, h("i", { class: waste ? "waste" : "", style: { width: `${(100 * clamp(share, 0, 1)).toFixed(2)}%` } })));
 const table = (head, rows, caption) => h("div", { class: "scroll" }, h("table", {}, caption ? h("caption", { class: "quiet" }, caption) : "",
-  h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
+  h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col", class: name.startsWith("share") ? "words" : "" }, name)))), h("tbody", {}, rows)));
 
 function lagView() {
   if (!run.lags.length) return absent("No step has recorded which share of its tokens has which lag.", run.absent["metrics.jsonl"]);
@@ -77,7 +77,7 @@ function wasteView() {
 function weightsView() {
   if (!run.weights.length) return absent("No publication has been recorded.", run.absent["metrics.jsonl"]);
   const says = { gather: "copying out of the trainer", send: "handing over", fetch: "taking in, beside decoding", load: "changing over", stall: "longest pause of an engine" };
-  return table(["part", "mean", "longest", "last", ""], run.weights.map((row) => h("tr", {}, h("td", {}, row.part), ...["mean", "longest", "last"].map((key) => h("td", { title: String(row[key]) }, seconds(row[key]))), h("td", { class: "quiet" }, says[row.part] || ""))), "Seconds per step.");
+  return table(["part", "mean", "longest", "last", ""], run.weights.map((row) => h("tr", {}, h("td", {}, row.part), ["mean", "longest", "last"].map((key) => h("td", { title: String(row[key]) }, seconds(row[key]))), h("td", { class: "words quiet" }, says[row.part] || ""))), "Seconds per step.");
 }
 function configView() {
   if (!run.config) return absent(run.absent["config.yaml"]);
@@ -110,10 +110,10 @@ function samplesSection() {
 }
 
 const links = [];
-function section(title, ...content) {
-  const id = title.toLowerCase().replace(/[^a-z]+/g, "-");
-  links.push(h("a", { href: `#${id}` }, title));
-  return h("section", { id }, h("h2", {}, title), content.flat());
+function section(title, short, ...content) {
+  const id = short.toLowerCase();
+  links.push(h("a", { href: `#${id}` }, short));
+  return h("section", { id }, h("h2", {}, title), content);
 }
 // What is folded is drawn when it is first opened; a printed page has all of it.
 function folded(title, count, make) {
@@ -135,19 +135,19 @@ function page() {
     h("h1", {}, run.name), h("p", { class: "quiet" }, run.folder),
     run.state.status === "ended without a word" ? h("p", {}, "The summary says that the run goes on, but no process works on it: it was killed, or its machine went away. A run with checkpoints goes on with resume_from_checkpoint.") : "",
     run.state.error ? h("div", { class: "error", role: "alert" }, run.state.error) : "", tiles(),
-    section("What slows this run down", findingsView()),
-    section("Learning", Object.keys(run.metrics.series).length ? curveControls() : "", curves("Learning")),
-    section("Policy and optimizer", curves("Policy and optimizer")),
-    section("Freshness", curves("Freshness"), lagView()),
-    section("Speed", curves("Speed")),
-    section("Timeline", timeline),
-    section("Weight publication", weightsView()),
-    section("Waste", wasteView()),
-    section("Samples", samplesSection()),
-    section("Configuration", configView()),
+    section("What slows this run down", "Verdict", findingsView()),
+    section("Learning", "Learning", Object.keys(run.metrics.series).length ? curveControls() : "", curves("Learning")),
+    section("Policy and optimizer", "Policy", curves("Policy and optimizer")),
+    section("Freshness", "Freshness", curves("Freshness"), lagView()),
+    section("Speed", "Speed", curves("Speed")),
+    section("Timeline", "Timeline", timeline),
+    section("Weight publication", "Weights", weightsView()),
+    section("Waste", "Waste", wasteView()),
+    section("Samples", "Samples", samplesSection()),
+    section("Configuration", "Configuration", configView()),
     run.sections.filter((part) => part.folded).map((part) => folded(part.title, `${part.panels.length} more ${part.panels.length === 1 ? "curve" : "curves"}`, () => panelsOf(part))),
     run.log ? folded("Log", "last lines of logs/driver.log", () => h("pre", { class: "log", tabindex: "0" }, run.log)) : "",
-    section("Files", filesView()));
+    section("Files", "Files", filesView()));
   const bar = h("div", { class: "bar" }, h("strong", {}, run.name), statusBadge(), h("nav", { "aria-label": "parts of this page" }, links), themeButton());
   document.getElementById("report").append(bar, main);
 }
