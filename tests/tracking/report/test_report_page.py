@@ -5,6 +5,8 @@ import fcntl
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -66,7 +68,7 @@ def test_each_metric_is_in_exactly_one_panel(make_run):
 def test_what_is_told_of_the_run_is_that_of_its_summary(make_run):
     data = page_of(make_run(status="failed", error="WorkerDied: actor_train/0")).data
     state = data["state"]
-    assert (state["status"], state["steps"], state["max_steps"], state["seconds"]) == ("failed", 3, 3, 5.0)
+    assert (state["status"], state["steps"], state["max_steps"], state["seconds"]) == ("failed", 3, 3, 75.5)
     assert (state["validation_first"], state["validation_last"]) == ({"sums": 0.25}, {"sums": 0.875})
     assert state["error"] == "WorkerDied: actor_train/0"
     assert data["ledger"] == {"issued": 10, "consumed": 8, "dropped/filtered": 2}
@@ -114,7 +116,8 @@ def test_the_page_loads_nothing_and_runs_nothing_but_its_own_script(make_run):
     for kind, key in (("script", ("script", None)), ("style", ("style", None))):
         digest = base64.b64encode(hashlib.sha256(page.texts[key].encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|url\(|@import", page.texts["script", None])
+    writers_of_markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write"
+    assert not re.search(rf"{writers_of_markup}|fetch\(|XMLHttpRequest|import\(", page.texts["script", None])
     assert not re.search(r"url\(|@import", page.texts["style", None])
 
 
@@ -181,6 +184,15 @@ def test_the_command_writes_where_it_is_told(make_run, tmp_path, capsys):
     assert "there is no timeline.json" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert not (run.root / "report.html").exists()
+
+
+def test_the_command_loads_no_heavy_library(make_run):
+    code = (
+        "import sys; from roll.pipeline.cli import main; code = main(['report', sys.argv[1]]);"
+        "sys.exit(code or ' '.join({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(make_run().root)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_have_their_exit_codes(make_run, tmp_path, capsys):

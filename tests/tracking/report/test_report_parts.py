@@ -139,8 +139,7 @@ def test_a_slow_reward_is_named(make_run):
         {"ph": "M", "name": "thread_name", "pid": 2, "tid": 99, "args": {"name": "rewards.sums/all"}},
         {"ph": "X", "name": "busy", "pid": 2, "tid": 99, "ts": 10_000_000, "dur": 5_400_000},
     ]
-    text = "\n".join([*lines[:-1], *(f",{json.dumps(event)}," for event in slow), "]"]).replace(",\n,", ",\n")
-    run.root.joinpath("timeline.json").write_text(text.replace("\n,{", "\n{"))
+    run.root.joinpath("timeline.json").write_text("\n".join([*lines[:-1], *map(json.dumps, slow), "]"]))
     waiting = run_with(0.5, 0.5, {"async_generation_ratio": 1.0})
     slow_run = RunFiles(root=None, metrics=waiting.metrics, config=waiting.config, trace=read_run(run.root).trace)
     assert "rewards.sums worked 90%" in findings(slow_run)[0].text

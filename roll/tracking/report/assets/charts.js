@@ -36,11 +36,11 @@ function chart(panel) {
   const state = { log: panel.scale === "log", frame: null };
   const step = h("span", { class: "quiet" });
   const svg = s("svg", { tabindex: "0", role: "img" });
-  const rows = all.map((series) => legendRow(series, panel, () => draw(svg.clientWidth)));
+  const rows = all.map((series) => legendRow(series, panel, () => draw(widthOf(svg))));
   const canLog = all.some((series) => series.values.some((value) => value > 0));
   const logButton = h("button", {
     type: "button", "aria-pressed": String(state.log), title: "logarithmic scale",
-    onclick: () => { state.log = !state.log; logButton.setAttribute("aria-pressed", String(state.log)); draw(svg.clientWidth); },
+    onclick: () => { state.log = !state.log; logButton.setAttribute("aria-pressed", String(state.log)); draw(widthOf(svg)); },
   }, "log");
   const note = h("p", { class: "help" });
 

@@ -64,12 +64,13 @@ const absent = (...reasons) => h("p", { class: "absent" }, reasons.filter(Boolea
 
 // What must be drawn anew when colours or widths change.
 const redraws = new Set();
+const widthOf = (element) => Math.floor(element.getBoundingClientRect().width);
 function drawWhenSized(element, draw) {
   let width = 0;
-  const update = () => { if (element.clientWidth) draw(element.clientWidth); };
+  const update = () => { if (widthOf(element)) draw(widthOf(element)); };
   new ResizeObserver(() => {
-    if (element.clientWidth === width) return;
-    width = element.clientWidth;
+    if (widthOf(element) === width) return;
+    width = widthOf(element);
     update();
   }).observe(element);
   redraws.add(update);

@@ -31,7 +31,7 @@ function timelineView(timeline) {
     rows.forEach(({ lane }, index) => { if (lane) drawLane(pen, lane, timeline, x, view, AXIS + index * ROW, width); });
     rows.forEach(({ lane }, index) => { if (lane) shares[index].textContent = shareInView(lane, timeline, view); });
   }
-  const redraw = () => draw(canvas.clientWidth);
+  const redraw = () => draw(widthOf(canvas));
   function show(from, until) {
     const length = clamp(until - from, 0.05, whole[1] - whole[0]);
     view.from = clamp(from, whole[0], whole[1] - length);
@@ -48,19 +48,19 @@ function timelineView(timeline) {
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX / canvas.clientWidth);
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX / widthOf(canvas));
   }, { passive: false });
   let grip = null;
   canvas.addEventListener("pointerdown", (event) => { grip = { x: event.clientX, from: view.from, until: view.until }; canvas.setPointerCapture(event.pointerId); canvas.classList.add("dragging"); });
   canvas.addEventListener("pointerup", () => { grip = null; canvas.classList.remove("dragging"); });
-  canvas.addEventListener("dblclick", (event) => zoom(0.4, event.offsetX / canvas.clientWidth));
+  canvas.addEventListener("dblclick", (event) => zoom(0.4, event.offsetX / widthOf(canvas)));
   canvas.addEventListener("pointermove", (event) => {
     if (grip) {
-      const by = ((grip.x - event.clientX) / canvas.clientWidth) * (grip.until - grip.from);
+      const by = ((grip.x - event.clientX) / widthOf(canvas)) * (grip.until - grip.from);
       show(grip.from + by, grip.until + by);
     }
     const row = rows[Math.floor((event.offsetY - AXIS) / ROW)];
-    const time = view.from + (event.offsetX / canvas.clientWidth) * (view.until - view.from);
+    const time = view.from + (event.offsetX / widthOf(canvas)) * (view.until - view.from);
     readout.textContent = row && row.lane ? describe(row.lane, timeline, time) : hint;
   });
   readout.textContent = hint;

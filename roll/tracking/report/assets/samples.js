@@ -17,8 +17,8 @@ function samplesView(samples) {
   const jump = (by) => { state.step = steps[clamp(steps.indexOf(state.step) + by, 0, steps.length - 1)]; show(); };
   const earlier = h("button", { type: "button", onclick: () => jump(-1), "aria-label": "earlier step" }, "◀");
   const later = h("button", { type: "button", onclick: () => jump(1), "aria-label": "later step" }, "▶");
-  const largest = Math.max(1e-9, ...samples.filter((each) => each.tokens).flatMap((each) => each.tokens.advantages.map(([, value]) => Math.abs(value || 0))), ...samples.map((each) => Math.abs(each.advantage || 0)));
-  const oldest = Math.max(1, ...samples.flatMap((each) => (each.split === "train" ? [lagOf(each, each.versions[0])] : [])));
+  const largest = samples.flatMap((each) => [each.advantage, ...(each.tokens ? each.tokens.advantages.map(([, value]) => value) : [])]).reduce((most, value) => Math.max(most, Math.abs(value || 0)), 1e-9);
+  const oldest = samples.reduce((most, each) => Math.max(most, each.split === "train" ? lagOf(each, each.versions[0]) : 0), 1);
 
   function show() {
     stepChoice.value = state.step;
