@@ -64,6 +64,7 @@ class RunRecorder:
         self._step_ended = time.time()
         self._tokens = {"actor_train": 0, "reference": 0, "critic": 0}
         self._busy_since: dict[str, float] = {}
+        self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
 
     def event(self, text: str) -> None:
@@ -160,8 +161,11 @@ class RunRecorder:
         numbered workers is one lane."""
         for name, busy in spans.items():
             role, _, worker = name.rpartition("/")
+            known_until = self._drawn_until.get(name, 0.0)
             for start, end in busy:
-                self.timeline.busy(role or name, start, end, worker if role else "all")
+                if end > known_until:
+                    self.timeline.busy(role or name, start, end, worker if role else "all")
+                    self._drawn_until[name] = end
 
     def _rates(
         self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]

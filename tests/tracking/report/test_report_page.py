@@ -191,7 +191,8 @@ def test_the_command_loads_no_heavy_library(make_run):
         "import sys; from roll.pipeline.cli import main; code = main(['report', sys.argv[1]]);"
         "sys.exit(code or ' '.join({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)) or None)"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(make_run().root)], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code, str(make_run().root)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
 
 
