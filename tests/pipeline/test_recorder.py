@@ -20,8 +20,8 @@ def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path)
     start = time.time()
     with recorder.busy("actor_train"):
         middle = start + 1.0
-        assert recorder._rates([], (start, middle), False)["idle/actor_train"] < 0.2
-    assert recorder._rates([], (start, middle), False)["idle/actor_train"] < 0.2
+        assert recorder._rates([], (start, middle), ())["idle/actor_train"] < 0.2
+    assert recorder._rates([], (start, middle), ())["idle/actor_train"] < 0.2
     recorder.close("success")
 
 

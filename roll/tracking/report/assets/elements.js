@@ -71,7 +71,7 @@ function drawWhenSized(element, draw) {
   new ResizeObserver(() => {
     if (widthOf(element) === width) return;
     width = widthOf(element);
-    update();
+    requestAnimationFrame(update); // drawing changes heights, which an observer must not do while it observes
   }).observe(element);
   redraws.add(update);
 }
