@@ -103,6 +103,7 @@ def test_no_text_breaks_out_of_the_page(make_run, make_sample, text):
     assert main(["report", str(run.root)]) == 0
     page = Page((run.root / "report.html").read_text(encoding="utf-8"))
     assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script", "script"]
+    assert not set("<>&\u2028\u2029") & set(page.texts["script", "run-data"])
     (sample,) = page.data["samples"]
     assert (sample["prompt"], sample["response"], sample["domain"]) == (text, text, text)
     assert page.data["state"]["error"] == text

@@ -101,18 +101,19 @@ def run_with(idle_engine, idle_trainer, config=None, **more):
     return RunFiles(root=None, metrics=steps, config=config or {})
 
 
+APART = {"async_generation_ratio": 1.0, "actor_train": {"device_mapping": [0]}, "actor_infer": {"device_mapping": [1]}}
 SHARED = {"actor_train": {"device_mapping": [0, 1]}, "actor_infer": {"device_mapping": [1]}}
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (run_with(0.6, 0.1), "The engine waits for the trainer"),
+        (run_with(0.6, 0.1, APART), "The engine waits for the trainer"),
         (run_with(0.1, 0.6), "The trainer waits for rollouts"),
         (run_with(0.1, 0.1), "keep each other busy"),
         (run_with(0.5, 0.5, SHARED), "share their devices"),
         (run_with(0.5, 0.5, {"async_generation_ratio": 0.0}), "take turns"),
-        (run_with(0.5, 0.5, {"async_generation_ratio": 1.0}), "Both wait"),
+        (run_with(0.5, 0.5, APART), "Both wait"),
         (run_with(0.0, 0.0, **{"weights/stall_seconds": 0.5}), "new weights 25%"),
         (run_with(0.0, 0.0, **{"ledger/issued": 10, "ledger/dropped/stale": 2}), "20% of the groups"),
         (run_with(0.0, 0.0, **{"engine/restarts": 2, "engine/reissued": 5}), "2 times; 5 requests"),
