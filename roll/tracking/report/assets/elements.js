@@ -19,7 +19,7 @@ function number(value) {
   if (value === null || value === undefined) return "not finite";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace("-", "−");
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replaceAll("-", "−");
   if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   return value.toLocaleString("en", { maximumSignificantDigits: 4 }).replace("-", "−");
 }
