@@ -53,6 +53,7 @@ function tokensView(sample, paint, largest, oldest) {
   let turn = null;
   texts.forEach((text, index) => {
     if (leftOut && index === after) parts.push(h("span", { class: "given" }, ` [… ${leftOut} tokens left out …] `));
+    if (index && versions[index] === null && versions[index - 1] !== null) parts.push(h("br", {}));
     if (turns[index] !== null && turns[index] !== turn) parts.push(h("span", { class: "turn" }, `turn ${(turn = turns[index])}`));
     parts.push(tokenView({ sample, text, index, version: versions[index], advantage: advantages[index], turn: turns[index] }, paint, largest, oldest));
   });
