@@ -80,7 +80,7 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
             evidence,
         )
     elif engine >= LARGE_IDLE and trainer >= LARGE_IDLE:
-        yield _both_wait(run, numbers, evidence, min(engine, trainer))
+        yield _both_wait(run, numbers, evidence, engine, trainer)
     elif engine > trainer:
         yield Finding(
             engine,
@@ -99,7 +99,8 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
         )
 
 
-def _both_wait(run: RunFiles, numbers: str, evidence: str, share: float) -> Finding:
+def _both_wait(run: RunFiles, numbers: str, evidence: str, engine: float, trainer: float) -> Finding:
+    share = min(engine, trainer)
     if run.config.get("async_generation_ratio") == 0:
         return Finding(
             share,
@@ -108,10 +109,11 @@ def _both_wait(run: RunFiles, numbers: str, evidence: str, share: float) -> Find
             evidence,
         )
     judge, busy = _busiest_judge(run)
-    if busy > 0.5:
+    if busy > max(LARGE_IDLE, 1 - engine):
         return Finding(
             share,
-            f"Engine and trainer both wait, while {judge} worked {_percent(busy)} of the time; {numbers}.",
+            f"Engine and trainer both wait, while {judge} worked {_percent(busy)} of the time, more than the engine; "
+            f"{numbers}.",
             "Give it more workers, or make it faster.",
             f"{evidence}; timeline, lane {judge}",
         )

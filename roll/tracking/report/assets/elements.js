@@ -24,7 +24,7 @@ function number(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: 4 }).replace("-", "−");
 }
 function percent(share, digits = 1) {
-  return share === null || share === undefined ? "?" : `${(100 * share).toFixed(digits)} %`;
+  return share === null || share === undefined ? "?" : `${(100 * share).toFixed(digits)}\u00a0%`;
 }
 function withUnit(value, unit) {
   if (value === null || value === undefined) return "not finite";
