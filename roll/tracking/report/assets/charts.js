@@ -9,6 +9,7 @@ function seriesOf(name, index) {
   return {
     name, steps: recorded.steps || run.metrics.steps, values: recorded.values, shown: true,
     // Figures of one lag are absent, not unchanged, in a step without tokens of that lag: no line leads over the gap.
+    sparse: 3 * recorded.values.length < (run.metrics.thinned === null ? run.metrics.recorded : run.metrics.thinned),
     gaps: /\/lag_/.test(name) && recorded.steps !== undefined && run.metrics.thinned === null,
     color: `var(--s${index % COLORS})`, dash: DASHES[index % DASHES.length],
   };
@@ -148,8 +149,8 @@ function drawAxes(frame, unit) {
 function drawSeries(series, frame) {
   const few = series.values.length <= 40 || series.gaps;
   const line = (values, opacity) => s("path", { d: pathOf(series, values, frame), fill: "none", stroke: series.color, "stroke-width": 1.7, "stroke-dasharray": series.dash, opacity, "stroke-linejoin": "round" });
-  const dots = !few ? [] : series.values.flatMap((value, index) => (value === null || (frame.log && value <= 0) ? [] : [s("circle", { cx: frame.x(series.steps[index]), cy: frame.y(value), r: 2.2, fill: series.color, opacity: smoothing ? 0.4 : 1 })]));
-  return smoothing ? [line(series.values, 0.25), line(smoothed(series.values), 1), ...dots] : [line(series.values, 1), ...dots];
+  const dots = !few ? [] : series.values.flatMap((value, index) => (value === null || (frame.log && value <= 0) ? [] : [s("circle", { cx: frame.x(series.steps[index]), cy: frame.y(value), r: 2.2, fill: series.color, opacity: smoothing && !series.sparse ? 0.4 : 1 })]));
+  return smoothing && !series.sparse ? [line(series.values, 0.25), line(smoothed(series.values), 1), ...dots] : [line(series.values, 1), ...dots];
 }
 function pathOf({ steps, gaps }, values, { x, y, log }) {
   let path = "", pen = false;

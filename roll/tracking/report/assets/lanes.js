@@ -94,11 +94,14 @@ function drawTimeAxis(pen, view, x, width, height, timeline) {
   const ends = timeline.step_ends, first = lastAtMost(ends, view.from) + 1, count = lastAtMost(ends, view.until) + 1 - first;
   if (count > width / 6) return;
   pen.strokeStyle = color("quiet");
+  let free = 0; // where the next label may begin
   for (let index = first; index < first + count; index += 1) {
     const at = x(ends[index]);
     pen.globalAlpha = 0.55; pen.setLineDash([1, 3]); pen.beginPath(); pen.moveTo(at, AXIS - 7); pen.lineTo(at, height); pen.stroke();
     pen.globalAlpha = 1; pen.setLineDash([]);
-    if (count < width / 60) { pen.fillStyle = color("quiet"); pen.textAlign = at > width - 50 ? "right" : "center"; pen.fillText(`step ${timeline.step_first + index} ends`, at, 21); }
+    if (at - 40 < free || at + 40 > width) continue;
+    pen.fillStyle = color("quiet"); pen.textAlign = "center"; pen.fillText(`step ${timeline.step_first + index} ends`, at, 21);
+    free = at + 40;
   }
 }
 function drawLane(pen, lane, timeline, x, view, top, width) {

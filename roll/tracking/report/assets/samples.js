@@ -7,13 +7,12 @@ function expanded(runs, length) {
 const lagOf = (sample, version) => (sample.split === "train" ? sample.step - 1 - version : sample.step - version);
 
 function samplesView(samples) {
-  const steps = [...new Set(samples.map((sample) => sample.step))];
-  const trained = samples.filter((sample) => sample.split === "train").map((sample) => sample.step);
-  const state = { step: trained.length ? Math.max(...trained) : steps.at(-1), split: "", domain: "", paint: "version" };
+  const state = { step: samples.at(-1).step, split: "", domain: "", paint: "version" };
+  let steps = [];
   const list = h("div", {}), legend = h("div", { class: "keys" });
   const options = (values, label) => [h("option", { value: "" }, label), ...values.map((value) => h("option", { value }, value))];
   const choose = (name, label, entries) => h("label", {}, label, h("select", { onchange: (event) => { state[name] = event.target.value; show(); } }, entries));
-  const stepChoice = h("select", { "aria-label": "step", onchange: () => { state.step = Number(stepChoice.value); show(); } }, steps.map((step) => h("option", { value: step }, `step ${step}`)));
+  const stepChoice = h("select", { "aria-label": "step", onchange: () => { state.step = Number(stepChoice.value); show(); } });
   const jump = (by) => { state.step = steps[clamp(steps.indexOf(state.step) + by, 0, steps.length - 1)]; show(); };
   const earlier = h("button", { type: "button", onclick: () => jump(-1), "aria-label": "earlier step" }, "◀");
   const later = h("button", { type: "button", onclick: () => jump(1), "aria-label": "later step" }, "▶");
@@ -21,11 +20,15 @@ function samplesView(samples) {
   const oldest = samples.reduce((most, each) => Math.max(most, each.split === "train" ? lagOf(each, each.versions[0]) : 0), 1);
 
   function show() {
+    const wanted = samples.filter((each) => (!state.split || each.split === state.split) && (!state.domain || each.domain === state.domain));
+    steps = [...new Set(wanted.map((each) => each.step))];
+    if (!steps.includes(state.step)) state.step = steps[Math.max(0, lastAtMost(steps, state.step))];
+    stepChoice.replaceChildren(...steps.map((step) => h("option", { value: step }, `step ${step}`)));
     stepChoice.value = state.step;
-    earlier.disabled = state.step === steps[0]; later.disabled = state.step === steps.at(-1);
-    const chosen = samples.filter((each) => each.step === state.step && (!state.split || each.split === state.split) && (!state.domain || each.domain === state.domain));
+    earlier.disabled = !steps.length || state.step === steps[0]; later.disabled = !steps.length || state.step === steps.at(-1);
+    const chosen = wanted.filter((each) => each.step === state.step);
     legend.replaceChildren(...paintLegend(state.paint, largest, oldest));
-    list.replaceChildren(...(chosen.length ? chosen.map((sample) => sampleCard(sample, state.paint, largest, oldest)) : [absent("No sample of this step is like that.")]));
+    list.replaceChildren(...(chosen.length ? chosen.map((sample) => sampleCard(sample, state.paint, largest, oldest)) : [absent("No sample is like that.")]));
   }
   show();
   return [
