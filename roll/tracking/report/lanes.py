@@ -83,10 +83,6 @@ class Trace:
     def lane(self, name: str) -> Lane | None:
         return next((lane for lane in self.lanes if lane.name == name), None)
 
-    def of_role(self, role: str) -> list[Lane]:
-        """The lanes of a role's workers."""
-        return [lane for lane in self.lanes if lane.kind == "roles" and lane.name.rpartition("/")[0] == role]
-
     def step_ends(self) -> list[int]:
         """When the work of each training step of this process ended, in order."""
         lane = self.lane("stage/param_update")

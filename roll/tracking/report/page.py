@@ -125,7 +125,7 @@ def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each part of a weight publication: mean, longest and last, in seconds, and the mean share of a step's time."""
+    """Of each part of a weight publication: mean, longest and last, in seconds."""
     prefix, suffix = "weights/", "_seconds"
     rows = []
     for name in dict.fromkeys(name for step in steps for name in step):
