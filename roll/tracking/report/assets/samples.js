@@ -78,7 +78,7 @@ function paintOf(paint, sample, version, advantage, largest, oldest) {
   return paint === "advantage" && advantage !== null ? advantagePaint(advantage, largest) : "transparent";
 }
 const lagPaint = (lag, oldest) => `rgba(${lag > 0 ? `var(--old), ${(0.15 + 0.4 * Math.min(1, lag / oldest)).toFixed(2)}` : "var(--pos), 0.16"})`;
-const advantagePaint = (value, largest) => `rgba(var(--${value < 0 ? "neg" : "pos"}), ${(value === 0 ? 0 : 0.1 + 0.5 * Math.min(1, Math.abs(value) / largest)).toFixed(2)})`;
+const advantagePaint = (value, largest) => `rgba(var(--${value < 0 ? "neg" : "pos"}), ${(value === 0 ? 0 : 0.18 + 0.45 * Math.min(1, Math.abs(value) / largest)).toFixed(2)})`;
 function paintLegend(paint, largest, oldest) {
   const key = (background, text) => h("span", { class: "key" }, h("i", { style: { background } }), text);
   if (paint === "version") return Array.from({ length: Math.min(oldest, 8) + 1 }, (_, lag) => key(lagPaint(lag, oldest), lag ? `lag ${lag}` : "lag 0: the weights being trained, or validated")).concat(h("span", { class: "key quiet" }, "grey: given, not sampled"));
