@@ -363,11 +363,12 @@ class InferencePool:
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
-        """What each live replica says of itself."""
+        """What each live replica says of itself, and its ``name``."""
         answers = []
         for replica in list(self._replicas.values()):
             try:
-                answers.append(await replica.handle.call("stats", timeout=self._settings.publish_timeout_seconds))
+                said = await replica.handle.call("stats", timeout=self._settings.publish_timeout_seconds)
+                answers.append({**said, "name": replica.name})
             except WorkerDied:
                 continue
         return answers

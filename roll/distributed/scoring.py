@@ -20,6 +20,7 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import WorkerHandle
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.strategies.score.base import Conversation, Scored, ScorerSetup
+from roll.tracking.busy_spans import BusySpans
 
 
 class Devices(Protocol):
@@ -140,6 +141,7 @@ class ScorePool:
         """``role`` is the reward's path (``rewards.chat``); ``start`` starts the process of a replica. Nothing starts
         here."""
         self.counts = ScoreCounts()
+        self.busy = BusySpans()
         self._role = role
         self._start_process = start
         self._replicas = [_Replica(index) for index in range(replicas)]
@@ -242,7 +244,8 @@ class ScorePool:
         try:
             handle = await self._fill(replica)
             self.counts.calls += 1
-            results = await handle.call("score", conversations, timeout=self._settings.call_timeout_seconds)
+            with self.busy.working():
+                results = await handle.call("score", conversations, timeout=self._settings.call_timeout_seconds)
         except RewardFailed as failure:
             self._fail(requests, failure)
         except (WorkerDied, WorkerTimeout) as failure:

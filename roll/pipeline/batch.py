@@ -107,6 +107,7 @@ class TrainingBatch:
                 "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
                 "response/length_mean": float(lengths.mean()),
                 "response/length_max": float(lengths.max()),
+                "response/tokens": float(lengths.sum()),
                 "response/truncated_share": float(
                     np.mean([any(part.finish_reason == "length" for part in parts) for parts in episodes])
                 ),

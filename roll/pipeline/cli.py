@@ -38,6 +38,7 @@ examples:
   roll --config examples/quickstart/rlvr.yaml
   roll check-env frozen_lake size=8
   roll doctor output/quickstart/latest
+  roll report output/quickstart/latest
   roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
@@ -60,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from roll.pipeline.doctor.command import main as doctor
 
         return doctor(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from roll.tracking.report.command import main as report
+
+        return report(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)
@@ -157,7 +162,11 @@ def _run(
 
     configure_logging(run.logs, "driver", console=True)
     recorder = RunRecorder(
-        prepared.config, run, started=started, after_step=None if point is None else point.last_record
+        prepared.config,
+        run,
+        started=started,
+        decoder=prepared.tokenizer,
+        after_step=None if point is None else point.last_record,
     )
     if point is not None:
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))

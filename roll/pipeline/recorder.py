@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from roll.configs.schema import PipelineConfig
-from roll.data.records import Group, SampleBatch
+from roll.data.records import Group
 from roll.distributed.inference import InferencePool
 from roll.pipeline.batch import TrainingBatch
 from roll.pipeline.gallery import hang_up
+from roll.pipeline.readable import TokenDecoder, readable, readable_validation
+from roll.pipeline.rollout_side import WorkerProcesses
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console
 from roll.tracking.metrics import MetricsLog, read_metrics
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.samples import ReadableSample, SampleLog
+from roll.tracking.samples import SampleLog
 from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import Trackers, open_trackers
@@ -35,9 +37,16 @@ class RunRecorder:
     """Writes the run directory while the run goes on."""
 
     def __init__(
-        self, config: PipelineConfig, run: RunDirectory, *, started: float, after_step: int | None = None
+        self,
+        config: PipelineConfig,
+        run: RunDirectory,
+        *,
+        started: float,
+        decoder: TokenDecoder,
+        after_step: int | None = None,
     ) -> None:
-        """``after_step``: of a run that goes on; its folder tells of nothing later."""
+        """``after_step``: of a run that goes on; its folder tells of nothing later. ``decoder`` makes single tokens
+        readable."""
         earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
@@ -53,9 +62,11 @@ class RunRecorder:
         self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
+        self._decoder = decoder
         self._step_ended = time.time()
         self._tokens = {"actor_train": 0, "reference": 0, "critic": 0}
         self._busy_since: dict[str, float] = {}
+        self._drawn_until: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
 
     def event(self, text: str) -> None:
@@ -89,7 +100,11 @@ class RunRecorder:
         self._step_ended = time.time()
 
     async def step(
-        self, batch: TrainingBatch, scheduler: RolloutScheduler[Any, Group], pool: InferencePool
+        self,
+        batch: TrainingBatch,
+        scheduler: RolloutScheduler[Any, Group],
+        pool: InferencePool,
+        workers: WorkerProcesses,
     ) -> None:
         """Record a finished training step."""
         step = batch.step + 1
@@ -99,13 +114,16 @@ class RunRecorder:
         batch.metrics.update({f"ledger/{name}": float(count) for name, count in self.ledger.items()})
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
-        batch.metrics.update(self._rates(await pool.stats(), window, others))
+        engines = await pool.stats()
+        batch.metrics.update(self._rates(engines, window, others))
+        self._draw({**workers.busy_spans(), **{engine["name"]: engine["busy_spans"] for engine in engines}})
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
         batch.metrics["engine/reissued"] = float(pool.reissued)
         batch.metrics["engine/resumed_tokens"] = float(pool.resumed_tokens)
         self._log(batch.metrics, step)
-        self._samples.write(readable(batch.groups, batch.data, step, self._samples_per_step))
+        count, decoder = self._samples_per_step, self._decoder
+        self._samples.write(await asyncio.to_thread(readable, batch.groups, batch.data, step, count, decoder))
 
     async def sync(self) -> None:
         """Wait until the metrics of all steps so far are on the disk."""
@@ -117,7 +135,8 @@ class RunRecorder:
 
     async def validation(self, result: ValidationResult) -> None:
         """Record the samples and episodes of a validation; its metrics come with those of its step."""
-        self._samples.write(readable_validation(result, self._samples_per_step))
+        count, decoder = self._samples_per_step, self._decoder
+        self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
             self._trackers.picture(picture.name, picture.path, result.version)
 
@@ -138,6 +157,17 @@ class RunRecorder:
         self._trackers.log(metrics, step)
         self.summary.update(metrics, step, self.ledger)
         self.console.step(metrics, step)
+
+    def _draw(self, spans: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+        """Put work of other processes on the timeline; what is there already is not drawn twice. A role without
+        numbered workers is one lane."""
+        for name, busy in spans.items():
+            role, _, worker = name.rpartition("/")
+            known_until = self._drawn_until.get(name, 0.0)
+            for start, end in busy:
+                if end > known_until:
+                    self.timeline.busy(role or name, start, end, worker if role else "all")
+                    self._drawn_until[name] = end
 
     def _rates(
         self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]
@@ -161,38 +191,3 @@ class RunRecorder:
             rates[f"tokens_per_second/{role}"] = counted[role] / seconds
             rates[f"idle/{role}"] = self.timeline.idle_share(role, window)
         return rates
-
-
-def readable(groups: Sequence[Group], data: SampleBatch, step: int, count: int) -> Iterator[ReadableSample]:
-    """The first sample of the first groups, with the mean advantage of its tokens."""
-    offsets = data.offsets
-    first_row = 0
-    for group in groups[:count]:
-        sample = group.samples[0]
-        inside = slice(offsets[first_row], offsets[first_row + 1])
-        mask = data.tokens["response_mask"][inside]
-        advantages = data.tokens["advantages"][inside][mask]
-        yield _readable(group, step, "train", float(advantages.mean()) if mask.any() else 0.0, sample.oldest_version)
-        first_row += len(group.samples)
-
-
-def readable_validation(result: ValidationResult, count: int) -> Iterator[ReadableSample]:
-    for group in result.groups[:count]:
-        yield _readable(group, result.version, "val", None, result.version)
-
-
-def _readable(group: Group, step: int, split: Any, advantage: float | None, oldest: int) -> ReadableSample:
-    sample = group.samples[0]
-    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
-    return ReadableSample(
-        step=step,
-        group_id=group.group_id,
-        prompt=group.prompt.text,
-        response=sample.response_text,
-        score=sample.score,
-        advantage=advantage,
-        versions=(oldest, newest),
-        finish_reason=sample.finish_reason,
-        domain=group.prompt.domain,
-        split=split,
-    )

@@ -54,6 +54,11 @@ class Rewards:
             for name, value in asdict(model.counts).items()
         }
 
+    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        """By reward: when at least one of its processes judged, see `BusySpans`."""
+        models = {role: model.busy.recent() for role, model in self._models.items()}
+        return {**self._verifiers.busy_spans(), **models}
+
     async def shutdown(self) -> None:
         """End all processes."""
         await asyncio.gather(self._verifiers.shutdown(), *(model.shutdown() for model in self._models.values()))

@@ -44,6 +44,9 @@ class WorkerProcesses(Protocol):
 
     async def shutdown(self) -> None: ...
 
+    def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """When they lately worked, by role, in seconds since the epoch."""
+
 
 class Validator(Protocol):
     """Measures one policy version."""

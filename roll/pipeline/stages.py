@@ -213,7 +213,7 @@ class ParamUpdateStage(Stage):
     async def deliver(self, batch: TrainingBatch) -> None:
         """The end of a step: its record, the time of this stage included. Then its checkpoint may be completed."""
         context, step = self.context, batch.step + 1
-        await context.recorder.step(batch, context.scheduler, context.pool)
+        await context.recorder.step(batch, context.scheduler, context.pool, context.side.workers)
         if context.checkpoints.due(step):
             await context.recorder.sync()
             await context.checkpoints.step_recorded(step)

@@ -24,6 +24,7 @@ from roll.configs.wording import count
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier, route_domains
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
+from roll.tracking.busy_spans import BusySpans
 
 ASYNC_CALLS_PER_WORKER = 256
 """Calls that one process of an async verifier holds at a time; each may have many responses."""
@@ -90,6 +91,10 @@ class RewardPool:
         """
         return await self._workers[self._routes[domain]].score(records)
 
+    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        """By reward: when at least one of its processes judged, see `BusySpans`."""
+        return {f"rewards.{name}": workers.busy.recent() for name, workers in self._workers.items()}
+
     def counts(self) -> dict[str, dict[str, float]]:
         """The totals of `RewardCounts` by reward name."""
         return {name: asdict(workers.counts) for name, workers in self._workers.items()}
@@ -123,6 +128,7 @@ class RewardWorkers:
         self, name: str, config: RewardConfig, verifier: Verifier, path: str, settings: PoolSettings
     ) -> None:
         self.counts = RewardCounts()
+        self.busy = BusySpans()
         self._name = name
         self._config = config
         self._verifier = verifier
@@ -246,7 +252,8 @@ class RewardWorkers:
             handle = await self._fill(worker)
             self.counts.calls += 1
             try:
-                return await asyncio.wait_for(handle.judge.remote(records), self._deadline(len(records)))
+                with self.busy.working():
+                    return await asyncio.wait_for(handle.judge.remote(records), self._deadline(len(records)))
             except RayTaskError as cause:
                 return [Verdict("error", cause=_first_line(cause.cause or cause)) for _ in records]
             except RayActorError as cause:

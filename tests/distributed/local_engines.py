@@ -150,7 +150,7 @@ class ScriptedEngine:
         self.moves.append("wake")
 
     def stats(self):
-        return {"generated_tokens": 0, "busy_seconds": 0.0}
+        return {"generated_tokens": 0, "busy_seconds": 0.0, "busy_spans": []}
 
 
 class LocalWorker(InferWorker):

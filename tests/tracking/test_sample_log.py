@@ -2,7 +2,7 @@
 
 import math
 
-from roll.tracking.samples import ReadableSample, SampleLog, read_samples
+from roll.tracking.samples import ReadableSample, ReadableTokens, SampleLog, read_samples
 
 
 def sample(**changes):
@@ -40,3 +40,16 @@ def test_half_a_character_from_a_byte_level_tokenizer_survives(tmp_path):
 def test_scores_that_json_lacks_become_null(tmp_path):
     SampleLog(tmp_path / "s").write([sample(score=math.nan)])
     assert read_samples(tmp_path / "s")[0]["score"] is None
+
+
+def test_single_tokens_are_written_with_what_neighbours_share_once(tmp_path):
+    tokens = ReadableTokens(["4", "6", "\n", "7"], [1, 1, None, 2], [0.5, 0.5, None, math.nan], [0, 0, None, 1], 3, 2)
+    SampleLog(tmp_path / "s").write([sample(tokens=tokens)])
+    assert read_samples(tmp_path / "s")[0]["tokens"] == {
+        "texts": ["4", "6", "\n", "7"],
+        "versions": [[2, 1], [1, None], [1, 2]],
+        "advantages": [[2, 0.5], [2, None]],
+        "turns": [[2, 0], [1, None], [1, 1]],
+        "left_out": 3,
+        "left_out_after": 2,
+    }

@@ -30,6 +30,7 @@ from roll.agentic.env_worker.suspects import Suspects, Who
 from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.data.names import nearest_name_hint
+from roll.tracking.busy_spans import BusySpans
 from roll.tracking.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class EnvPool:
         self._quarantine = Quarantine(lambda: self._in_background(self._start_another(self._quarantined)))
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
+        self.busy = BusySpans()
         self._closed_because: str | None = None
         self._counts: Counter[str] = Counter()
         self._gone_counts: Counter[str] = Counter()
@@ -121,6 +123,10 @@ class EnvPool:
         always = ("steps", "resets", "restarts", "retired", "quarantined")
         totals = {name: self._counts[name] for name in always} | self._counts
         return now | totals | {f"environments/{name}": count for name, count in environments.items()}
+
+    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
+        """When at least one environment acted, see `BusySpans`."""
+        return {"environments": self.busy.recent()}
 
     async def shutdown(self) -> None:
         """Close all environments and end all worker processes. Calls under way, and waiting for places, raise
@@ -389,7 +395,8 @@ class EnvPoolSession:
 
     async def _ask(self, lease: Lease, command: Reset | Step) -> Observation:
         try:
-            outcome = await lease.process.ask(command, self._who)
+            with self._pool.busy.working():
+                outcome = await lease.process.ask(command, self._who)
         except ProcessLost as lost:
             self._release("interrupted")
             self._pool.check_open()

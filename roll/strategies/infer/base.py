@@ -168,7 +168,8 @@ class InferStrategy(Protocol):
         """
 
     def stats(self) -> dict[str, Any]:
-        """At least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total)."""
+        """At least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total), `busy_spans`
+        (the last ones, in seconds since the epoch, see `BusySpans`)."""
 
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything."""

@@ -1,23 +1,28 @@
-"""Seconds of work, for an engine that does not tell how long it computed."""
+"""Time of work, for an engine that does not tell when it computed."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from roll.tracking.busy_spans import BusySpans
 
 
 @dataclass
 class BusyClock:
-    """Seconds during which something was computed."""
+    """Seconds during which something was computed, and when that was."""
 
     total: float = 0.0
     since: float | None = None
+    spans: BusySpans = field(default_factory=BusySpans)
 
     def set(self, busy: bool) -> None:
         """From now on it is busy, or not."""
         now = time.perf_counter()
         if self.since is not None:
             self.total += now - self.since
+            ended = time.time()
+            self.spans.add(ended - (now - self.since), ended)
         self.since = now if busy else None
 
     def read(self) -> float:

@@ -34,6 +34,7 @@ from roll.strategies.infer.rows import ActiveRequest, RequestTable
 from roll.strategies.infer.sampling import RowSampling, counter_uniforms, sample
 from roll.strategies.infer.stop_strings import StopStrings
 from roll.strategies.weights import copy_with_checksum, tensor_checksum, views
+from roll.tracking.busy_spans import BusySpans
 
 _ROW_MULTIPLE = 8
 """Matrix products of a CPU give a row the same bits if each thread gets at least 4 rows; twice that to be safe."""
@@ -68,6 +69,13 @@ class EngineCounters:
     prefill_tokens: int = 0
     """Prompt tokens computed; a prompt shared by several requests counts once."""
     busy_seconds: float = 0.0
+    busy_spans: BusySpans = field(default_factory=BusySpans)
+
+    def worked(self, seconds: float) -> None:
+        """Count work that ends now."""
+        self.busy_seconds += seconds
+        now = time.time()
+        self.busy_spans.add(now - seconds, now)
 
 
 @dataclass
@@ -186,7 +194,7 @@ class HFEngine:
             self._admit()
         if self.running:
             self._decode()
-        self.counters.busy_seconds += time.perf_counter() - started
+        self.counters.worked(time.perf_counter() - started)
 
     def drop_caches(self) -> None:
         """Free all keys and values. The next step computes them again from prompts and partial tokens, with the

@@ -168,8 +168,8 @@ class HFInferStrategy:
         await self._live_thread().call(lambda engine: engine.wake())
 
     def stats(self) -> dict[str, Any]:
-        """`running`, `waiting`, `version`, `kv_bytes`, and totals `generated_tokens`, `prefill_tokens`,
-        `busy_seconds`."""
+        """`running`, `waiting`, `version`, `kv_bytes`, totals `generated_tokens`, `prefill_tokens`, `busy_seconds`, and
+        `busy_spans`."""
         engine = self._live_thread().engine
         running = engine.running
         return {
@@ -179,6 +179,7 @@ class HFInferStrategy:
             "generated_tokens": engine.counters.generated_tokens,
             "prefill_tokens": engine.counters.prefill_tokens,
             "busy_seconds": engine.counters.busy_seconds,
+            "busy_spans": engine.counters.busy_spans.recent(),
             "kv_bytes": engine.kv_bytes,
         }
 

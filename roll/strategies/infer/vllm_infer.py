@@ -302,7 +302,7 @@ class VLLMInferStrategy:
 
     def stats(self) -> dict[str, Any]:
         """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
-        inside and not paused: vLLM does not tell how long it computed)."""
+        inside and not paused: vLLM does not tell how long it computed), and `busy_spans`, when that was."""
         self._live_engine()
         return {
             "running": len(self._running),
@@ -310,6 +310,7 @@ class VLLMInferStrategy:
             "version": self._version,
             "generated_tokens": self._generated_tokens,
             "busy_seconds": self._clock.read(),
+            "busy_spans": self._clock.spans.recent(),
         }
 
     async def shutdown(self) -> None:

@@ -1,0 +1,199 @@
+"""The timeline as lanes: who was in which state when, how much of the time, and little enough of it to draw.
+
+Shares are taken from all spans. What is drawn is exact for as many of the latest spans as fit; before them each lane
+says how much of each short stretch of time it spent in each state.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_SPANS = 16_000
+"""Drawn exactly."""
+BINS = 600
+"""Stretches of time before them."""
+
+BUSY_STATES = ("busy", "running")
+STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
+_ROLES = ("actor_infer", "actor_train", "reference", "critic")
+_METADATA, _SPAN = "M", "X"
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """A stay in a state. Times in microseconds since the timeline began."""
+
+    start: int
+    end: int
+    state: str
+
+
+@dataclass
+class Lane:
+    """One stage, or one worker of a role; its spans in order, none overlapping another."""
+
+    kind: str
+    """``stages`` or ``roles``."""
+    name: str
+    spans: list[LaneSpan] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return self.name.removeprefix("stage/").removesuffix("/all")
+
+    def seconds(self, window: tuple[int, int]) -> dict[str, float]:
+        """Seconds of a window by state."""
+        start, end = window
+        total: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            inside = min(span.end, end) - max(span.start, start)
+            if inside > 0:
+                total[span.state] += inside / 1e6
+        return dict(total)
+
+    def busy_share(self, window: tuple[int, int]) -> float:
+        """Share of a window in which it worked."""
+        start, end = window
+        worked = sum(seconds for state, seconds in self.seconds(window).items() if state in BUSY_STATES)
+        return worked / ((end - start) / 1e6) if end > start else 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole timeline."""
+
+    lanes: list[Lane]
+
+    @property
+    def end(self) -> int:
+        return max((lane.spans[-1].end for lane in self.lanes if lane.spans), default=0)
+
+    @property
+    def training_window(self) -> tuple[int, int]:
+        """From the moment the stages began to the end: what came before is the start of the processes."""
+        starts = [lane.spans[0].start for lane in self.lanes if lane.name.startswith("stage/") and lane.spans]
+        return min(starts, default=0), self.end
+
+    def lane(self, name: str) -> Lane | None:
+        return next((lane for lane in self.lanes if lane.name == name), None)
+
+    def step_ends(self) -> list[int]:
+        """When the work of each training step of this process ended, in order."""
+        lane = self.lane("stage/param_update")
+        return [span.end for span in lane.spans if span.state == "running"] if lane is not None else []
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a `timeline.json` line by line, so that one which is being written, or is torn, is read as far as it goes.
+
+    Raises `ValueError` if there is no span in it.
+    """
+    lanes: dict[tuple[int, int], Lane] = {}
+    kinds: dict[int, str] = {}
+    for event in _events(path):
+        pid, track = event["pid"], (event["pid"], event["tid"])
+        if event["ph"] == _METADATA and event["name"] == "process_name":
+            kinds[pid] = str(event["args"]["name"])
+        elif event["ph"] == _METADATA:
+            lanes[track] = Lane(kinds.get(pid, "stages"), str(event["args"]["name"]))
+        elif track in lanes:
+            lanes[track].spans.append(LaneSpan(event["ts"], event["ts"] + event["dur"], str(event["name"])))
+    found = [lane for lane in lanes.values() if lane.spans]
+    if not found:
+        raise ValueError("nothing has been recorded in it yet")
+    for lane in found:
+        lane.spans.sort(key=lambda span: span.start)
+    return Trace(sorted(found, key=_order))
+
+
+def _events(path: Path) -> Iterable[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.strip().rstrip(",")
+            if text in ("[", "]", ""):
+                continue
+            try:
+                event = json.loads(text)
+            except ValueError:
+                continue  # torn: it is being written, or the process died over it
+            if isinstance(event, dict) and event.get("ph") in (_METADATA, _SPAN):
+                yield event
+
+
+def _order(lane: Lane) -> tuple[int, int, str, str]:
+    """Roles before stages, each in the order of the flow."""
+    names, name = (_ROLES, lane.name.rpartition("/")[0]) if lane.kind == "roles" else (STAGES, lane.label)
+    known = names.index(name) if name in names else len(names)
+    return int(lane.kind != "roles"), known, name, lane.name
+
+
+def drawn_lanes(
+    trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, bins: int = BINS
+) -> dict[str, Any]:
+    """The lanes for the page. Of each lane: spans as flat lists (milliseconds with microseconds behind the point), and
+    where there are too many, the shares of ``bins`` stretches of time before ``detail_from``. ``first_step``: the first
+    training step of this process; ``step_first`` is that of the first of ``step_ends``."""
+    states = sorted({span.state for lane in trace.lanes for span in lane.spans})
+    window, detail_from = trace.training_window, _detail_from(trace.lanes, max_spans)
+    step_ends = trace.step_ends()
+    drawn_ends = [end / 1e3 for end in step_ends if end >= detail_from]
+    return {
+        "states": states,
+        "end": trace.end / 1e3,
+        "window": [window[0] / 1e3, window[1] / 1e3],
+        "detail_from": detail_from / 1e3,
+        "bins": bins if detail_from else 0,
+        "spans_recorded": sum(len(lane.spans) for lane in trace.lanes),
+        "step_ends": drawn_ends,
+        "step_first": first_step + len(step_ends) - len(drawn_ends),
+        "lanes": [_drawn(lane, states, window, detail_from, bins) for lane in trace.lanes],
+    }
+
+
+def _drawn(
+    lane: Lane, states: Sequence[str], window: tuple[int, int], detail_from: int, bins: int
+) -> dict[str, Any]:
+    exact = [span for span in lane.spans if span.end > detail_from]
+    length = (window[1] - window[0]) / 1e6
+    seconds = lane.seconds(window)
+    return {
+        "kind": lane.kind,
+        "name": lane.name,
+        "label": lane.label,
+        "start": [span.start / 1e3 for span in exact],
+        "length": [(span.end - span.start) / 1e3 for span in exact],
+        "state": [states.index(span.state) for span in exact],
+        "shares": {state: value / length for state, value in seconds.items()} if length else {},
+        "busy": lane.busy_share(window),
+        "bins": _binned(lane, states, detail_from, bins) if detail_from else {},
+    }
+
+
+def _detail_from(lanes: Sequence[Lane], max_spans: int) -> int:
+    """The time after which all spans can be drawn; 0: all of them can."""
+    ends = sorted(span.end for lane in lanes for span in lane.spans)
+    return 0 if len(ends) <= max_spans else ends[-max_spans - 1]
+
+
+def _binned(lane: Lane, states: Sequence[str], until: int, bins: int) -> Mapping[int, list[int]]:
+    """By state that occurs: per mille of each stretch between 0 and ``until``."""
+    edges = [until * index // bins for index in range(bins + 1)]
+    filled: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for span in lane.spans:
+        start, end = span.start, min(span.end, until)
+        index = max(0, bisect_right(edges, start) - 1)
+        while start < end and index < bins:
+            stop = min(end, edges[index + 1])
+            filled[span.state][index] += stop - start
+            start, index = stop, index + 1
+    widths = [max(1, right - left) for left, right in zip(edges, edges[1:], strict=False)]
+    return {
+        states.index(state): [round(1000 * part / width) for part, width in zip(parts, widths, strict=True)]
+        for state, parts in filled.items()
+    }

@@ -1,0 +1,164 @@
+"""The page: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
+
+A content security policy names the one style sheet and the one script by their hashes. Nothing else runs, whatever a
+model has written; and the script writes text as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roll.tracking.report.embedding import embedded
+from roll.tracking.report.excerpts import excerpts
+from roll.tracking.report.findings import findings, idle_shares, ledger_of, settled
+from roll.tracking.report.lanes import drawn_lanes
+from roll.tracking.report.panels import sections_of, series_of
+from roll.tracking.report.run_files import RunFiles
+
+LONGEST_CONFIG = 100_000
+"""Characters."""
+_ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "main.js")
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This report is drawn by its own script, which is switched off in this browser. The data is in the page's \
+source, under "run-data".</noscript>
+<div id="report"></div>
+<script type="application/json" id="run-data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def render_page(run: RunFiles, now: float | None = None) -> str:
+    """The whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
+    data = page_data(run, time.time() if now is None else now)
+    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
+    script = "(() => {\n\"use strict\";\n" + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    return _PAGE.format(
+        policy=html.escape(policy, quote=False),
+        title=html.escape(f"{data['name']} – run report"),
+        style=style,
+        data=embedded(data),
+        script=script,
+    )
+
+
+def page_data(run: RunFiles, now: float) -> dict[str, Any]:
+    """All that the page shows, as JSON can hold it."""
+    names = dict.fromkeys(name for record in run.metrics for name in record)
+    resumed_at = list(run.summary.get("resumed_at") or [])
+    return {
+        "name": str(run.config.get("exp_name") or run.root.resolve().name),
+        "folder": str(run.root.resolve()),
+        "made": now,
+        "state": _state(run),
+        "findings": [asdict(finding) for finding in findings(run)],
+        "idle": idle_shares(run),
+        "absent": dict(run.absent),
+        "metrics": series_of(run.metrics),
+        "sections": [asdict(section) for section in sections_of(names)],
+        "timeline": None if run.trace is None else drawn_lanes(run.trace, max([0, *resumed_at]) + 1),
+        "resumed_at": resumed_at,
+        "lags": lag_shares(run.training_steps),
+        "ledger": ledger_of(run),
+        "tokens": token_totals(run.training_steps),
+        "weights": publication_times(settled(run)),
+        "samples": excerpts(run.samples),
+        "samples_recorded": len(run.samples),
+        "config": run.config_text[:LONGEST_CONFIG],
+        "config_characters": len(run.config_text),
+        "log": run.log_tail[-20_000:],
+        "files": [asdict(facts) for facts in run.files],
+    }
+
+
+def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Share of the trained tokens at each lag, the mean over the steps that recorded it."""
+    prefix, suffix = "actor/lag_", "/share"
+    recorded = [
+        {name[len(prefix) : -len(suffix)]: value or 0.0 for name, value in step.items()
+         if name.startswith(prefix) and name.endswith(suffix)}
+        for step in steps
+    ]  # fmt: skip
+    recorded = [shares for shares in recorded if shares]
+    lags = sorted({lag for shares in recorded for lag in shares}, key=lambda lag: (int(lag.rstrip("+")), lag))
+    return [
+        {"lag": lag, "share": sum(shares.get(lag, 0.0) for shares in recorded) / len(recorded)} for lag in lags
+    ]
+
+
+def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Tokens that the engines generated in all steps, for whatever purpose, and response tokens trained on. Empty where
+    a step does not tell."""
+    names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
+    if not steps or any(step.get(name) is None for step in steps for name in names):
+        return {}
+    rate, seconds, trained = names
+    return {
+        "generated": sum(step[rate] * step[seconds] for step in steps),
+        "trained": sum(step[trained] for step in steps),
+    }
+
+
+def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each part of a weight publication: mean, longest and last, in seconds."""
+    prefix, suffix = "weights/", "_seconds"
+    rows = []
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if step.get(name) is not None]
+        if name.startswith(prefix) and name.endswith(suffix) and values:
+            part = name[len(prefix) : -len(suffix)]
+            rows.append({"part": part, "mean": sum(values) / len(values), "longest": max(values), "last": values[-1]})
+    return rows
+
+
+def _state(run: RunFiles) -> dict[str, Any]:
+    """How the run stands, from its summary, else from its metrics."""
+    summary = run.summary
+    status = summary.get("status") or "unknown"
+    last_step = run.metrics[-1]["step"] if run.metrics else 0
+    return {
+        "status": "ended without a word" if status == "running" and not run.held else status,
+        "pipeline": run.config.get("pipeline"),
+        "steps": summary.get("steps", last_step),
+        "max_steps": run.config.get("max_steps"),
+        "seconds": summary.get("seconds"),
+        "first_step_seconds": summary.get("first_step_seconds"),
+        "validation_first": summary.get("val/first") or {},
+        "validation_last": summary.get("val/last") or {},
+        "lag_max": summary.get("lag/max"),
+        "error": summary.get("error"),
+    }
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

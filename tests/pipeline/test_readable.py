@@ -1,0 +1,112 @@
+"""Single tokens of a sample: what each says, who sampled it when, and never more than a bounded number of them."""
+
+import numpy as np
+import pytest
+
+from roll.data.records import Group, Prompt, Sample, SampleBatch
+from roll.pipeline.readable import FIRST_TOKENS, LAST_TOKENS, readable, readable_tokens, token_texts
+
+
+class Letters:
+    """Token 1 is ``b``."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
+class Bytes:
+    """A token is a byte of UTF-8."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return bytes(token_ids).decode(errors="replace")
+
+
+class LeadingSpaces:
+    """Words with a space before them, which is left out at the beginning of a text."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(f" w{token_id}" for token_id in token_ids).removeprefix(" ")
+
+
+def sample_of(tokens, mask, versions, turns=None, **more):
+    turns = None if turns is None else np.array(turns, dtype=np.int32)
+    return Sample(
+        token_ids=np.array(tokens, dtype=np.int32),
+        response_mask=np.array(mask, dtype=bool),
+        behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        finish_reason="stop",
+        turns=turns,
+        **more,
+    )
+
+
+def test_a_character_of_several_tokens_is_said_by_the_last_of_them():
+    text = "aé第\U0001f600b"
+    texts = token_texts(list(text.encode()), Bytes())
+    assert "".join(texts) == text
+    assert texts == ["a", "", "é", "", "", "第", "", "", "", "\U0001f600", "b"]
+
+
+def test_what_never_becomes_a_character_is_shown_all_the_same():
+    assert token_texts([255, 97], Bytes()) == ["", "\ufffda"]
+    assert token_texts([97, 0xE7], Bytes()) == ["a", "\ufffd"]
+    assert "".join(token_texts([255] * 9 + [97], Bytes())).endswith("a")
+
+
+def test_spaces_between_words_are_kept():
+    assert token_texts([1, 2, 3], LeadingSpaces()) == ["w1", " w2", " w3"]
+
+
+def test_versions_advantages_and_turns_are_those_of_the_sampled_tokens():
+    sample = sample_of([0, 1, 2, 3, 4], [0, 1, 1, 0, 1], [-1, 5, 6, -1, 7], turns=[-1, 0, 0, -1, 1])
+    advantages = np.array([9.0, 0.5, 0.5, 9.0, -0.25], dtype=np.float32)
+    tokens = readable_tokens([sample], [advantages], Letters())
+    assert tokens.texts == ["b", "c", "d", "e"]
+    assert tokens.versions == [5, 6, None, 7]
+    assert tokens.advantages == [0.5, 0.5, None, -0.25]
+    assert tokens.turns == [0, 0, None, 1]
+    assert (tokens.left_out, tokens.left_out_after) == (0, 0)
+
+
+def test_in_validation_there_are_no_advantages_and_outside_episodes_no_turns():
+    tokens = readable_tokens([sample_of([0, 1], [0, 1], [-1, 5])], None, Letters())
+    assert (tokens.versions, tokens.advantages, tokens.turns) == ([5], [None], [None])
+
+
+def test_turns_that_are_samples_of_their_own_follow_one_another_with_what_they_were_given():
+    first = sample_of([0, 1], [0, 1], [-1, 3], turns=[-1, 0], episode=0)
+    second = sample_of([2, 3], [0, 1], [-1, 4], turns=[-1, 1], episode=0)
+    tokens = readable_tokens([first, second], None, Letters())
+    assert (tokens.texts, tokens.versions, tokens.turns) == (["b", "c", "d"], [3, None, 4], [0, None, 1])
+
+
+def test_a_response_of_no_token_has_none():
+    tokens = readable_tokens([sample_of([0, 1], [0, 0], [-1, -1])], None, Letters())
+    assert (tokens.texts, tokens.versions) == ([], [])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 1000])
+def test_of_a_long_response_the_beginning_and_the_end_are_told(extra):
+    length = FIRST_TOKENS + LAST_TOKENS + extra
+    sample = sample_of(np.arange(length) % 26, [1] * length, np.arange(length))
+    tokens = readable_tokens([sample], [np.zeros(length, dtype=np.float32)], Letters())
+    kept = [*range(FIRST_TOKENS), *range(length - LAST_TOKENS, length)]
+    assert tokens.versions == kept and len(tokens.texts) == len(tokens.advantages) == len(tokens.turns) == len(kept)
+    assert tokens.texts == [chr(ord("a") + place % 26) for place in kept]
+    assert (tokens.left_out, tokens.left_out_after) == (extra, FIRST_TOKENS if extra else 0)
+
+
+def test_each_group_is_told_with_the_advantages_of_its_own_rows():
+    prompt = Prompt("p", "d", np.zeros(1, dtype=np.int32), "a")
+    groups = [
+        Group(number, prompt, [sample_of([0, number * 2 + index], [0, 1], [-1, 0]) for index in range(2)])
+        for number in range(3)
+    ]
+    data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
+    data.tokens["advantages"] = np.arange(12, dtype=np.float32)
+    told = readable(groups, data, 4, 2, Letters())
+    assert [(each.group_id, each.advantage, each.tokens.advantages) for each in told] == [
+        (0, 1.0, [1.0]), (1, 5.0, [5.0]),
+    ]  # fmt: skip
+    assert [each.tokens.texts for each in told] == [["a"], ["c"]]
