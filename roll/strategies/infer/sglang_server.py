@@ -1,0 +1,26 @@
+"""The process of SGLang's server: reads its arguments as JSON from standard input, and serves until its owner is gone.
+
+Started as ``python -m``, so that SGLang's own processes, which begin by importing this module, find it again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from roll.strategies.infer.mapped_memory import end_with
+
+
+def main() -> None:
+    """Serve. Does not return before the server ends."""
+    orders = json.load(sys.stdin)
+    # SGLang's processes end with this one by themselves.
+    end_with(orders["owner"])
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+
+    run_server(ServerArgs(**orders["arguments"]))
+
+
+if __name__ == "__main__":
+    main()
