@@ -31,6 +31,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_devices.weights_can_be_pushed,
     rules_devices.engine_reads_its_model_arguments,
     rules_devices.vllm_samples_at_the_temperature,
+    rules_devices.sglang_has_gpus,
+    rules_devices.sglang_records_what_it_samples,
     rules_training.trainers_write_their_state,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,

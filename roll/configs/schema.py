@@ -18,7 +18,7 @@ TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 RESUMABLE_STRATEGIES = ("fsdp2_train",)
 """Trainers that write their state, and go on from it."""
-INFER_STRATEGIES = ("hf_infer", "vllm")
+INFER_STRATEGIES = ("hf_infer", "sglang", "vllm")
 """Generation engines."""
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
 """Verifiers known by name; any other is an import path."""

@@ -78,7 +78,7 @@ class SGLangInferStrategy:
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = eos_token_ids
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
-        self._sleeps = shares_devices and device == "cuda"
+        self._sleeps = shares_devices
         self._strategy_config = strategy_config
         self._server: SGLangServer | None = None
         self._running: dict[str, _Inside] = {}
@@ -210,9 +210,9 @@ class SGLangInferStrategy:
     async def load_weights(self, version: int) -> WeightReceipt:
         """Replace all weights by the prepared ones; only while paused or idle.
 
-        The receipt's checksums are those of the bytes that were loaded, and for some small tensors those of what SGLang
-        reads back, where its model can. Raises ``WeightMismatch`` if SGLang's weights are what they were although others
-        were loaded, ``EngineFailed`` for a load that stopped half-way.
+        The receipt's checksums are those of the bytes that were loaded, for some small tensors those of what SGLang
+        reads back, where its model can. Raises ``WeightMismatch`` if SGLang's weights are what they were although other
+        ones were loaded, ``EngineFailed`` for a load that stopped half-way.
         """
         server = self._live_server()
         if self._prepared is None or self._prepared.version != version:
