@@ -102,7 +102,7 @@ WRONG = [
         {
             "actor_infer.strategy_args.strategy_name": "sglang",
             "actor_infer.model_args.attn_implementation": "eager",
-            "cluster.device": "cuda",
+            "cluster.device": "cuda", "cluster.address": "auto",
         },
         "actor_infer.model_args.attn_implementation", "has no effect: SGLang", "`attention_backend`",
     ),
@@ -111,7 +111,10 @@ WRONG = [
         "actor_infer.strategy_args.strategy_name", "sglang needs GPUs", "`cluster.device: cuda`",
     ),
     (
-        {"actor_infer.strategy_args.strategy_name": "sglang", "actor_infer.generating_args.top_p": 0.9},
+        {
+            "actor_infer.strategy_args.strategy_name": "sglang", "actor_infer.generating_args.top_p": 0.9,
+            "cluster.device": "cuda", "cluster.address": "auto",
+        },
         "actor_infer.generating_args.top_p", "only together with a top-k", "set `top_k` to at most 4096",
     ),
     (
@@ -120,6 +123,7 @@ WRONG = [
                 "strategy_name": "sglang", "strategy_config": {"sampling_mask_max_tokens": 100},
             },
             "actor_infer.generating_args.top_k": 101,
+            "cluster.device": "cuda", "cluster.address": "auto",
         },
         "actor_infer.generating_args.top_k", "at most 100 tokens", "`sampling_mask_max_tokens`",
     ),

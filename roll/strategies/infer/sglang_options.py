@@ -98,16 +98,18 @@ def server_argument_names() -> frozenset[str] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(spec.submodule_search_locations[0]) / "srt"
-    sources = [folder / "server_args.py", *sorted((folder / "arg_groups" / "fields").glob("*.py"))]
-    return frozenset(name for source in sources for name in _field_names(source))
+    names = _field_names(folder / "server_args.py", "ServerArgs")
+    for source in (folder / "arg_groups" / "fields").glob("*.py"):
+        names |= _field_names(source)
+    return frozenset(names)
 
 
-def _field_names(source: Path) -> set[str]:
-    """Public annotated names in the bodies of a module's classes."""
+def _field_names(source: Path, class_name: str | None = None) -> set[str]:
+    """Public annotated names in the bodies of a module's classes, or of one of them."""
     return {
         field.target.id
         for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
+        if isinstance(node, ast.ClassDef) and class_name in (None, node.name)
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id.islower()
         if not field.target.id.startswith("_")

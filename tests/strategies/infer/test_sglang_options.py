@@ -50,7 +50,9 @@ def test_names_are_read_from_one_class_or_from_several(installed, tmp_path, monk
     fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
     fields.mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").touch()
-    (tmp_path / "sglang" / "srt" / "server_args.py").write_text("class ServerArgs:\n    LIMIT: int = 3\n")
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(
+        "class ServerArgs:\n    LIMIT: int = 3\n\nclass PortArgs:\n    nccl_port: int = 3\n"
+    )
     (fields / "memory.py").write_text("class Memory:\n    _NS: str = ''\n    page_size: A[int, 'help'] = 1\n")
     (fields / "model.py").write_text("class Model:\n    dtype: str = 'auto'\n    def method(self): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
