@@ -50,9 +50,6 @@ from roll.strategies.infer.sglang_requests import check_recordable, generate_bod
 from roll.strategies.infer.sglang_response import scores_of, take_message
 from roll.strategies.infer.stop_strings import StopStrings
 
-_FLUSH_SECONDS = 10
-"""Most that SGLang waits until it can empty its caches."""
-
 
 class SGLangInferStrategy:
     """One engine replica; implements `InferStrategy`."""
@@ -333,7 +330,7 @@ class SGLangInferStrategy:
                     response.finish_reason = "abort"
                     yield response
                     return
-                ended = self._take(response, message)
+                ended = self._take(response, message, body["sampling_params"]["max_new_tokens"])
                 yield response
                 if response.finish_reason is not None:
                     return
@@ -342,15 +339,21 @@ class SGLangInferStrategy:
                 reading.cancel()
                 self._in_background(_tell_of_abort(server, response.engine_id))
 
-    def _take(self, response: Response, message: dict[str, Any] | Exception) -> bool:
-        """Add a message to the response. True if SGLang has ended the request."""
+    def _take(self, response: Response, message: dict[str, Any] | Exception, most: int) -> bool:
+        """Add a message to the response of ``most`` tokens. True if SGLang has ended the request."""
+        name = response.request.request_id
         if isinstance(message, CallRefused):
-            raise ValueError(f"request {response.request.request_id!r} cannot run: {message}") from message
+            raise ValueError(f"request {name!r} cannot run: {message}") from message
         if isinstance(message, Exception):
             raise message
         known = len(response.token_ids)
         stopped_here = take_message(response, message)
         self._generated_tokens += len(response.token_ids) - known
+        if response.finish_reason == "length" and len(response.token_ids) < most:
+            raise ValueError(
+                f"request {name!r} was cut at {len(response.token_ids)} of {most} tokens: SGLang has no memory for the "
+                "caches of more. Raise `mem_fraction_static`, or lower `sequence_length`"
+            )
         return response.finish_reason is not None and not stopped_here
 
     def _enter(self, name: str, inside: _Inside) -> None:
@@ -370,7 +373,8 @@ class SGLangInferStrategy:
         # The server answers before its scheduler has heard of it; what the scheduler itself answers comes after.
         await self._sign_of_life()
         if not keeps_caches:
-            await self._order(f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
+            # Without a time limit: with one SGLang waits until no request is left, those put back included.
+            await self._order("/flush_cache", {})
 
     async def _go_on(self) -> None:
         await self._order("/continue_generation", {"torch_empty_cache": False})

@@ -543,6 +543,13 @@ def test_a_server_that_does_not_start_says_so(tmp_path, folder):
             pass
 
 
+def test_a_response_that_was_cut_for_want_of_memory_is_no_success(folder):
+    with running_stand_in(folder, fault="has little memory") as engine:
+        with pytest.raises(ValueError, match="'a' was cut at 10 of 20 tokens: .*`mem_fraction_static`"):
+            engine.run(engine.strategy.generate, request("a", 20, ignore_eos=True))
+        assert len(engine.run(engine.strategy.generate, request("b", 10, ignore_eos=True)).token_ids) == 10
+
+
 def test_an_update_that_changes_nothing_or_half_is_told_by_what_it_left(folder):
     with running_stand_in(folder, fault="keeps its weights") as engine:
         engine.publish(make_wide_model(1))

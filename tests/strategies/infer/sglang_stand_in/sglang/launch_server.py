@@ -176,7 +176,8 @@ class StandIn:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        done = await self._order(self.scheduler.flush)
+        patient = float(request.query.get("timeout", 0)) > 0
+        done = await self._order(lambda: not (patient and self.scheduler.waiting) and self.scheduler.flush())
         return web.Response(text="Cache flushed." if done else "Flush cache failed.", status=200 if done else 400)
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
