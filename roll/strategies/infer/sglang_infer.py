@@ -282,6 +282,10 @@ class SGLangInferStrategy:
             inside.end_as_aborted()
         self._forget_prepared()
         await server.stop()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
         """The request's state after each message of SGLang; nothing if it was aborted before it began."""

@@ -16,10 +16,12 @@ def main() -> None:
     orders = json.load(sys.stdin)
     # SGLang's processes end with this one by themselves.
     end_with(orders["owner"])
-    from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    run_server(ServerArgs(**orders["arguments"]))
+    arguments = ServerArgs(**orders["arguments"])
+    from sglang.launch_server import run_server
+
+    run_server(arguments)
 
 
 if __name__ == "__main__":

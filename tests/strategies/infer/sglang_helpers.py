@@ -39,11 +39,11 @@ def sglang_strategy(model_path: str, device: str = "cpu", shares_devices: bool =
 
 @contextmanager
 def running_stand_in(
-    model_path: str, *, fault: str = "", shares_devices: bool = False, **config
+    model_path: str, *, fault_file: Path | None = None, shares_devices: bool = False, **config
 ) -> Iterator[RunningEngine]:
-    """An engine whose server is the stand-in."""
+    """An engine whose server is the stand-in. What is written into ``fault_file`` goes wrong from then on."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "SGLANG_STAND_IN_FAULT")}
-    os.environ |= {"PYTHONPATH": str(STAND_IN), "SGLANG_STAND_IN_FAULT": fault}
+    os.environ |= {"PYTHONPATH": str(STAND_IN), "SGLANG_STAND_IN_FAULT": str(fault_file or "")}
     try:
         strategy = sglang_strategy(model_path, shares_devices=shares_devices, **config)
         engine = RunningEngine(model_path, strategy=strategy)

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from roll.strategies.infer.base import EngineFailed, WeightMismatch
 from roll.strategies.weights import tensor_checksum
@@ -521,98 +522,122 @@ def test_progress_gives_the_tokens_beyond_those_known(published):
     assert "a" not in nothing
 
 
-def test_a_server_that_dies_is_reported_to_every_request_and_call(folder):
-    with running_stand_in(folder) as engine:
-        strategy = engine.strategy
-
-        async def scenario():
-            running = [asyncio.create_task(strategy.generate(request(str(i), 150, ignore_eos=True))) for i in range(4)]
-            await begun(strategy, 4, 4)
-            psutil.Process(strategy._server._process.pid).kill()
-            later = (strategy.progress({}), strategy.generate(request("later")), strategy.pause("keep"))
-            for failing in (*running, *later):
-                with pytest.raises(EngineFailed, match="SGLang cannot go on: its server ended with status -9"):
-                    await failing
-
-        engine.run(scenario)
-
-
-def test_a_server_that_does_not_start_says_so(tmp_path, folder):
+def test_a_server_that_does_not_start_says_so(folder):
     with pytest.raises(EngineFailed, match="did not start: it ended with status 1"):
         with running_stand_in(folder, no_such_argument=1):
             pass
 
 
-def test_a_response_that_was_cut_for_want_of_memory_is_no_success(folder):
-    with running_stand_in(folder, fault="has little memory") as engine:
-        with pytest.raises(ValueError, match="'a' was cut at 10 of 20 tokens: .*`mem_fraction_static`"):
-            engine.run(engine.strategy.generate, request("a", 20, ignore_eos=True))
-        assert len(engine.run(engine.strategy.generate, request("b", 10, ignore_eos=True)).token_ids) == 10
+class Faulty:
+    """An engine on shared devices with overlap, of a model that can be read back; and what is to go wrong."""
+
+    def __init__(self, engine, model, file) -> None:
+        self.engine, self.model, self._file = engine, model, file
+
+    def becomes(self, fault: str) -> None:
+        self._file.write_text(fault)
+
+    def publish(self) -> dict[str, torch.Tensor]:
+        """Load other weights than ever before."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.01
+        self.receipt = self.engine.run(self.engine.load, self.model, self.engine.version + 1)
+        self.engine.version += 1
+        return dict(self.model.named_parameters())
 
 
-def test_an_update_that_changes_nothing_or_half_is_told_by_what_it_left(folder):
-    with running_stand_in(folder, fault="keeps its weights") as engine:
-        engine.publish(make_wide_model(1))
-        with pytest.raises(WeightMismatch, match="version 2 brought other weights, but SGLang holds the same"):
-            engine.publish(make_wide_model(2))
-    with running_stand_in(folder, fault="fails half-way") as engine:
-        with pytest.raises(EngineFailed, match="version 1 were only partly loaded: .*Failed to update weights"):
-            engine.publish(make_wide_model(1))
+@pytest.fixture(scope="module")
+def one_engine(llama_path, tmp_path_factory):
+    file = tmp_path_factory.mktemp("faults") / "fault"
+    file.touch()
+    model = LlamaForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
+    config = {"shares_devices": True, "disable_overlap_schedule": False}
+    with running_stand_in(llama_path, fault_file=file, **config) as engine:
+        yield Faulty(engine, model, file)
 
 
-def test_weights_that_can_be_read_back_are(llama_path):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
-    with running_stand_in(llama_path, fault="holds something else") as engine:
-        receipt = engine.run(engine.load, model, 1)
-    sent = {name: tensor_checksum(tensor) for name, tensor in model.named_parameters()}
-    differing = {name for name, checksum in receipt.checksums.items() if checksum != sent[name]}
-    assert differing and all(dict(model.named_parameters())[name].numel() <= 8192 for name in differing)
+@pytest.fixture
+def faulty(one_engine):
+    one_engine.becomes("")
+    return one_engine
 
 
-def test_an_engine_of_shared_devices_gives_its_memory_up_and_takes_it_back(folder, first_model):
-    """The stand-in ends itself where the real one would: memory given up while requests run, or used while away."""
-    with running_stand_in(folder, shares_devices=True) as engine:
-        strategy = engine.strategy
+def test_an_engine_of_shared_devices_gives_its_memory_up_and_takes_it_back(faulty):
+    """The stand-in ends itself where the real one would: memory given up while requests run, or used while away. With
+    overlap a pause leaves no step under way, whose tokens SGLang would count under the newer version."""
+    strategy = faulty.engine.strategy
 
-        async def scenario():
-            running = asyncio.create_task(strategy.generate(request("a", 100, seed=4, ignore_eos=True)))
-            await begun(strategy, 1, 8)
-            await strategy.pause("keep")
-            await strategy.sleep()
-            assert (await strategy._order("/server_info"))["internal_states"] == [{"running": 0, "released": True}]
-            await strategy.wake()
-            await strategy.resume()
-            completion = await running
-            await strategy.sleep()
-            late = asyncio.create_task(strategy.generate(request("late", 5, ignore_eos=True)))
-            await strategy.progress({})
-            await strategy.wake()
-            return completion, await late
+    async def state():
+        return (await strategy._order("/server_info"))["internal_states"][0]
 
-        completion, late = engine.run(scenario)
-        assert len(completion.token_ids) == 100 and len(late.token_ids) == 5
-        logprobs = full_scores(first_model, PROMPT, completion)
-        assert np.abs(completion.logprobs - logprobs).max() < 1e-3
-        engine.run(strategy.shutdown)
-        engine.run(strategy.shutdown)
+    async def scenario():
+        running = asyncio.create_task(strategy.generate(request("a", 100, seed=4, ignore_eos=True)))
+        await begun(strategy, 1, 8)
+        await strategy.pause("keep")
+        assert await state() == {"running": 0, "released": False}
+        await strategy.sleep()
+        assert await state() == {"running": 0, "released": True}
+        await strategy.wake()
+        await strategy.resume()
+        completion = await running
+        await strategy.sleep()
+        late = asyncio.create_task(strategy.generate(request("late", 5, ignore_eos=True)))
+        await strategy.progress({})
+        await strategy.wake()
+        return completion, await late
+
+    completion, late = faulty.engine.run(scenario)
+    assert len(completion.token_ids) == 100 and len(late.token_ids) == 5
+    logprobs = full_scores(faulty.model, PROMPT, completion)
+    assert np.abs(completion.logprobs - logprobs).max() < 1e-3
+
+
+def test_a_response_that_was_cut_for_want_of_memory_is_no_success(faulty):
+    generate = faulty.engine.strategy.generate
+    faulty.becomes("has little memory")
+    with pytest.raises(ValueError, match="'a' was cut at 10 of 20 tokens: .*`mem_fraction_static`"):
+        faulty.engine.run(generate, request("a", 20, ignore_eos=True))
+    assert len(faulty.engine.run(generate, request("b", 10, ignore_eos=True)).token_ids) == 10
+
+
+def test_weights_that_can_be_read_back_are(faulty):
+    sent = faulty.publish()
+    assert faulty.receipt.checksums == {name: tensor_checksum(tensor) for name, tensor in sent.items()}
+    faulty.becomes("holds something else")
+    sent = faulty.publish()
+    told = faulty.receipt.checksums
+    differing = {name for name, tensor in sent.items() if told[name] != tensor_checksum(tensor)}
+    assert differing and all(sent[name].numel() <= 8192 for name in differing)
+
+
+def test_an_update_that_changes_nothing_or_half_is_told_by_what_it_left(faulty):
+    strategy = faulty.engine.strategy
+    faulty.publish()
+    faulty.becomes("keeps its weights")
+    with pytest.raises(WeightMismatch, match="brought other weights, but SGLang holds the same"):
+        faulty.publish()
+    faulty.becomes("fails half-way")
+    with pytest.raises(EngineFailed, match="were only partly loaded: .*Failed to update weights"):
+        faulty.publish()
+    faulty.engine.run(strategy.resume)
+
+
+def test_a_server_that_dies_is_reported_to_every_request_and_call(faulty):
+    """The last one with this engine."""
+    strategy = faulty.engine.strategy
+
+    async def scenario():
+        running = [asyncio.create_task(strategy.generate(request(str(i), 120, ignore_eos=True))) for i in range(4)]
+        await begun(strategy, 4, 4)
+        psutil.Process(strategy._server._process.pid).kill()
+        later = (strategy.progress({}), strategy.generate(request("later")), strategy.pause("keep"))
+        for failing in (*running, *later):
+            with pytest.raises(EngineFailed, match="SGLang cannot go on: its server ended with status -9"):
+                await failing
+        await strategy.shutdown()
+        await strategy.shutdown()
         with pytest.raises(EngineFailed, match="was shut down"):
-            engine.run(strategy.generate, request("after"))
+            await strategy.generate(request("after"))
 
-
-def test_with_overlap_a_pause_never_leaves_a_step_under_way(folder):
-    """SGLang would count its tokens under the newer version; so the caches are dropped instead."""
-    with running_stand_in(folder, disable_overlap_schedule=False) as engine:
-        strategy = engine.strategy
-
-        async def scenario():
-            running = asyncio.create_task(strategy.generate(request("a", 60, ignore_eos=True)))
-            await begun(strategy, 1, 8)
-            await strategy.pause("keep")
-            told = await strategy._order("/server_info")
-            await strategy.resume()
-            return told["internal_states"][0]["running"], await running
-
-        still_inside, completion = engine.run(scenario)
-        assert still_inside == 0 and len(completion.token_ids) == 60
+    faulty.engine.run(scenario)

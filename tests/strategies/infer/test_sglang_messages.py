@@ -68,7 +68,9 @@ def test_a_continued_request_keeps_its_seed_and_one_with_stop_strings_hears_of_e
 
 
 def test_a_truncated_distribution_is_recorded_by_its_mask_and_a_point_by_nothing():
-    assert body_of(top_k=9)["return_sampling_mask"] and body_of(top_k=9, top_p=0.5)["return_sampling_mask"]
+    for sampling in (dict(top_k=9), dict(top_k=9, top_p=0.5)):
+        body = body_of(**sampling)
+        assert body["return_sampling_mask"] and not body["return_logprob"]
     assert not body_of(top_k=1, top_p=0.5)["return_sampling_mask"]
     assert not body_of(temperature=0.0, top_p=0.5)["return_sampling_mask"]
 

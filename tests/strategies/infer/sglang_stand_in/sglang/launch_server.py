@@ -26,7 +26,7 @@ class StandIn:
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
-        self.scheduler = Scheduler(args, os.environ.get("SGLANG_STAND_IN_FAULT", ""))
+        self.scheduler = Scheduler(args)
         self.orders: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
         self.outputs: dict[str, asyncio.Queue[dict[str, Any]]] = {}
         self.version = args.weight_version

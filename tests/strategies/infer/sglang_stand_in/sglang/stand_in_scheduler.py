@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class Req:
 class Scheduler:
     """Steps, and orders between them."""
 
-    def __init__(self, args: ServerArgs, fault: str) -> None:
-        self.args, self.fault = args, fault
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
         self.model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=getattr(torch, args.dtype)).eval()
         self.eos = self.model.generation_config.eos_token_id
         self.version = args.weight_version
@@ -63,6 +64,12 @@ class Scheduler:
         self.paused = False
         self.released = False
         self.randomness = torch.Generator().manual_seed(args.random_seed or 0)
+
+    @property
+    def fault(self) -> str:
+        """What a test wants to go wrong now: the contents of a file."""
+        file = os.environ.get("SGLANG_STAND_IN_FAULT")
+        return Path(file).read_text() if file else ""
 
     def refusal(self, req: Req) -> str | None:
         """Why a request cannot be taken on. As the real one does, shorten a response that would be too long."""
