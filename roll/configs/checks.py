@@ -44,6 +44,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_lora.adapters_are_trained,
     rules_lora.base_reference_sets_nothing,
     rules_training.gradients_are_added_up_in_float32,
+    rules_devices.sglang_has_gpus,
+    rules_devices.sglang_records_what_it_samples,
     rules_training.staleness_is_possible,
     rules_training.batches_divide,
     rules_training.lengths_fit,

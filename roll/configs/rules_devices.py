@@ -19,7 +19,7 @@ from roll.configs.derived import (
 )
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import ModelArguments, PipelineConfig
+from roll.configs.schema import GeneratingArguments, ModelArguments, PipelineConfig
 from roll.configs.wording import count, shown
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
@@ -146,12 +146,13 @@ def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """vLLM has its own choice of attention."""
+    """vLLM and SGLang have their own choice of attention."""
     chosen = config.actor_infer.model_args.attn_implementation
-    if config.actor_infer.strategy_args.strategy_name == "vllm" and chosen != ModelArguments().attn_implementation:
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(config.actor_infer.strategy_args.strategy_name)
+    if engine is not None and chosen != ModelArguments().attn_implementation:
         yield ConfigProblem(
             "actor_infer.model_args.attn_implementation",
-            f"{shown(chosen)} has no effect: vLLM chooses its attention itself",
+            f"{shown(chosen)} has no effect: {engine} chooses its attention itself",
             "remove this key, or set `attention_backend` in `actor_infer.strategy_args.strategy_config`",
         )
 
@@ -160,14 +161,44 @@ def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigPr
     """vLLM raises small temperatures to 0.01, and would record log-probabilities of another distribution."""
     if config.actor_infer.strategy_args.strategy_name != "vllm":
         return
+    for path, generating in _generating_arguments(config).items():
+        if 0 < generating.temperature < 0.01:
+            message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
+            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+
+
+def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """SGLang is driven on GPUs only."""
+    if config.actor_infer.strategy_args.strategy_name == "sglang" and config.cluster.device != "cuda":
+        message = f"sglang needs GPUs; this run computes on {config.cluster.device}"
+        remedy = "write `cluster.device: cuda`, or use hf_infer or vllm"
+        yield ConfigProblem("actor_infer.strategy_args.strategy_name", message, remedy)
+
+
+def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """SGLang tells the log-probabilities of a truncated distribution only for a top-k within its server's limit."""
+    strategy = config.actor_infer.strategy_args
+    if strategy.strategy_name != "sglang":
+        return
+    limit = strategy.strategy_config.get("sampling_mask_max_tokens")
+    limit = limit if isinstance(limit, int) else 4096
+    for path, generating in _generating_arguments(config).items():
+        if generating.temperature > 0 and generating.top_p < 1 and generating.top_k == 0:
+            message = f"{generating.top_p}: SGLang records what it samples from under top-p only together with a top-k"
+            yield ConfigProblem(f"{path}.top_p", message, f"write 1, or set `top_k` to at most {limit}")
+        if generating.temperature > 0 and generating.top_k > limit:
+            message = f"{generating.top_k}: SGLang records what it samples from for at most {limit} tokens"
+            remedy = "write 0 (all), less, or raise `sampling_mask_max_tokens` in `strategy_config`"
+            yield ConfigProblem(f"{path}.top_k", message, remedy)
+
+
+def _generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
+    """How responses are sampled, by path: in training, and in validation if there is one."""
     arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
     validation = validation_settings(config)
     if validation is not None:
         arguments["validation.generating_args"] = validation.generating_args
-    for path, generating in arguments.items():
-        if 0 < generating.temperature < 0.01:
-            message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
-            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+    return arguments
 
 
 def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:

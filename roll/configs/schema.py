@@ -22,7 +22,7 @@ ADAPTER_STRATEGIES = ("fsdp2_train",)
 """Trainers of adapters (LoRA)."""
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys of `model_args` that say what adapters are."""
-INFER_STRATEGIES = ("hf_infer", "vllm")
+INFER_STRATEGIES = ("hf_infer", "sglang", "vllm")
 """Generation engines."""
 SCORE_STRATEGIES = ("hf_infer",)
 """Engines of reward models."""

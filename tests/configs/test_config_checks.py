@@ -145,6 +145,35 @@ WRONG = [
         },
         "actor_infer.model_args.attn_implementation", "has no effect", "`attention_backend`",
     ),
+    (
+        {
+            "actor_infer.strategy_args.strategy_name": "sglang",
+            "actor_infer.model_args.attn_implementation": "eager",
+            "cluster.device": "cuda", "cluster.address": "auto",
+        },
+        "actor_infer.model_args.attn_implementation", "has no effect: SGLang", "`attention_backend`",
+    ),
+    (
+        {"actor_infer.strategy_args.strategy_name": "sglang"},
+        "actor_infer.strategy_args.strategy_name", "sglang needs GPUs", "`cluster.device: cuda`",
+    ),
+    (
+        {
+            "actor_infer.strategy_args.strategy_name": "sglang", "actor_infer.generating_args.top_p": 0.9,
+            "cluster.device": "cuda", "cluster.address": "auto",
+        },
+        "actor_infer.generating_args.top_p", "only together with a top-k", "set `top_k` to at most 4096",
+    ),
+    (
+        {
+            "actor_infer.strategy_args": {
+                "strategy_name": "sglang", "strategy_config": {"sampling_mask_max_tokens": 100},
+            },
+            "actor_infer.generating_args.top_k": 101,
+            "cluster.device": "cuda", "cluster.address": "auto",
+        },
+        "actor_infer.generating_args.top_k", "at most 100 tokens", "`sampling_mask_max_tokens`",
+    ),
     # Trainer against engine.
     (
         {"mismatch_alarm": 0.1, "actor_infer.generating_args.top_p": 0.9},

@@ -11,12 +11,14 @@ from roll.configs.errors import ConfigError, ConfigProblem
 
 INFER_STRATEGIES: dict[str, str] = {
     "hf_infer": "roll.strategies.infer.hf_infer:HFInferStrategy",
+    "sglang": "roll.strategies.infer.sglang_infer:SGLangInferStrategy",
     "vllm": "roll.strategies.infer.vllm_infer:VLLMInferStrategy",
 }
 """Strategy name -> ``module:class``."""
 
 OPTION_CHECKS: dict[str, str] = {
     "hf_infer": "roll.strategies.infer.hf_options:check_options",
+    "sglang": "roll.strategies.infer.sglang_options:check_options",
     "vllm": "roll.strategies.infer.vllm_options:check_options",
 }
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""

@@ -41,11 +41,13 @@ from roll.strategies.infer.model_facts import (
     load_tokenizer,
     parameter_shapes,
 )
+from roll.strategies.infer.publication import check_layout
+from roll.strategies.infer.response import Response, nothing
 from roll.strategies.infer.stop_strings import StopStrings
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE, WEIGHT_BACKENDS, engine_arguments
-from roll.strategies.infer.vllm_publication import Prepared, bucket_info, check_layout, prepare
+from roll.strategies.infer.vllm_publication import Prepared, bucket_info, prepare
 from roll.strategies.infer.vllm_requests import prompt_input, sampling_params
-from roll.strategies.infer.vllm_response import Response
+from roll.strategies.infer.vllm_response import take_output
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
@@ -134,7 +136,7 @@ class VLLMInferStrategy:
         last: Response | None = None
         async for response in self._responses(request):
             last = response
-        return _nothing(request) if last is None else last.completion()
+        return nothing(request) if last is None else last.completion()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
@@ -147,7 +149,7 @@ class VLLMInferStrategy:
                 known = len(response.token_ids)
                 if ended is not None:
                     return
-        empty = _nothing(request)
+        empty = nothing(request)
         yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
@@ -371,7 +373,7 @@ class VLLMInferStrategy:
                         return
                     (completion,) = output.outputs
                     self._generated_tokens += len(completion.token_ids)
-                    stopped = response.add(completion, self._version)
+                    stopped = take_output(response, completion, self._version)
                     if response.aborted and response.finish_reason is None:
                         response.finish_reason, stopped = "abort", True
                     yield response
@@ -542,9 +544,3 @@ def _end(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-
-
-def _nothing(request: GenerateRequest) -> Completion:
-    """The end of a request that was aborted before it began."""
-    empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
-    return Completion(request.request_id, *empty, finish_reason="abort")

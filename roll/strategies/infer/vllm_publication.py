@@ -1,26 +1,17 @@
-"""A publication on its way into vLLM: that it is complete and fits, where its bytes lie, and what is read back of it.
+"""A publication on its way into vLLM: that it is complete and fits, and where its bytes lie.
 
 Everything here is decided before the engine is paused, and without vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from roll.data.seeds import derive_seed
-from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMismatch, WeightReceipt
+from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightReceipt
 from roll.strategies.infer.mapped_memory import MemoryFile
+from roll.strategies.infer.publication import Layout, check_layout
 from roll.strategies.weights import ALIGNMENT, manifest
-
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Hugging Face name of each tensor -> (dtype name, shape)."""
-
-_INSPECTED_BYTES = 64 * 1024**2
-"""Most bytes of weights read back from the engine after an update."""
 
 
 @dataclass
@@ -41,29 +32,6 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
     parameter_count, checksums = manifest(buckets)
     located, staging = locate(buckets)
     return Prepared(version, located, WeightReceipt(version, parameter_count, checksums), layout, staging)
-
-
-def check_layout(entries: list[tuple[str, str, tuple[int, ...]]], shapes: dict[str, tuple[int, ...]]) -> Layout:
-    """What was sent. Raises ``WeightMismatch`` naming a tensor that does not fit, or is missing."""
-    layout: Layout = {}
-    for name, dtype, shape in entries:
-        if name not in shapes:
-            raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-        if name in layout:
-            raise WeightMismatch(f"tensor {name!r} came twice")
-        if not _is_float(dtype):
-            raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
-        if tuple(shape) != shapes[name]:
-            raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {shapes[name]}")
-        layout[name] = (dtype, tuple(shape))
-    missing = [name for name in shapes if name not in layout]
-    if missing:
-        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
-    return layout
-
-
-def _is_float(dtype_name: str) -> bool:
-    return dtype_name.startswith(("float", "bfloat"))
 
 
 def locate(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
@@ -95,15 +63,3 @@ def bucket_info(bucket: WeightBucket) -> dict[str, Any]:
         "size": len(bucket.data),
         "tensors": bucket.tensors,
     }
-
-
-def sample_of(tensors: Mapping[str, torch.Tensor], version: int) -> list[str]:
-    """Names of some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one)."""
-    sample: list[str] = []
-    size = 0
-    for name in sorted(tensors, key=lambda name: derive_seed(version, name)):
-        size += tensors[name].nbytes
-        if sample and size > _INSPECTED_BYTES:
-            break
-        sample.append(name)
-    return sample

@@ -22,8 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll.strategies.infer.base import WeightBucket
 from roll.strategies.infer.mapped_memory import end_with, map_file
+from roll.strategies.infer.publication import Layout, sample_of
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE
-from roll.strategies.infer.vllm_publication import Layout, sample_of
 from roll.strategies.weights import tensor_checksum, views
 
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A running vLLM engine for tests: one per session, on an event loop of its own."""
+"""A running engine for tests, vLLM unless told otherwise: one per session, on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from roll.strategies.infer.base import GenerateRequest, SamplingParams
+from roll.strategies.infer.base import GenerateRequest, InferStrategy, SamplingParams
 from roll.strategies.infer.vllm_infer import VLLMInferStrategy
 from roll.strategies.weights import pack_buckets
 
@@ -51,11 +51,12 @@ def make_model(seed: int = 0, **changes) -> Qwen2ForCausalLM:
 class RunningEngine:
     """An engine and the event loop it lives on."""
 
-    def __init__(self, model_path: str, **strategy_config) -> None:
+    def __init__(self, model_path: str, *, strategy: InferStrategy | None = None, **strategy_config) -> None:
+        """``strategy`` defaults to vLLM on a CPU."""
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         torch.set_num_threads(1)
-        self.strategy = VLLMInferStrategy(
+        self.strategy = strategy or VLLMInferStrategy(
             model_path,
             device="cpu",
             dtype="float32",

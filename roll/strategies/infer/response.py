@@ -1,0 +1,120 @@
+"""One request inside an engine process of its own, as its tokens arrive.
+
+Such an engine reports a few tokens at a time and says which weights made which of them when the request ends; until
+then a version that is never too new stands in. Stop strings are looked for here, token by token and over the seam of a
+continued response, as every other engine of this project does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, SamplingParams, TokenChunk
+from roll.strategies.infer.stop_strings import StopStringMatcher
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``start`` to ``end`` (exclusive) of a response, made by one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass
+class Response:
+    """The tokens of a request so far."""
+
+    request: GenerateRequest
+    engine_id: str
+    """Its name inside the engine."""
+    matcher: StopStringMatcher | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+    """Somebody asked for its end."""
+    begins_again: bool = False
+    """It had no token when weights were replaced under cached prompts, and is to enter the engine anew."""
+    _last_version: int | None = None
+    """What the engine held at the last message."""
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        spans: Sequence[VersionSpan] = (),
+        finish_reason: FinishReason | None = None,
+    ) -> bool:
+        """Take new tokens in, the engine holding ``version``; ``spans`` tell the versions of the whole response once it
+        has ended. True if a stop string ends the request in the engine's place.
+
+        Engines hold a few tokens back, so the first message after an update may bring some of the version before: until
+        the request ends and the engine tells which, all of them count as older. Raises `EngineFailed` if the spans do
+        not cover the tokens.
+        """
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        oldest = version if self._last_version is None else self._last_version
+        self.versions += [oldest] * len(token_ids)
+        self._last_version = version
+        if spans:
+            self.versions = versions_of(spans, len(self.token_ids))
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+        return self._stop_at_string(len(token_ids))
+
+    def chunk(self, known: int, finish_reason: str | None = None) -> TokenChunk:
+        """The tokens beyond the first ``known``."""
+        return TokenChunk(*self._arrays(known), finish_reason=finish_reason)
+
+    def completion(self) -> Completion:
+        """The whole response."""
+        return Completion(self.request.request_id, *self._arrays(0), finish_reason=self.finish_reason or "abort")
+
+    def _arrays(self, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        logprobs = np.array(self.logprobs[start:], dtype=np.float32)
+        return (
+            np.array(self.token_ids[start:], dtype=np.int32),
+            np.zeros_like(logprobs) if is_greedy(self.request.sampling) else logprobs,
+            np.array(self.versions[start:], dtype=np.int32),
+        )
+
+    def _stop_at_string(self, new: int) -> bool:
+        if self.matcher is None or not new:
+            return False
+        for end in range(len(self.token_ids) - new + 1, len(self.token_ids) + 1):
+            if self.matcher.push([self.token_ids[end - 1]]):
+                going_on = self.finish_reason is None
+                del self.token_ids[end:], self.logprobs[end:], self.versions[end:]
+                self.finish_reason = "stop"
+                return going_on
+        return False
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the distribution that is sampled from is a point."""
+    return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def versions_of(spans: Sequence[VersionSpan], count: int) -> list[int]:
+    """Version of each of ``count`` tokens. Raises `EngineFailed` if the spans do not cover them."""
+    versions = [span.version for span in spans for _ in range(span.start, span.end)]
+    if len(versions) != count:
+        raise EngineFailed(f"the engine tells the weight versions of {len(versions)} tokens out of {count}")
+    return versions
+
+
+def nothing(request: GenerateRequest) -> Completion:
+    """The end of a request that was aborted before it began."""
+    empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+    return Completion(request.request_id, *empty, finish_reason="abort")

@@ -1,0 +1,187 @@
+"""SGLang's server as a process of ours: started, asked over HTTP on the loopback address, ended.
+
+A call that cannot reach the server raises `EngineFailed`, with the exit status if the process is gone; a call that the
+server answers with a refusal raises `CallRefused`, never silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import roll
+from roll.strategies.infer.base import EngineFailed
+
+if TYPE_CHECKING:
+    import aiohttp
+
+SERVER_COMMAND = (sys.executable, "-m", "roll.strategies.infer.sglang_server")
+_POLL_SECONDS = 0.1
+_ENDING_SECONDS = 10.0
+"""Most that a server gets to end by itself."""
+
+
+class CallRefused(RuntimeError):
+    """The server answered that it did not do what was asked."""
+
+
+class SGLangServer:
+    """One server process and the way to talk to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession) -> None:
+        self._process = process
+        self._session = session
+
+    @classmethod
+    async def start(cls, arguments: Mapping[str, Any]) -> SGLangServer:
+        """Start a process and wait until it serves. Raises `EngineFailed` if it ends instead."""
+        import aiohttp
+
+        process = await asyncio.create_subprocess_exec(
+            *SERVER_COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            env=server_environment(),
+            start_new_session=True,
+        )
+        process.stdin.write(json.dumps({"owner": os.getpid(), "arguments": dict(arguments)}).encode())
+        process.stdin.close()
+        session = aiohttp.ClientSession(
+            f"http://{arguments['host']}:{arguments['port']}",
+            headers={"Authorization": f"Bearer {arguments['api_key']}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        server = cls(process, session)
+        try:
+            await server._ready()
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Ask for something (with a body: order it). Raises `CallRefused`, `EngineFailed`."""
+        import aiohttp
+
+        self._check_open()
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(method, path, json=body) as reply:
+                text = await reply.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._gone(path, error) from error
+        content = _parsed(text)
+        if reply.status != 200 or content.get("success") is False:
+            raise CallRefused(f"SGLang refused {path} ({reply.status}): {_message(content, text)}")
+        return content
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The messages of a streamed answer. Raises `CallRefused`, `EngineFailed` if it breaks off."""
+        import aiohttp
+
+        self._check_open()
+        lines = EventLines()
+        try:
+            async with self._session.post(path, json=body) as reply:
+                if reply.status != 200:
+                    text = await reply.text()
+                    raise CallRefused(_message(_parsed(text), text))
+                async for data in reply.content.iter_any():
+                    for message in lines.feed(data):
+                        yield message
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._gone(path, error) from error
+        if not lines.ended:
+            raise EngineFailed(f"SGLang's answer to {path} broke off")
+
+    async def stop(self) -> None:
+        """End the server and all of its processes."""
+        await self._session.close()
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), _ENDING_SECONDS)
+            except TimeoutError:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                await self._process.wait()
+
+    async def _ready(self) -> None:
+        """Wait until the server has generated something."""
+        import aiohttp
+
+        while True:
+            if self._process.returncode is not None:
+                raise EngineFailed(f"SGLang's server did not start: it ended with status {self._process.returncode}")
+            with suppress(aiohttp.ClientError, OSError):  # Nothing may listen yet.
+                async with self._session.get("/health") as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _check_open(self) -> None:
+        if self._session.closed:
+            raise EngineFailed("SGLang's server was stopped")
+
+    async def _gone(self, path: str, error: Exception) -> EngineFailed:
+        """Why the server cannot be reached. A process that is ending is given a moment to say how."""
+        try:
+            await asyncio.wait_for(self._process.wait(), 1.0)
+            return EngineFailed(f"SGLang cannot go on: its server ended with status {self._process.returncode}")
+        except TimeoutError:
+            return EngineFailed(f"SGLang cannot go on: {path} failed with {type(error).__name__}: {error}")
+
+
+class EventLines:
+    """Server-sent events, put together from whatever pieces arrive."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self.ended = False
+        """Whether the last event was the one that ends a stream."""
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The events that are complete now."""
+        self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            content = line[len(b"data:") :].strip()
+            if content == b"[DONE]":
+                self.ended = True
+            else:
+                yield json.loads(content)
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of the server: this process's, able to import this package, and with what the record needs."""
+    paths = [str(Path(roll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        # The log-probabilities of the distribution after temperature, not before it.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+        # The run never sends longer sequences than its own limit; the server's has a few tokens of headroom.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
+    }
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A JSON object, or nothing where the answer is plain text."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {"value": content}
+
+
+def _message(content: Mapping[str, Any], text: str) -> str:
+    error = content.get("error", content.get("message", text))
+    return str(error["message"] if isinstance(error, dict) and "message" in error else error)[:1000]

@@ -1,0 +1,556 @@
+"""`sglang`: SGLang's server behind the `InferStrategy` protocol.
+
+The server, not SGLang's in-process ``Engine``: pausing generation and aborting requests are offered over HTTP only, and
+the engine's own control calls run an event loop to its end, so nothing that already lives on one can make them. Only
+documented calls are used: token ids in and out, pause and resume, weights from a checkpoint, release and return of
+memory. Requests wait outside SGLang until there is a place for them, so no update waits for one that has not begun.
+
+Written against the sources of SGLang 0.5.23, where no GPU was at hand: what was run was this module against a stand-in
+for the server (tests/strategies/infer/sglang_stand_in). What it does not promise: equal bits, or equal samples without
+``enable_deterministic_inference`` in `strategy_config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from roll.strategies.infer.admission_gate import AdmissionGate
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    GenerateRequest,
+    PauseMode,
+    TokenChunk,
+    WeightBucket,
+    WeightMismatch,
+    WeightReceipt,
+)
+from roll.strategies.infer.busy_clock import BusyClock
+from roll.strategies.infer.hf_engine import check_request
+from roll.strategies.infer.model_facts import ModelSpec, eos_token_ids, load_config, load_tokenizer, parameter_shapes
+from roll.strategies.infer.response import Response, nothing
+from roll.strategies.infer.sglang_client import CallRefused, SGLangServer
+from roll.strategies.infer.sglang_options import mask_limit, server_arguments
+from roll.strategies.infer.sglang_publication import (
+    Prepared,
+    checksum_of_values,
+    fingerprint,
+    names_to_read,
+    prepare,
+)
+from roll.strategies.infer.sglang_requests import check_recordable, generate_body, score_body
+from roll.strategies.infer.sglang_response import scores_of, take_message
+from roll.strategies.infer.stop_strings import StopStrings
+
+
+class SGLangInferStrategy:
+    """One engine replica; implements `InferStrategy`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        attn_implementation: str,
+        max_length: int,
+        trust_remote_code: bool = False,
+        eos_token_ids: Sequence[int] | None = None,
+        devices_per_engine: int = 1,
+        shares_devices: bool = False,
+        transport: str = "object_store",
+        strategy_config: dict[str, Any],
+    ) -> None:
+        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
+        that shares them is started so that it can sleep. Weights are loaded from buckets, whatever ``transport``
+        brought them."""
+        self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
+        self._eos_token_ids = eos_token_ids
+        self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
+        self._sleeps = shares_devices
+        self._strategy_config = strategy_config
+        self._server: SGLangServer | None = None
+        self._running: dict[str, _Inside] = {}
+        self._known: set[str] = set()
+        self._aborted: set[str] = set()
+        """Requests aborted between being let in and being inside."""
+        self._numbers = itertools.count()
+        self._drains: list[asyncio.Future[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused = False
+        self._asleep = False
+        self._version = 0
+        self._prepared: Prepared | None = None
+        self._held: tuple[str, str] | None = None
+        """Fingerprint of the publication that was loaded last, and what SGLang said of its weights then."""
+        self._reads_back = True
+        self._stop_strings = StopStrings(lambda: load_tokenizer(self._spec))
+        self._generated_tokens = 0
+        self._clock = BusyClock()
+
+    async def start(self) -> None:
+        """Start the server, which loads the model (as version 0), and accept requests."""
+        if self._server is not None:
+            raise RuntimeError("this engine was started before")
+        spec = self._spec
+        config = load_config(spec.model_path, spec.trust_remote_code)
+        self._shapes = parameter_shapes(config, spec.trust_remote_code)
+        self._vocabulary = config.get_text_config(decoder=True).vocab_size
+        if self._eos_token_ids is None:
+            self._eos_token_ids = eos_token_ids(spec, config)
+        arguments = server_arguments(
+            self._strategy_config,
+            model_path=spec.model_path,
+            device=spec.device,
+            dtype=spec.dtype,
+            max_length=spec.max_length,
+            trust_remote_code=spec.trust_remote_code,
+            tensor_parallel_size=self._tensor_parallel_size,
+            sleeps=self._sleeps,
+            port=_free_loopback_port(),
+            api_key=secrets.token_hex(16),
+        )
+        self._overlaps = not arguments["disable_overlap_schedule"]
+        self._mask_limit = mask_limit(arguments)
+        self._quantised = arguments.get("quantization") is not None
+        # A score follows an update, which must not wait for requests that have not begun.
+        self._gate, self._scoring = AdmissionGate(arguments["max_running_requests"] - 1), asyncio.Semaphore(1)
+        self._server = await SGLangServer.start(arguments)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        last: Response | None = None
+        async with aclosing(self._responses(request)) as responses:
+            async for response in responses:
+                last = response
+        return nothing(request) if last is None else last.completion()
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
+        known = 0
+        async with aclosing(self._responses(request)) as responses:
+            async for response in responses:
+                ended = response.finish_reason
+                if ended is not None or len(response.token_ids) > known:
+                    yield response.chunk(known, ended)
+                known = len(response.token_ids)
+                if ended is not None:
+                    return
+        empty = nothing(request)
+        yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
+        """New tokens of each running request beyond the first ``known[id]``. Asks what decodes for a sign of life
+        first."""
+        await self._sign_of_life()
+        chunks = {}
+        for request_id, inside in self._running.items():
+            first, response = known.get(request_id, 0), inside.response
+            if len(response.token_ids) > first:
+                chunks[request_id] = response.chunk(first, response.finish_reason)
+        return chunks
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now, with the tokens that have arrived; unknown ids are ignored."""
+        self._live_server()
+        self._gate.turn_away(set(request_ids))
+        self._aborted |= {name for name in request_ids if name in self._known and name not in self._running}
+        for name in request_ids:
+            if name in self._running:
+                self._running[name].end_as_aborted()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
+        raises ``RuntimeError``.
+
+        With `keep`, requests that have tokens keep their caches; later ones do not share what was cached before,
+        because their cache salt names the version with which they began. With ``disable_overlap_schedule: false`` a
+        step may be under way when SGLang stops in place, so `keep` then drops the caches as `resume` does.
+        """
+        self._live_server()
+        if mode not in ("keep", "resume", "drain"):
+            raise ValueError(f"pause mode {mode!r} is unknown; one of keep, resume, drain")
+        self._gate.shut()
+        if mode == "drain":
+            await self._drain()
+        else:
+            self._end_drains(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
+        await self._halt(keeps_caches=mode != "resume" and not self._overlaps)
+        self._paused = True
+        self._tick()
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        self._live_server()
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; wake it before resume")
+        self._end_drains(RuntimeError("the drain was interrupted by resume()"))
+        await self._go_on()
+        self._paused = False
+        self._tick()
+        self._gate.open()
+
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+        """Write a publication down where SGLang reads it, beside whatever runs."""
+        self._forget_prepared()
+        self._prepared = await asyncio.to_thread(lambda: prepare(list(buckets), version, self._shapes))
+        return self._prepared.receipt
+
+    async def load_weights(self, version: int) -> WeightReceipt:
+        """Replace all weights by the prepared ones; only while paused or idle.
+
+        The receipt's checksums are those of the bytes that were loaded, for some small tensors those of what SGLang
+        reads back, where its model can. Raises ``WeightMismatch`` if SGLang's weights are what they were although other
+        ones were loaded, ``EngineFailed`` for a load that stopped half-way.
+        """
+        server = self._live_server()
+        if self._prepared is None or self._prepared.version != version:
+            held = "nothing" if self._prepared is None else f"version {self._prepared.version}"
+            self._forget_prepared()
+            raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
+        if not self._paused and self._running:
+            raise RuntimeError(f"load_weights needs a paused or idle engine; {len(self._running)} requests are running")
+        prepared = self._prepared
+        try:
+            async with self._still():
+                self._begin_again()
+                await self._load(server, prepared)
+                return await self._inspected(server, prepared)
+        finally:
+            self._forget_prepared()
+
+    async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities of given tokens; see the protocol."""
+        return list(await asyncio.gather(*(self._score(tokens) for tokens in token_ids)))
+
+    async def sleep(self) -> None:
+        """Free the caches and move the weights to the host (an engine of its own devices: free the caches). Pause
+        first."""
+        self._live_server()
+        if not self._paused and self._running:
+            raise RuntimeError(f"sleep needs a paused or idle engine; {len(self._running)} requests are running")
+        if self._asleep:
+            return
+        self._gate.shut()
+        await self._halt(keeps_caches=False)
+        if self._sleeps:
+            await self._order("/release_memory_occupation", {})
+        self._asleep = True
+        self._tick()
+
+    async def wake(self) -> None:
+        """Undo `sleep`. The engine stays paused if it was."""
+        self._live_server()
+        if not self._asleep:
+            return
+        if self._sleeps:
+            await self._order("/resume_memory_occupation", {})
+        if not self._paused:
+            await self._go_on()
+            self._gate.open()
+        self._asleep = False
+        self._tick()
+
+    def stats(self) -> dict[str, Any]:
+        """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
+        inside and not paused: SGLang does not tell how long it computed), and `busy_spans`, when that was."""
+        self._live_server()
+        return {
+            "running": len(self._running),
+            "waiting": self._gate.waiting,
+            "version": self._version,
+            "generated_tokens": self._generated_tokens,
+            "busy_seconds": self._clock.read(),
+            "busy_spans": self._clock.spans.recent(),
+        }
+
+    async def shutdown(self) -> None:
+        """End all requests as aborted, and the server. Harmless to repeat."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
+        self._gate.turn_all_away()
+        for inside in self._running.values():
+            inside.end_as_aborted()
+        self._forget_prepared()
+        await server.stop()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
+        """The request's state after each message of SGLang; nothing if it was aborted before it began."""
+        server = self._live_server()
+        name = request.request_id
+        if name in self._known:
+            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        check_request(request, self._spec.max_length, self._vocabulary)
+        check_recordable(request, self._mask_limit)
+        matcher = self._stop_strings.matcher(request)
+        self._known.add(name)
+        had_a_place = False
+        try:
+            while await self._gate.enter(name, first=had_a_place):
+                inside = _Inside(Response(request, self._engine_id(), matcher))
+                try:
+                    if name in self._aborted:
+                        return
+                    self._enter(name, inside)
+                    async with aclosing(self._inside(server, inside)) as updates:
+                        async for update in updates:
+                            yield update
+                finally:
+                    self._leave(name)
+                if inside.response.aborted or not inside.response.begins_again:
+                    return
+                had_a_place = True
+        finally:
+            self._known.discard(name)
+            self._aborted.discard(name)
+
+    async def _inside(self, server: SGLangServer, inside: _Inside) -> AsyncIterator[Response]:
+        """Run a request in SGLang, to its end or until it is to begin again."""
+        response = inside.response
+        body = generate_body(
+            response.request, response.engine_id, self._version, self._eos_token_ids, self._spec.max_length
+        )
+        reading = self._in_background(_read(server, body, inside.messages))
+        ended = False
+        try:
+            while not ended:
+                message = await inside.messages.get()
+                if response.begins_again and not response.aborted:
+                    return
+                if response.aborted:
+                    response.finish_reason = "abort"
+                    yield response
+                    return
+                ended = self._take(response, message, body["sampling_params"]["max_new_tokens"])
+                yield response
+                if response.finish_reason is not None:
+                    return
+        finally:
+            if not ended:
+                reading.cancel()
+                self._in_background(_tell_of_abort(server, response.engine_id))
+
+    def _take(self, response: Response, message: dict[str, Any] | Exception, most: int) -> bool:
+        """Add a message to the response of ``most`` tokens. True if SGLang has ended the request."""
+        name = response.request.request_id
+        if isinstance(message, CallRefused):
+            raise ValueError(f"request {name!r} cannot run: {message}") from message
+        if isinstance(message, Exception):
+            raise message
+        known = len(response.token_ids)
+        stopped_here = take_message(response, message)
+        self._generated_tokens += len(response.token_ids) - known
+        if response.finish_reason == "length" and len(response.token_ids) < most:
+            raise ValueError(
+                f"request {name!r} was cut at {len(response.token_ids)} of {most} tokens: SGLang has no memory for the "
+                "caches of more. Raise `mem_fraction_static`, or lower `sequence_length`"
+            )
+        return response.finish_reason is not None and not stopped_here
+
+    def _enter(self, name: str, inside: _Inside) -> None:
+        self._running[name] = inside
+        self._tick()
+
+    def _leave(self, name: str) -> None:
+        self._running.pop(name, None)
+        self._tick()
+        self._gate.leave()
+        if not self._running:
+            self._end_drains(None)
+
+    async def _halt(self, *, keeps_caches: bool) -> None:
+        """No step runs after this. Requests stay in SGLang, with their caches or with only their tokens."""
+        await self._order("/pause_generation", {"mode": "in_place" if keeps_caches else "retract"})
+        # The server answers before its scheduler has heard of it; what the scheduler itself answers comes after.
+        await self._sign_of_life()
+        if not keeps_caches:
+            # Without a time limit: with one SGLang waits until no request is left, those put back included.
+            await self._order("/flush_cache", {})
+
+    async def _go_on(self) -> None:
+        await self._order("/continue_generation", {"torch_empty_cache": False})
+
+    async def _sign_of_life(self) -> None:
+        """An answer from SGLang's scheduler, between two steps."""
+        await self._order("/server_info")
+
+    async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A call without which the engine cannot go on."""
+        try:
+            return await self._live_server().call(path, body)
+        except CallRefused as error:
+            raise EngineFailed(f"SGLang cannot go on: {error}") from error
+
+    async def _drain(self) -> None:
+        """Wait until what runs has ended, unless somebody interrupts."""
+        if not self._running:
+            return
+        drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drains.append(drain)
+        try:
+            await drain
+        finally:
+            self._drains.remove(drain)
+
+    def _end_drains(self, error: RuntimeError | None) -> None:
+        for drain in self._drains:
+            if drain.done():
+                continue
+            if error is None:
+                drain.set_result(None)
+            else:
+                drain.set_exception(error)
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """The engine paused for a moment, if it was idle and open. It stays so if what is done then fails."""
+        if self._paused:
+            yield
+            return
+        await self.pause("resume")
+        yield
+        await self.resume()
+
+    def _begin_again(self) -> None:
+        """Take requests without a token out of SGLang, whose caches may hold their prompts as old weights saw them.
+        They enter again, before all others, when the engine goes on."""
+        for inside in self._running.values():
+            if not inside.response.token_ids:
+                inside.begin_again()
+
+    async def _load(self, server: SGLangServer, prepared: Prepared) -> None:
+        """Have SGLang read the checkpoint. What it says of a failure is that the weights are a mixture: its way back
+        reads the same files again."""
+        order = {
+            "model_path": prepared.checkpoint.path,
+            "load_format": "safetensors",
+            "weight_version": str(prepared.version),
+            "flush_cache": False,
+        }
+        try:
+            await server.call("/update_weights_from_disk", order)
+        except CallRefused as error:
+            raise EngineFailed(f"weights of version {prepared.version} were only partly loaded: {error}") from error
+        self._version = prepared.version
+
+    async def _inspected(self, server: SGLangServer, prepared: Prepared) -> WeightReceipt:
+        """The receipt, with what can be learnt from SGLang in place of what was sent to it."""
+        sent = prepared.receipt
+        if not self._quantised:
+            await self._check_that_weights_changed(sent)
+        checksums = dict(sent.checksums)
+        for name in names_to_read(prepared.layout, sent.version):
+            checksums[name] = await self._read_back(server, name, prepared.layout[name]) or checksums[name]
+        version = (await self._order("/model_info"))["weight_version"]
+        return WeightReceipt(int(version), sent.parameter_count, checksums)
+
+    async def _check_that_weights_changed(self, sent: WeightReceipt) -> None:
+        """SGLang's checksum of its weights is its own, in its own layout; but it must change when they do."""
+        before, contents = self._held, fingerprint(sent.checksums)
+        told = (await self._order("/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
+        self._held = (contents, told)
+        if before is not None and before[0] != contents and before[1] == told:
+            raise WeightMismatch(f"version {sent.version} brought other weights, but SGLang holds the same as before")
+
+    async def _read_back(
+        self, server: SGLangServer, name: str, layout: tuple[str, tuple[int, ...]]
+    ) -> int | None:
+        """Checksum of a tensor as SGLang tells it; None where its model cannot (most cannot)."""
+        if not self._reads_back:
+            return None
+        dtype, shape = layout
+        try:
+            values = (await server.call("/get_weights_by_name", {"name": name, "truncate_size": shape[0]}))["value"]
+        except CallRefused:
+            self._reads_back = False
+            return None
+        return checksum_of_values(values, dtype, shape)
+
+    async def _score(self, tokens: np.ndarray) -> np.ndarray:
+        server = self._live_server()
+        async with self._scoring:
+            return scores_of(await server.call("/generate", score_body(tokens, self._engine_id())), tokens)
+
+    def _forget_prepared(self) -> None:
+        if self._prepared is not None:
+            self._prepared.checkpoint.close()
+        self._prepared = None
+
+    def _engine_id(self) -> str:
+        """A name that no other one begins with: SGLang aborts all requests whose names begin with a given one."""
+        return f"roll-{next(self._numbers):016d}"
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _live_server(self) -> SGLangServer:
+        if self._server is None:
+            raise EngineFailed("the engine is not running: it was not started, or it was shut down")
+        return self._server
+
+    def _tick(self) -> None:
+        """Note whether something is being computed now."""
+        self._clock.set(bool(self._running) and not self._paused and not self._asleep)
+
+
+class _Inside:
+    """A request that has a place in SGLang, and what arrives of it."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        self.messages: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+
+    def end_as_aborted(self) -> None:
+        """End it here; SGLang, which may be paused, is told as well."""
+        self.response.aborted = True
+        self.messages.put_nowait(None)
+
+    def begin_again(self) -> None:
+        """Leave SGLang, and enter anew."""
+        self.response.begins_again = True
+        self.messages.put_nowait(None)
+
+
+async def _read(
+    server: SGLangServer, body: dict[str, Any], messages: asyncio.Queue[dict[str, Any] | Exception | None]
+) -> None:
+    """Put what arrives, or what went wrong, into the queue."""
+    try:
+        async with aclosing(server.stream("/generate", body)) as stream:
+            async for message in stream:
+                messages.put_nowait(message)
+    except (CallRefused, EngineFailed) as error:
+        messages.put_nowait(error)
+
+
+async def _tell_of_abort(server: SGLangServer, engine_id: str) -> None:
+    """Have SGLang stop computing a request that nobody waits for. A server that is gone does not compute it either, and
+    the next call says so."""
+    try:
+        await server.call("/abort_request", {"rid": engine_id})
+    except (CallRefused, EngineFailed):
+        return
+
+
+def _free_loopback_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
