@@ -33,10 +33,17 @@ if TYPE_CHECKING:
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 
 _EPILOG = """\
+commands:
+  roll train FILE      run; `roll --config FILE` is the same
+  roll check FILE      can it work, what will it do, what does it need, how much memory; starts nothing
+  roll init FILE       write a configuration from a few answers
+  roll check-env ENV   is this environment fit to be trained in
+
 examples:
-  roll --config examples/quickstart/rlvr.yaml
+  roll train examples/quickstart/rlvr.yaml
+  roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
   roll check-env frozen_lake size=8
-  roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
+  roll train run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
 exit codes: 0 the run reached its last step; 2 the configuration cannot work, every problem named with a remedy;
@@ -54,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from roll.pipeline.check_env import main as check_env
 
         return check_env(arguments[1:])
-    options = _parser().parse_args(arguments)
+    if arguments[:1] == ["check"]:
+        from roll.pipeline.check import main as check
+
+        return check(arguments[1:])
+    if arguments[:1] == ["init"]:
+        from roll.pipeline.init import main as init
+
+        return init(arguments[1:])
+    options = _parser(arguments).parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)
     except ConfigError as error:
@@ -77,13 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Of `roll train FILE`, or of `roll --config FILE`, which is the same."""
     parser = argparse.ArgumentParser(
+        prog="roll",
         description="Train a language model by reinforcement learning, as a YAML file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    if arguments[:1] == ["train"]:
+        parser.add_argument("command", choices=["train"], help="run the training that FILE describes")
+        parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    else:
+        parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file"
     )
