@@ -40,8 +40,8 @@ ROLES = {"TrainWorker": "actor_train", "InferWorker": "actor_infer"}
 
 
 def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
-    """A Qwen2 model with random weights, and a tokenizer of one word for each token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """A Qwen2 model with random weights, and a tokenizer whose first tokens are the digits."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     heads = max(2, hidden // 64)
@@ -51,17 +51,17 @@ def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
         max_position_embeddings=1024, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2").save_pretrained(folder)
+    words = {str(index) if index < 10 else f"word{index}": index for index in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word10", pad_token="word11")
+    fast.save_pretrained(folder)
 
 
 def make_data(path: Path) -> None:
     """Prompts of full length."""
-    lines = [
-        json.dumps({"prompt": " ".join(f"w{3 + (row + place) % 50}" for place in range(PROMPT)), "ground_truth": "w5"})
-        for row in range(16)
-    ]
+    digits = ["".join(str(row * place % 10) for place in range(PROMPT)) for row in range(1, 9)]
+    lines = [json.dumps({"prompt": prompt, "ground_truth": "5", "domain": "digits"}) for prompt in digits]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -86,7 +86,7 @@ def run_tree(model: Path, data: Path, out: Path, strategy_config: Mapping[str, A
             "max_tokens_per_microbatch_in_train": 2 * (PROMPT + RESPONSE),
         },
         "actor_infer": {"device_mapping": [ranks], "generating_args": {"ignore_eos": True}},
-        "rewards": {"default": {"verifier": "exact"}},
+        "rewards": {"digits": {"verifier": "exact"}},
     }
 
 

@@ -38,6 +38,7 @@ commands:
   roll check FILE      can it work, what will it do, what does it need, how much memory; starts nothing
   roll init FILE       write a configuration from a few answers
   roll check-env ENV   is this environment fit to be trained in
+  roll completion SHELL  completion of commands, files and keys, for bash, zsh or fish
 
 examples:
   roll train examples/quickstart/rlvr.yaml
@@ -69,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from roll.pipeline.init import main as init
 
         return init(arguments[1:])
+    if arguments[:1] == ["completion"]:
+        from roll.pipeline.completion import main as completion
+
+        return completion(arguments[1:])
     options = _parser(arguments).parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)

@@ -172,7 +172,7 @@ def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
         tied=bool(facts.get("tie_word_embeddings", family in _BIASED_FAMILIES)),
         qkv_bias=bool(facts.get("attention_bias", False)) or family in _BIASED_FAMILIES,
         qk_norm=family in _NORMED_FAMILIES,
-        experts=int(facts.get("num_experts") or 0),
+        experts=int(facts.get("num_experts") or facts.get("num_local_experts") or 0),
         experts_per_token=int(facts.get("num_experts_per_tok") or 0),
         expert_intermediate=int(facts.get("moe_intermediate_size") or 0),
     )
