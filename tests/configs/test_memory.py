@@ -134,6 +134,7 @@ def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(family, attention,
 
     inputs = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
     positions = model.model.rotary_emb(inputs, torch.arange(tokens)[None])
+    own |= {each.untyped_storage().data_ptr() for each in positions}  # there once for all layers
     mask = None if attention == "sdpa" else torch.zeros(1, 1, tokens, tokens, dtype=dtype)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model.layers[1](inputs * 1, attention_mask=mask, position_embeddings=positions, use_cache=False)
