@@ -1,6 +1,6 @@
 """The memory estimate of `roll check` against what the processes of whole runs really took.
 
-A model of about 75 million parameters with random weights is trained for two steps at full lengths, once for each way
+A model of about 100 million parameters with random weights is trained for two steps at full lengths, once for each way
 in which memory is spent: as it is, with gradient checkpointing, on two ranks. Measured is the highest resident memory
 (`VmHWM`) of each worker process, less that of the same run with a model of next to no size, which stands for
 libraries. The estimate is compared without its own share for libraries. Prints one JSON line.
@@ -35,8 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "checkpointed": {"strategy_config": {"gradient_checkpointing": True}},
     "two_ranks": {"ranks": 2},
 }
-WORKER = re.compile(r"ray::(\w+Worker)")
-ROLES = {"TrainWorker": "actor_train", "InferWorker": "actor_infer"}
+ROLES = ("actor_train", "actor_infer")
 
 
 def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
@@ -100,7 +99,7 @@ def measured(tree: Mapping[str, Any], folder: Path) -> dict[str, float]:
     with open(folder / "output.txt", "w+b") as output:
         run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         while run.poll() is None:
-            for role, size in resident(run.pid):
+            for role, size in resident(Path(tree["output_dir"]) / "logs"):
                 highest[role] = max(size, highest.get(role, 0.0))
             time.sleep(0.2)
         if run.returncode:
@@ -109,29 +108,19 @@ def measured(tree: Mapping[str, Any], folder: Path) -> dict[str, float]:
     return highest
 
 
-def resident(root: int) -> Iterator[tuple[str, float]]:
-    """Role and highest resident memory of each worker process below a process."""
-    for pid in descendants(root):
+def resident(logs: Path) -> Iterator[tuple[str, float]]:
+    """Role and highest resident memory of each process that writes a log into this folder."""
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:  # it has just ended
+            files = [os.readlink(link) for link in (process / "fd").iterdir()]
+            status = (process / "status").read_text()
+        except OSError:  # it has just ended, or is somebody else's
             continue
-        worker, peak = WORKER.match(title), re.search(r"VmHWM:\s+(\d+) kB", status)
-        if worker is not None and peak is not None and worker[1] in ROLES:
-            yield ROLES[worker[1]], float(peak[1]) * 1024
-
-
-def descendants(root: int) -> Iterator[int]:
-    """Process ids below a process."""
-    for path in Path(f"/proc/{root}/task").glob("*/children"):
-        try:
-            children = path.read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield int(child)
-            yield from descendants(int(child))
+        names = [Path(file).name for file in files if Path(file).parent == logs]
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+        for role in ROLES:
+            if peak is not None and any(name.startswith(role) for name in names):
+                yield role, float(peak[1]) * 1024
 
 
 def estimated(tree: dict[str, Any]) -> dict[str, float]:
