@@ -21,7 +21,7 @@ QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-for-tests demo test soak bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
-	bench-logprobs bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
+	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
@@ -81,6 +81,10 @@ bench-scheduler: venv
 bench-logprobs: venv
 	$(RUN) benchmarks/logprob_memory.py
 
+# About ten minutes, and 4 GiB.
+bench-memory: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/memory_estimate.py
+
 # About half an hour the first time; what is done is kept in output/offpolicy_lab.
 bench-offpolicy: venv
 	$(RUN) -m pip install --quiet $(REQUIREMENTS) -r requirements/bench.txt
@@ -117,6 +121,7 @@ bench: venv
 	$(MAKE) bench-infer
 	$(MAKE) bench-scheduler
 	$(MAKE) bench-logprobs
+	$(MAKE) bench-memory
 	$(MAKE) bench-offpolicy
 	$(MAKE) bench-losses
 	$(MAKE) bench-trainers

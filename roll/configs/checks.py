@@ -22,6 +22,7 @@ from roll.configs import (
     rules_training,
 )
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.memory import estimate_memory
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 
 COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
@@ -30,9 +31,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_keys.roll_names_fit,
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
-    rules_data.models_exist,
+    rules_data.models_are_named,
     rules_devices.cluster_can_be_reached,
-    rules_devices.gpus_are_visible,
     rules_devices.devices_exist,
     rules_devices.roles_share_devices_whole,
     rules_devices.engines_divide_devices,
@@ -60,7 +60,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
 )
 RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
     rules_keys.inert_rlvr_keys_are_left_alone,
-    rules_data.prompts_exist,
+    rules_data.prompts_are_named,
     rules_data.prompt_settings_fit,
     rules_data.rewards_are_complete,
     rules_rewards.keys_fit_the_kind,
@@ -77,6 +77,11 @@ AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = 
     rules_envs.turns_fit,
     rules_envs.validation_is_complete,
 )
+MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": (rules_data.models_exist, rules_data.prompts_exist, rules_devices.gpus_are_visible),
+    "agentic": (rules_data.models_exist, rules_devices.gpus_are_visible),
+}
+"""What the machine of the run must have, and the one where a configuration is written need not."""
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": RLVR_RULES,
     "agentic": AGENTIC_RULES,
@@ -85,14 +90,33 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
     """The configuration, if it can work; else `ConfigError` with every reason. Reads files and the environment only."""
+    problems = [*_faults(config), *missing_here(config)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
+    """What the machine of the run must have and this one lacks, of a configuration that can work otherwise; else
+    `ConfigError` with every reason that is no matter of the machine."""
+    problems = _faults(config)
+    if problems:
+        raise ConfigError(problems)
+    return missing_here(config)
+
+
+def missing_here(config: PipelineConfig) -> list[ConfigProblem]:
+    """Models, files and devices that are not on this machine."""
+    return [problem for rule in MACHINE_RULES[config.pipeline] for problem in rule(config)]
+
+
+def _faults(config: PipelineConfig) -> list[ConfigProblem]:
+    """Every reason why the configuration cannot work on any machine."""
     problems = list(rules_keys.numbers_are_in_range(config))
     sane = _with_defaults_at(config, [problem.path for problem in problems])
     reported = {problem.path for problem in problems}
     rules = (*COMMON_RULES, *OWN_RULES[config.pipeline])
-    problems += [problem for rule in rules for problem in rule(sane) if problem.path not in reported]
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return problems + [problem for rule in rules for problem in rule(sane) if problem.path not in reported]
 
 
 def config_warnings(config: PipelineConfig) -> list[str]:
@@ -103,7 +127,13 @@ def config_warnings(config: PipelineConfig) -> list[str]:
         *own,
         *rules_data.model_warnings(config),
         *rules_training.training_warnings(config),
+        *_memory_warnings(config),
     ]
+
+
+def _memory_warnings(config: PipelineConfig) -> Iterator[str]:
+    if config.cluster.device_memory_gib is not None:
+        yield from (f"memory: {misfit} (estimated; see `roll check`)" for misfit in estimate_memory(config).misfits)
 
 
 def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:

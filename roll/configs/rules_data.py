@@ -37,10 +37,14 @@ def tags_of(name: str, tag_included: list[str]) -> list[str]:
     return tag_included or [name]
 
 
-def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each model that is a folder has its files. A hub name is tried when the model loads."""
+def models_are_named(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Each role has a model."""
     if not config.pretrain and not all(model_path(config, role) for role in present_roles(config).values()):
         yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
+
+
+def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Each model that is a folder has its files. A hub name is tried when the model loads."""
     paths = {"pretrain": config.pretrain}
     for name, role in present_roles(config).items():
         paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
@@ -54,7 +58,7 @@ def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{shown(model)} {reason}", remedy)
     own = config.actor_train.model_args.model_name_or_path
     policy = Path(own or config.pretrain)
-    if _is_local(str(policy)) and not _model_fault(str(policy)) and not _has_tokenizer(policy):
+    if is_local(str(policy)) and not _model_fault(str(policy)) and not _has_tokenizer(policy):
         path = "actor_train.model_args.model_name_or_path" if own else "pretrain"
         remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
         yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
@@ -65,7 +69,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _model_fault(model: str) -> str | None:
-    if not _is_local(model):
+    if not is_local(model):
         return None
     if not Path(model).is_dir():
         return "is no folder"
@@ -74,7 +78,7 @@ def _model_fault(model: str) -> str | None:
     return None
 
 
-def _is_local(model: str) -> bool:
+def is_local(model: str) -> bool:
     """Whether a model's name can only be meant as a path: a hub name is ``name`` or ``owner/name``."""
     if not model:
         return False
@@ -83,23 +87,33 @@ def _is_local(model: str) -> bool:
     return looks_local or Path(model).exists() or (bool(rest) and Path(first).is_dir())
 
 
-def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Both data sections have a source, and each file holds something."""
-    yield from _sources_exist(TRAIN_DATA, config.actor_train.data_args, "training")
+def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Both data sections have a source."""
+    yield from _sources_are_named(TRAIN_DATA, config.actor_train.data_args, "training")
     if config.validation is not None:
-        yield from _sources_exist(VALIDATION_DATA, config.validation.data_args, "validation")
+        yield from _sources_are_named(VALIDATION_DATA, config.validation.data_args, "validation")
 
 
-def _sources_exist(path: str, data: DataArguments, use: str) -> Iterator[ConfigProblem]:
-    files = files_of(data)
-    if not files and not data.reasoning_gym:
-        remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
-        yield ConfigProblem(path, f"there are no {use} prompts", remedy)
-    for index, name in enumerate(files):
+def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Each file of prompts is there, and holds something."""
+    yield from _files_exist(TRAIN_DATA, config.actor_train.data_args)
+    if config.validation is not None:
+        yield from _files_exist(VALIDATION_DATA, config.validation.data_args)
+
+
+def _files_exist(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
+    for index, name in enumerate(files_of(data)):
         where = f"{path}.file_name" if isinstance(data.file_name, str) else f"{path}.file_name[{index}]"
         reason = _file_fault(Path(name))
         if reason:
             yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
+
+
+def _sources_are_named(path: str, data: DataArguments, use: str) -> Iterator[ConfigProblem]:
+    files = files_of(data)
+    if not files and not data.reasoning_gym:
+        remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
+        yield ConfigProblem(path, f"there are no {use} prompts", remedy)
     for name, times in Counter(files).items():
         if times > 1:
             yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")

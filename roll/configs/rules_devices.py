@@ -48,6 +48,9 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
         message = f"{shown(cluster.address)} is no address of a Ray cluster"
         yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
+    if cluster.device == "cpu" and cluster.device_memory_gib is not None:
+        message = f"{cluster.device_memory_gib:g} has no effect: it is the memory of a GPU, and cluster.device is cpu"
+        yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
     for name, role in {**present_roles(config), **reward_models(config)}.items():
         if role.model_args.attn_implementation != "flash_attention_2":
             continue

@@ -82,6 +82,11 @@ class ClusterConfig:
     address: str | None = option(
         None, help="Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
     )
+    device_memory_gib: float | None = option(
+        None,
+        help="Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.",
+        range=POSITIVE,
+    )
     cpu_threads_per_device: int | None = option(
         None,
         help="Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node.",

@@ -24,6 +24,7 @@ from roll.configs.loader import dump_config, load_config
 from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
+from roll.pipeline.commands import COMMANDS, other_command
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import StatusFile
 
@@ -33,13 +34,18 @@ if TYPE_CHECKING:
 
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 
-_EPILOG = """\
+_COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" for name, command in COMMANDS.items())
+_EPILOG = f"""\
+commands:
+{_COMMANDS}
+
 examples:
-  roll --config examples/quickstart/rlvr.yaml
+  roll train examples/quickstart/rlvr.yaml
+  roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
   roll check-env frozen_lake size=8
   roll doctor output/quickstart/latest
   roll report output/quickstart/latest
-  roll --config run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
+  roll train run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
 
 The configuration is checked as a whole and its arithmetic printed before anything starts.
 exit codes: 0 the run reached its last step; 2 the configuration cannot work, every problem named with a remedy;
@@ -53,19 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `examples/start_pipeline.py` and of the console command `roll`; returns the exit code."""
     started = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["check-env"]:
-        from roll.pipeline.check_env import main as check_env
-
-        return check_env(arguments[1:])
-    if arguments[:1] == ["doctor"]:
-        from roll.pipeline.doctor.command import main as doctor
-
-        return doctor(arguments[1:])
-    if arguments[:1] == ["report"]:
-        from roll.tracking.report.command import main as report
-
-        return report(arguments[1:])
-    options = _parser().parse_args(arguments)
+    other = other_command(arguments[0]) if arguments else None
+    if other is not None:
+        return other(arguments[1:])
+    options = _parser(arguments).parse_args(arguments)
     try:
         prepared, run, point = _check(options.config, options.overrides)
     except ConfigError as error:
@@ -89,13 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Of `roll train FILE`, or of `roll --config FILE`, which is the same."""
     parser = argparse.ArgumentParser(
+        prog="roll",
         description="Train a language model by reinforcement learning, as a YAML file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    if arguments[:1] == ["train"]:
+        parser.add_argument("command", choices=["train"], help="run the training that FILE describes")
+        parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    else:
+        parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file"
     )

@@ -7,7 +7,7 @@ pipeline in a module of its own), algorithms, stages, worker classes, engine opt
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,6 +99,21 @@ def prepare(config: PipelineConfig) -> Prepared:
     )
 
 
+def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str]) -> None:
+    """What `prepare` looks up, on a machine that need not be the run's: no cluster is asked, prompts and templates are
+    read only ``with_model``, and the options of the roles ``without`` their engine are left alone. Raises
+    `ConfigError`."""
+    problems = Problems()
+    tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
+    _plan_rollouts(config, tokenizer, problems)
+    problems.attempt(lambda: _algorithms(config))
+    problems.attempt(lambda: _check_strategies(config, without))
+    problems.attempt(lambda: _worker_classes(config))
+    if config.stages:
+        problems.attempt(lambda: _stage_classes(config))
+    problems.raise_any()
+
+
 def _plan_rollouts(
     config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> RolloutPlan | None:
@@ -141,13 +156,15 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _check_strategies(config: PipelineConfig) -> None:
-    """Options that an engine does not know are an error here, not in a worker."""
+def _check_strategies(config: PipelineConfig, without: Collection[str] = ()) -> None:
+    """Options that an engine does not know are an error here, not in a worker; roles ``without`` are left out."""
     from roll.strategies.infer import infer_option_check
     from roll.strategies.train import train_option_check
 
     problems: list[ConfigProblem] = []
     for role, role_config in derived.present_roles(config).items():
+        if role in without:
+            continue
         find = infer_option_check if role == "actor_infer" else train_option_check
         arguments = role_config.strategy_args
         path = f"{role}.strategy_args.strategy_config"

@@ -260,6 +260,7 @@ WRONG = [
         "actor_infer.num_gpus_per_engine", "one GPU", "write 1",
     ),
     ({"cluster.num_nodes": 2}, "cluster.num_nodes", "one node", "cluster.address"),
+    ({"cluster.device_memory_gib": 80}, "cluster.device_memory_gib", "no effect", "cluster.device: cuda"),
     ({"cluster.num_devices_per_node": 10**12}, "cluster.num_devices_per_node", "at most 4096", "really has"),
     ({"cluster.address": "somewhere"}, "cluster.address", "no address", "host:port"),
     (

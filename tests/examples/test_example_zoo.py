@@ -1,48 +1,75 @@
-"""Every example configuration is one that can run: all its keys, relations, environments and algorithms."""
+"""Every example configuration is one that can run: all its keys, relations, environments, algorithms and its memory,
+judged as `roll check` does, without a GPU and without its model."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from roll.agentic.env.registry import check_env_type
-from roll.agentic.env_manager.registry import manager_factory
-from roll.configs.checks import check_config, config_warnings
+from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.configs.checks import check_elsewhere, config_warnings
 from roll.configs.loader import load_config
+from roll.configs.memory import estimate_memory
+from roll.configs.needs import missing_packages, needs
 from roll.configs.plan import plan, render
-from roll.configs.schema import AgenticConfig
 from roll.pipeline.algorithms import build_algorithms
+from roll.pipeline.preflight import look_up
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))
-NEEDS_MADE_FILES = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu")
+MAKES_ITS_MODEL = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu")
 """Examples that make their model and data; their own tests run them."""
+OFF_POLICY = EXAMPLES / "qwen2.5-7B-rlvr-offpolicy"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_example_can_run(path, tmp_path):
-    overrides = []
-    if path.parent.name in NEEDS_MADE_FILES:
-        (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "tokenizer.json").write_text("{}")
-        overrides += [f"pretrain={tmp_path}"]
-        if "rlvr" in path.stem:
-            data = tmp_path / "data.jsonl"
-            data.write_text('{"prompt": "1+1=", "ground_truth": "2", "domain": "addition"}\n')
-            overrides += [f"{part}.data_args.file_name={data}" for part in ("actor_train", "validation")]
-    else:
-        overrides += ["cluster.address=10.0.0.1:6379"]  # the GPUs are elsewhere
-    config = load_config(path, overrides)
-    check_config(config)
-    build_algorithms(config)
+def test_an_example_can_run_where_its_model_and_gpus_are(path):
+    config = load_config(path)
+    missing = check_elsewhere(config)
     assert config.exp_name in render(plan(config))
-    assert [each for each in config_warnings(config) if "used for training and for validation" not in each] == []
-    if isinstance(config, AgenticConfig):
-        for tag, env in config.custom_envs.items():
-            assert check_env_type(tag, env.env_type, env.env_config) == []
-            manager_factory(env.env_manager_cls)
+    look_up(config, with_model=False, without=missing_packages(config))
+    shared_file = "used for training and for validation"
+    assert [each for each in config_warnings(config) if shared_file not in each] == []
+    estimate = estimate_memory(config)
+    needed = [need.what for need in needs(config, estimate)]
+    assert any(need.startswith("model ") for need in needed)
+    if path.parent.name in MAKES_ITS_MODEL:
+        return
+    assert estimate.unknown == [] and estimate.misfits == [] and estimate.tight == []
+    assert any("GPU" in need and "GiB" in need for need in needed), "an example says how large its GPUs are"
+    assert [each.path for each in missing if each.path == "pretrain"] == []
 
 
-def test_the_zoo_is_not_empty():
-    assert {"quickstart", "qwen2.5-0.5B-agentic"} <= {path.parent.name for path in FILES}
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda folder: folder.name)
+def test_a_readme_names_every_file_of_its_folder(folder):
+    text = (folder / "README.md").read_text()
+    assert [path.name for path in folder.glob("*.yaml") if path.name not in text] == []
+
+
+def off_policy_overrides() -> dict[str, list[str]]:
+    """`pg_variant` -> the overrides that the README gives for it."""
+    lines = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (OFF_POLICY / "README.md").read_text(), re.MULTILINE)
+    return {name: shlex.split(overrides) for name, overrides in lines}
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.names()))
+def test_each_policy_loss_has_an_override_that_can_run(name):
+    config = load_config(OFF_POLICY / "rlvr_config.yaml", off_policy_overrides()[name])
+    check_elsewhere(config)
+    build_algorithms(config)
+    assert config.actor_train.pg_variant == name and config.exp_name.endswith(name)
+
+
+def test_the_zoo_has_what_users_of_roll_look_for():
+    wanted = {
+        "quickstart/rlvr", "frozen_lake-tiny-cpu/agentic", "qwen2.5-0.5B-agentic/agent_val_frozen_lake",
+        "qwen2.5-0.5B-agentic/agent_val_frozen_lake_async", "qwen2.5-0.5B-agentic/agent_val_sokoban",
+        "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_config_async",
+        "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
+        "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-8B/rlvr_config", "qwen3-30B-A3B/rlvr_config",
+        "llama3.1-8B/rlvr_config", "qwen2.5-0.5B-single_gpu/rlvr_config", "qwen2.5-1.5B-ppo_critic/rlvr_config",
+    }  # fmt: skip
+    assert wanted <= {f"{path.parent.name}/{path.stem}" for path in FILES}

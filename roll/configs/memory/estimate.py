@@ -1,0 +1,237 @@
+"""The memory of a run: each role by itself, then what meets on a device, and on the host of each node.
+
+On GPUs roles that share devices take turns: the one that has them has its states there, those of the others are on the
+host. On CPU slots nothing moves, so everything is there at once. Lengths are the longest that the configuration allows,
+so a run of shorter samples needs less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roll.configs import derived
+from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.memory.activations import MicroBatch
+from roll.configs.memory.engines import EngineMemory, engine_memory
+from roll.configs.memory.records import CONTEXT, ELEMENT_BYTES, GIB, Part, RoleMemory, driver
+from roll.configs.memory.shapes import ModelShape, ShapeUnknown, find_shape
+from roll.configs.memory.trainers import Trainer, trainer_memory
+from roll.configs.schema import TRAINED_ROLES, PipelineConfig, WorkerConfig
+from roll.configs.wording import count
+
+LIBRARIES = 0.5 * GIB
+"""Of a process on a CPU: Python, torch, transformers, Ray."""
+TIGHT = 0.9
+"""Share of a device above which an estimate that is a tenth too low, or memory in pieces, makes the difference."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Devices that the same roles have."""
+
+    devices: list[int]
+    roles: list[str]
+    peak: float
+    """Bytes of each, or of all these slots together on a CPU."""
+    how: str
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a run needs."""
+
+    on_gpu: bool
+    roles: list[RoleMemory]
+    devices: list[DeviceMemory]
+    host: list[Part]
+    """In the memory of a node's host, beside what the processes themselves take."""
+    device_bytes: float | None
+    """Memory of one GPU; None: not known."""
+    unknown: list[str]
+    """Roles that could not be estimated, and why."""
+    misfits: list[str]
+    """What will not fit."""
+    tight: list[str]
+    """What fits, but barely."""
+
+
+def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
+    """Memory of a configuration that passed `check_config`."""
+    gib = config.cluster.device_memory_gib
+    on_gpu = config.cluster.device == "cuda"
+    device_bytes = gib * GIB if gib is not None and on_gpu else None
+    roles: list[RoleMemory] = []
+    unknown: dict[str, list[str]] = {}
+    misfits: list[str] = []
+    for name, section in derived.present_roles(config).items():
+        try:
+            shape = find_shape(derived.model_path(config, section))
+        except ShapeUnknown as reason:
+            unknown.setdefault(str(reason), []).append(name)
+            continue
+        if name == "actor_infer":
+            engine = engine_memory(config, shape, device_bytes)
+            misfits += _engine_misfits(engine, device_bytes)
+            roles.append(_engine_role(config, shape, engine))
+        else:
+            roles.append(_trainer_role(config, name, section, shape))
+    devices = _devices(config, roles, on_gpu)
+    needs = {_named(each): each.peak for each in devices}
+    tight: list[str] = []
+    for name, peak in needs.items() if device_bytes is not None else ():
+        said = f"{name} needs {_gib(peak)} of {_gib(device_bytes)}"
+        if peak > device_bytes:
+            misfits.append(said)
+        elif peak > TIGHT * device_bytes and not _takes_a_share(config, roles, peak):
+            tight.append(f"{said}: leave a tenth, for memory in pieces")
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in unknown.items()]
+    return MemoryEstimate(on_gpu, roles, devices, _host(config, roles), device_bytes, reasons, misfits, tight)
+
+
+def _takes_a_share(config: PipelineConfig, roles: list[RoleMemory], peak: float) -> bool:
+    """Whether an engine decides that takes what it was told to take, however large."""
+    vllm = config.actor_infer.strategy_args.strategy_name == "vllm"
+    return vllm and all(role.peak < peak - 2 * CONTEXT for role in roles if role.role != "actor_infer")
+
+
+def _named(devices: DeviceMemory) -> str:
+    return f"a device of {', '.join(devices.roles)}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _engine_misfits(engine: EngineMemory, device_bytes: float | None) -> list[str]:
+    """An engine that takes a share of its device needs room for weights, computing and one sequence in that share."""
+    if device_bytes is None or engine.share is None or engine.least <= engine.share * device_bytes:
+        return []
+    share = f"{engine.share:g} x {_gib(device_bytes)} = {_gib(engine.share * device_bytes)}"
+    return [
+        f"actor_infer has {share} (gpu_memory_utilization), and weights, computing and one sequence need "
+        f"{_gib(engine.least)}"
+    ]
+
+
+def _engine_role(config: PipelineConfig, shape: ModelShape, engine: EngineMemory) -> RoleMemory:
+    role, on_gpu = config.actor_infer, config.cluster.device == "cuda"
+    copy = shape.parameters * ELEMENT_BYTES[role.model_args.dtype]
+    second = Part("new weights", copy, "the next version beside the present one, mapped or staged")
+    return RoleMemory(
+        role="actor_infer",
+        title=f"{role.strategy_args.strategy_name}, {_model_text(config, role, shape)}",
+        devices=parse_device_mapping(role.device_mapping),
+        always=(*engine.always, _overhead(on_gpu, role.num_gpus_per_engine)),
+        host=() if on_gpu else (second,),
+        notes=engine.notes,
+    )
+
+
+def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shape: ModelShape) -> RoleMemory:
+    on_gpu, devices = config.cluster.device == "cuda", parse_device_mapping(section.device_mapping)
+    shape = replace(shape, value_head=True) if name == "critic" else shape
+    trainer = Trainer(
+        config=section,
+        shape=shape,
+        ranks=len(devices),
+        on_gpu=on_gpu,
+        learns=name != "reference",
+        train=_train_micro_batch(config, section),
+        infer=_infer_micro_batch(config, section),
+    )
+    always, phases = trainer_memory(trainer)
+    publication = _publication(config, shape) if name == "actor_train" else None
+    pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
+    reads_all = section.strategy_args.strategy_name != "megatron_train"
+    loading = shape.parameters * (4 if trainer.learns else trainer.element) if reads_all else 0.0
+    return RoleMemory(
+        role=name,
+        title=f"{section.strategy_args.strategy_name}, {_model_text(config, section, shape)}",
+        devices=devices,
+        always=(*always, *((publication,) if pushed else ()), _overhead(on_gpu, len(devices))),
+        phases=phases,
+        host=(publication,) if publication is not None and not pushed else (),
+        start=Part("models while they load", loading, f"{name}: each rank reads all weights") if reads_all else None,
+        stays=publication.size if pushed else 0.0,
+    )
+
+
+def _model_text(config: PipelineConfig, role: WorkerConfig, shape: ModelShape) -> str:
+    return f"{derived.model_path(config, role)} ({shape.parameters / 1e9:.2f} billion parameters)"
+
+
+def _overhead(on_gpu: bool, ranks: int) -> Part:
+    return driver(ranks) if on_gpu else Part("libraries", LIBRARIES, "Python, torch, transformers, Ray")
+
+
+def _train_micro_batch(config: PipelineConfig, role: WorkerConfig) -> MicroBatch:
+    samples = -(-derived.optimizer_batch_size(config, role) // derived.data_parallel_ranks(role))
+    budget = role.max_tokens_per_microbatch_in_train if role.use_dynamic_batching_in_train else None
+    return _micro_batch(config, samples, budget, role.training_args.per_device_train_batch_size)
+
+
+def _infer_micro_batch(config: PipelineConfig, role: WorkerConfig) -> MicroBatch:
+    samples = -(-derived.samples_per_step(config) // derived.data_parallel_ranks(role))
+    budget = role.max_tokens_per_microbatch_in_infer if role.use_dynamic_batching_in_infer else None
+    return _micro_batch(config, samples, budget, role.infer_batch_size)
+
+
+def _micro_batch(config: PipelineConfig, samples: int, budget: int | None, fixed: int) -> MicroBatch:
+    """As `plan_micro_batches` cuts them: as many samples as the budget holds, and one that is longer by itself."""
+    longest = derived.sequence_length(config)
+    tokens = min(fixed, samples) * longest if budget is None else min(max(budget, longest), samples * longest)
+    return MicroBatch(tokens, longest, -(-samples * longest // tokens))
+
+
+def _publication(config: PipelineConfig, shape: ModelShape) -> Part:
+    dtype, halves = config.actor_infer.model_args.dtype, 2 if config.weight_update.dual_buffer else 1
+    size = halves * shape.parameters * ELEMENT_BYTES[dtype]
+    return Part("publication", size, f"{count(halves, 'buffer')} of the whole model in {dtype}, of the first rank")
+
+
+def _devices(config: PipelineConfig, roles: list[RoleMemory], on_gpu: bool) -> list[DeviceMemory]:
+    """Devices grouped by who has them, and what they need."""
+    owners: dict[tuple[str, ...], list[int]] = {}
+    for device in range(derived.total_devices(config)):
+        names = tuple(role.role for role in roles if device in role.devices)
+        if names:
+            owners.setdefault(names, []).append(device)
+    by_name = {role.role: role for role in roles}
+    build = _taking_turns if on_gpu else _together
+    return [build([by_name[name] for name in names], devices) for names, devices in owners.items()]
+
+
+def _taking_turns(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
+    """One role has its states there; of the others stay the process, and buffers that are pushed from."""
+    waiting = {role.role: role.stays + (CONTEXT if len(roles) > 1 else 0.0) for role in roles}
+    peaks = {
+        role.role: role.peak + sum(size for name, size in waiting.items() if name != role.role) for role in roles
+    }
+    name, peak = max(peaks.items(), key=lambda item: item[1])
+    how = f"when {name} has them; the states of the others are on the host then" if len(roles) > 1 else "alone"
+    return DeviceMemory(devices, [role.role for role in roles], peak, how)
+
+
+def _together(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
+    """Processes on CPU slots keep everything."""
+    processes = [(role.peak + role.host_bytes) * len(set(role.devices) & set(devices)) for role in roles]
+    return DeviceMemory(devices, [role.role for role in roles], sum(processes), "all processes together")
+
+
+def _host(config: PipelineConfig, roles: list[RoleMemory]) -> list[Part]:
+    """Of one node, on GPUs: what loads, what is published, and states that make room on a shared device."""
+    if config.cluster.device != "cuda":
+        return []
+    per_node = config.cluster.num_devices_per_node
+    parts = []
+    for role in roles:
+        here = min(per_node, len(role.devices))
+        if role.start is not None:
+            parts.append(replace(role.start, size=role.start.size * here, how=f"{role.start.how} ({here} on a node)"))
+        parts += role.host
+        if derived.shares_devices(config, role.role):
+            states = sum(part.size for part in role.always if part.name in ("weights", "optimizer"))
+            what = "weights and optimizer" if role.role in TRAINED_ROLES else "weights"
+            how = f"{role.role}: {what} on {count(here, 'GPU')}, while others have them"
+            parts.append(Part("states that made room", states * here, how))
+    return parts

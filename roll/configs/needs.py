@@ -1,0 +1,99 @@
+"""What a run needs that is not in its file: models, data, packages, devices, and which of it is here already."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.configs import derived
+from roll.configs.memory import MemoryEstimate
+from roll.configs.memory.estimate import TIGHT
+from roll.configs.memory.records import GIB
+from roll.configs.rules_data import files_of, is_local
+from roll.configs.rules_devices import sees_gpus
+from roll.configs.schema import PipelineConfig, RLVRConfig
+from roll.configs.wording import count
+
+STRATEGY_PACKAGES = {
+    "vllm": ("vllm", "see docs/engines.md"),
+    "deepspeed_train": ("deepspeed", 'pip install "roll[deepspeed]"'),
+    "megatron_train": ("megatron", 'pip install "roll[megatron]"'),
+}
+"""Strategy -> the package that it imports, and how to get it."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing."""
+
+    what: str
+    state: str
+    """Where it is, or how to get it."""
+    here: bool
+
+
+def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
+    """Everything that a (checked) configuration needs."""
+    return [*_models(config), *_files(config), *_packages(config), *_devices(config, estimate)]
+
+
+def missing_packages(config: PipelineConfig) -> dict[str, str]:
+    """Role -> package of its strategy that is not installed here."""
+    found = {}
+    for name, role in derived.present_roles(config).items():
+        package = STRATEGY_PACKAGES.get(role.strategy_args.strategy_name, ("", ""))[0]
+        if package and not _installed(package):
+            found[name] = package
+    return found
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _models(config: PipelineConfig) -> Iterator[Need]:
+    for model in sorted({derived.model_path(config, role) for role in derived.present_roles(config).values()}):
+        if not is_local(model):
+            yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
+        else:
+            here = (Path(model) / "config.json").is_file()
+            yield Need(f"model {model}", "here" if here else "not here", here)
+
+
+def _files(config: PipelineConfig) -> Iterator[Need]:
+    if not isinstance(config, RLVRConfig):
+        return
+    sections = [config.actor_train.data_args, *([config.validation.data_args] if config.validation is not None else [])]
+    for name in sorted({name for section in sections for name in files_of(section)}):
+        here = Path(name).is_file()
+        yield Need(f"data {name}", "here" if here else "not here: JSONL, one prompt per line", here)
+
+
+def _packages(config: PipelineConfig) -> Iterator[Need]:
+    strategies = {role.strategy_args.strategy_name for role in derived.present_roles(config).values()}
+    for strategy in sorted(strategies & STRATEGY_PACKAGES.keys()):
+        package, remedy = STRATEGY_PACKAGES[strategy]
+        here = _installed(package)
+        yield Need(f"package {package}", "installed" if here else f"not installed here: {remedy}", here)
+
+
+def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:
+    cluster = config.cluster
+    if cluster.num_nodes > 1:
+        yield Need(f"{cluster.num_nodes} nodes", f"a Ray cluster at {cluster.address}", False)
+    if cluster.device == "cpu":
+        return
+    slots = count(cluster.num_devices_per_node, "GPU")
+    if estimate.device_bytes is not None:
+        slots += f" of {estimate.device_bytes / GIB:g} GiB"
+    elif estimate.devices:
+        least = max(devices.peak for devices in estimate.devices) / GIB / TIGHT
+        slots += f" of {math.ceil(least)} GiB or more"
+    if cluster.num_nodes > 1:
+        slots += " on each node"
+    here = cluster.address is None and sees_gpus(os.environ, Path("/dev"))
+    yield Need(slots, "a driver is here" if here else "none here", here)

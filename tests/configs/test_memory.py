@@ -1,0 +1,292 @@
+"""The memory estimate: published sizes, what torch really saves, arithmetic that can be done by hand, and who meets."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from roll.algorithms import logprobs
+from roll.configs.checks import check_elsewhere, config_warnings
+from roll.configs.loader import config_from_tree
+from roll.configs.memory import ShapeUnknown, activations, engines, estimate_memory, find_shape, render
+from roll.configs.memory.records import COMMUNICATION, CONTEXT, GIB
+from roll.configs.memory.shapes import KNOWN
+from roll.strategies.infer.hf_options import HFInferConfig
+
+SEVEN_BILLION = "Qwen/Qwen2.5-7B-Instruct"
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-7B": None,
+    SEVEN_BILLION: 7_615_616_512,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Meta-Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+}
+SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+FAMILIES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=32)),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
+}
+
+
+def of_gpus(**changes):
+    """A 7B run on eight GPUs of 80 GiB, four to train and four to generate, with dotted keys replaced."""
+    tree = {
+        "exp_name": "seven", "pretrain": SEVEN_BILLION, "rollout_batch_size": 64, "num_return_sequences_in_group": 8,
+        "prompt_length": 1024, "response_length": 3072, "async_generation_ratio": 1,
+        "cluster": {"device": "cuda", "num_devices_per_node": 8, "address": "auto", "device_memory_gib": 80},
+        "actor_train": {
+            "device_mapping": "0-3", "model_args": {"dtype": "bfloat16"}, "max_tokens_per_microbatch_in_train": 8192,
+            "data_args": {"file_name": "not/here.jsonl"},
+        },
+        "actor_infer": {
+            "device_mapping": "4-7", "model_args": {"dtype": "bfloat16"}, "strategy_args": {"strategy_name": "vllm"},
+        },
+        "rewards": {"math": {"verifier": "math"}},
+    }  # fmt: skip
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        section = tree
+        for name in parents:
+            section = section.setdefault(name, {})
+        section[key] = value
+    return config_from_tree(tree)
+
+
+def role_of(config, name="actor_train"):
+    return next(role for role in estimate_memory(config).roles if role.role == name)
+
+
+def sizes(role):
+    """Name of each part -> GiB."""
+    return {part.name: part.size / GIB for part in (*role.always, *role.largest.parts)}
+
+
+@pytest.mark.parametrize(("name", "parameters"), [item for item in PUBLISHED.items() if item[1]])
+def test_known_models_have_their_published_number_of_parameters(name, parameters):
+    assert find_shape(name).parameters == parameters
+
+
+def test_a_model_that_is_neither_here_nor_known_says_what_would_help():
+    with pytest.raises(ShapeUnknown, match="a folder with its config.json"):
+        find_shape("somebody/something-7B")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_read_from_a_folder(family, tmp_path):
+    build, config = FAMILIES[family]
+    config.save_pretrained(tmp_path)
+    shape = find_shape(str(tmp_path))
+    model = build(config)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.largest_matrix == max(parameter.numel() for parameter in model.parameters())
+    assert shape.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+
+def test_a_folder_wins_over_its_name(tmp_path):
+    folder = tmp_path / "Qwen2.5-7B"
+    Qwen2Config(**SMALL).save_pretrained(folder)
+    assert find_shape(str(folder)).hidden == 64
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    with pytest.raises(ShapeUnknown, match="num_attention_heads"):
+        find_shape(str(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(family, attention, dtype, tmp_path):
+    build, config = FAMILIES[family]
+    config.save_pretrained(tmp_path)
+    tokens, element = 128, dtype.itemsize
+    model = build._from_config(copy.deepcopy(config), attn_implementation=attention).to(dtype).eval()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            alive.append(tensor)
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    positions = model.model.rotary_emb(inputs, torch.arange(tokens)[None])
+    own |= {each.untyped_storage().data_ptr() for each in positions}  # there once for all layers
+    mask = None if attention == "sdpa" else torch.zeros(1, 1, tokens, tokens, dtype=dtype)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model.layers[1](inputs * 1, attention_mask=mask, position_embeddings=positions, use_cache=False)
+    width = tokens if attention == "eager" else 0
+    guess = activations.layer_bytes(find_shape(str(tmp_path)), element, eager_width=width)
+    assert guess == pytest.approx(sum(saved.values()) / tokens, rel=0.04)
+
+
+def test_constants_are_those_of_the_code_they_speak_of():
+    assert activations.HEAD_CHUNK == logprobs.LINEAR_CHUNK_ELEMENTS
+    assert activations.MEGATRON_HEAD_CHUNK == logprobs.CHUNK_ELEMENTS
+    assert engines.HF_MAX_RUNNING == HFInferConfig().max_running_requests
+    assert engines.HF_MAX_PREFILL == HFInferConfig().max_prefill_tokens
+
+
+def test_states_of_a_7b_on_four_ranks_are_sixteen_bytes_a_parameter_and_a_quarter_each():
+    role = role_of(of_gpus())
+    parameters = PUBLISHED[SEVEN_BILLION] / GIB
+    parts = sizes(role)
+    assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (parameters, 2 * parameters, parameters)
+    assert parts["driver"] * GIB == CONTEXT + COMMUNICATION
+    # 8,192 tokens x 28 layers: 8 x 2 x 3584 of norms, 2 x (2 x 28 + 2 x 4) x 128 + 4 x 28 of attention, 8 x 18944
+    layer = 16 * 3584 + 2 * 64 * 128 + 112 + 8 * 18944
+    assert parts["activations"] * GIB == pytest.approx(8192 * (28 * layer + 14 * 3584), rel=1e-6)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer():
+    changes = {"actor_train__strategy_args__strategy_config": {"gradient_checkpointing": True}}
+    parts = sizes(role_of(of_gpus(**changes)))
+    assert parts["activations"] * GIB == pytest.approx(8192 * (28 * 2 * 3584 + 225_392 + 14 * 3584), rel=1e-6)
+
+
+def test_a_micro_batch_holds_at_least_one_sample_and_at_most_the_batch():
+    one = sizes(role_of(of_gpus(actor_train__max_tokens_per_microbatch_in_train=100)))
+    assert one["activations"] == pytest.approx(sizes(role_of(of_gpus()))["activations"] / 2)
+    few = of_gpus(actor_train__max_tokens_per_microbatch_in_train=10**6, rollout_batch_size=1)
+    assert sizes(role_of(few))["activations"] == pytest.approx(sizes(role_of(of_gpus()))["activations"])
+    fixed = of_gpus(
+        actor_train__use_dynamic_batching_in_train=False, actor_train__training_args__per_device_train_batch_size=2
+    )
+    assert sizes(role_of(fixed))["activations"] == pytest.approx(sizes(role_of(of_gpus()))["activations"])
+
+
+def test_a_single_micro_batch_has_activations_or_gradients_and_not_both():
+    config = of_gpus(actor_train__max_tokens_per_microbatch_in_train=10**6, rollout_batch_size=1)
+    begins = next(phase for phase in role_of(config).phases if phase.name == "the backward pass begins")
+    assert "gradients" not in {part.name for part in begins.parts}
+
+
+def test_zero_stages_split_more_and_more():
+    def states(stage):
+        strategy = {"strategy_name": "deepspeed_train", "strategy_config": {"zero_optimization": {"stage": stage}}}
+        parts = sizes(role_of(of_gpus(actor_train__strategy_args=strategy)))
+        return [parts[name] * GIB / PUBLISHED[SEVEN_BILLION] for name in ("weights", "optimizer", "gradients")]
+
+    assert states(1) == pytest.approx([2, 12 / 4, 4])
+    assert states(2) == pytest.approx([2, 12 / 4, 4 / 4])
+    assert states(3) == pytest.approx([2 / 4, 12 / 4, 4 / 4])
+
+
+def test_megatron_shares_matrices_layers_and_experts_out():
+    options = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4,
+               "expert_tensor_parallel_size": 1}  # fmt: skip
+    config = of_gpus(
+        pretrain="Qwen/Qwen3-30B-A3B",
+        actor_train__device_mapping="0-7",
+        actor_infer__device_mapping="0-7",
+        actor_infer__num_gpus_per_engine=2,
+        actor_train__strategy_args={"strategy_name": "megatron_train", "strategy_config": options},
+    )
+    shape = find_shape("Qwen/Qwen3-30B-A3B")
+    experts = 48 * shape.expert_parameters / 4
+    dense = (shape.parameters - 48 * shape.expert_parameters) / 2
+    parts = sizes(role_of(config))
+    assert parts["weights"] * GIB == pytest.approx(2 * (experts + dense), rel=0.001)
+    assert parts["gradients"] * GIB == pytest.approx(4 * (experts + dense), rel=0.001)
+    # Eight ranks: four hold the same dense share, two the same experts.
+    assert parts["optimizer"] * GIB == pytest.approx(12 * (experts / 2 + dense / 4), rel=0.001)
+
+
+def test_the_first_pipeline_stage_keeps_as_many_micro_batches_as_there_are_stages():
+    def kept(stages):
+        options = {"pipeline_model_parallel_size": stages}
+        strategy = {"strategy_name": "megatron_train", "strategy_config": options}
+        config = of_gpus(actor_train__strategy_args=strategy, actor_train__max_tokens_per_microbatch_in_train=4096)
+        return role_of(config)
+
+    one, two = kept(1), kept(2)
+    assert sizes(two)["weights"] < 0.6 * sizes(one)["weights"]
+    activations_of = [sizes(role).get("activations") for role in (one, two)]
+    assert activations_of[1] > 0.45 * activations_of[0]
+
+
+def test_vllm_fills_its_share_and_says_how_many_sequences_fit():
+    role = role_of(of_gpus(actor_infer__strategy_args__strategy_config={"gpu_memory_utilization": 0.5}), "actor_infer")
+    assert role.peak == pytest.approx(0.5 * 80 * GIB)
+    cache = next(part for part in role.always if part.name == "keys and values")
+    sequences = cache.size / (2 * 28 * 4 * 128 * 2 * 4096)
+    assert f"56 KiB a token; room for {sequences:,.0f} sequences of 4,096 tokens" in cache.how
+
+
+def test_an_engine_without_room_for_one_sequence_does_not_fit():
+    config = of_gpus(actor_infer__strategy_args__strategy_config={"gpu_memory_utilization": 0.2})
+    estimate = estimate_memory(config)
+    assert any("gpu_memory_utilization" in misfit for misfit in estimate.misfits)
+    assert "will not fit: actor_infer has 0.2 x 80.0 GiB" in render(estimate)
+
+
+def test_what_does_not_fit_is_said_and_warned_of():
+    config = of_gpus(cluster__device_memory_gib=40)
+    check_elsewhere(config)
+    assert "a device of actor_train needs" in estimate_memory(config).misfits[0]
+    assert any(warning.startswith("memory: a device of actor_train") for warning in config_warnings(config))
+    assert not any("memory" in warning for warning in config_warnings(of_gpus(cluster__device_memory_gib=180)))
+
+
+def test_roles_that_take_turns_need_the_larger_one_and_their_contexts():
+    config = of_gpus(actor_infer__device_mapping="0-3", async_generation_ratio=0)
+    (shared,) = estimate_memory(config).devices
+    trainer = role_of(config)
+    assert shared.peak == trainer.peak + CONTEXT
+    assert shared.devices == [0, 1, 2, 3] and shared.how.startswith("when actor_train has them")
+
+
+def test_a_push_keeps_both_buffers_on_the_device_while_the_engine_has_it():
+    copy = 2 * PUBLISHED[SEVEN_BILLION]
+    config = of_gpus(actor_infer__device_mapping="0-3", async_generation_ratio=0, weight_update__transport="cuda_ipc")
+    assert role_of(config).stays == 2 * copy
+    one = of_gpus(weight_update__transport="nccl", weight_update__dual_buffer=False)
+    assert role_of(one).stays == copy
+    assert role_of(of_gpus(weight_update__transport="object_store")).stays == 0
+
+
+def test_processes_on_cpu_slots_add_up():
+    config = of_gpus()
+    config = replace(config, cluster=replace(config.cluster, device="cpu", device_memory_gib=None))
+    config.actor_infer.strategy_args.strategy_name = "hf_infer"
+    estimate = estimate_memory(config)
+    trainer, engine = estimate.roles
+    assert [round(each.peak) for each in estimate.devices] == [
+        round(4 * (trainer.peak + trainer.host_bytes)),
+        round(4 * (engine.peak + engine.host_bytes)),
+    ]
+    assert trainer.host_bytes == 2 * 2 * PUBLISHED[SEVEN_BILLION]
+
+
+def test_a_critic_has_no_logits_and_no_head():
+    config = of_gpus(
+        adv_estimator="gae",
+        critic={"device_mapping": "4-7", "model_args": {"dtype": "bfloat16"}},
+    )
+    critic, shape = role_of(config, "critic"), KNOWN["qwen2.5-7b"]
+    parameters = shape.parameters - shape.embedding_parameters + shape.hidden + 1
+    assert sizes(critic)["weights"] * GIB == parameters
+    assert not any(part.name == "logits" and part.size for phase in critic.phases for part in phase.parts)

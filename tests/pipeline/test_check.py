@@ -1,0 +1,86 @@
+"""`roll check`: what it says, what it refuses, and that neither models, data nor GPUs need be here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny import make_task, tiny_config, write_config
+
+from roll.pipeline.cli import main
+
+GPUS = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose model and data are here."""
+    make_task(tmp_path)
+    return str(write_config(tmp_path, tiny_config(tmp_path), "run.yaml"))
+
+
+def test_plan_memory_and_needs_are_printed_and_nothing_is_started(run, tmp_path, capsys):
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main(["check", run]) == 0
+    said = capsys.readouterr().out
+    for words in ("samples a step", "staleness", "memory of one process", "gradients", f"[x] model {tmp_path}"):
+        assert words in said
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_on_gpus_is_checked_without_its_model_data_and_gpus(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["check", GPUS]) == 0
+    said = capsys.readouterr().out
+    for words in ("model Qwen/Qwen2.5-7B", "data data/math/train.jsonl", "8 GPUs of 80 GiB"):
+        assert f"[ ] {words} " in said
+    assert "7.62 billion" in said
+
+
+def test_what_does_not_fit_is_exit_code_2(capsys):
+    assert main(["check", GPUS, "--gpu-memory", "24"]) == 2
+    said = capsys.readouterr()
+    assert "will not fit: a device of actor_train needs" in said.out and "docs/memory.md" in said.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["max_stps=3"], "did you mean `max_steps`"),
+        (["actor_train.pg_variant=pop"], "actor_train.pg_variant"),
+        (["actor_train.strategy_args.strategy_config.gradient_checkpoint=true"], "gradient_checkpointing"),
+        (["rewards.math.verifier=no_such_module:judge"], "rewards.math.verifier"),
+        (["--gpu-memory", "0"], "cluster.device_memory_gib"),
+    ],
+)
+def test_what_cannot_work_is_exit_code_2_with_its_path(overrides, words, capsys):
+    assert main(["check", GPUS, *overrides]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_data_that_is_here_is_read(run, tmp_path, capsys):
+    data = next(tmp_path.rglob("*.jsonl"))
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("\n".join(json.dumps(line | {"domain": "unheard_of"}) for line in lines) + "\n")
+    assert main(["check", run]) == 2
+    assert "unheard_of" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_a_need_and_an_empty_one_too(run, tmp_path, capsys):
+    data = next(tmp_path.rglob("train*.jsonl"))
+    data.unlink()
+    assert main(["check", run]) == 0
+    assert f"[ ] data {data}" in capsys.readouterr().out
+
+
+def test_train_and_config_are_the_same_command(capsys):
+    for arguments in (["train", "no-such.yaml"], ["--config", "no-such.yaml"]):
+        assert main(arguments) == 2
+        assert "no-such.yaml: there is no such file" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "roll check FILE" in said and "roll train FILE" in said
