@@ -393,7 +393,9 @@ def test_cancelling_ends_the_program(marker):
 
 def test_interrupting_the_caller_ends_the_program(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
-    script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    # Where the tests run as a job in the background of a shell, SIGINT is ignored, and programs inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heard}\nfrom roll.agentic.tools.sandbox import run_python; run_python({code!r})"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
     wait_until(lambda: processes_named(marker) != [])
     asking.send_signal(signal.SIGINT)
