@@ -106,9 +106,9 @@ def policy_metrics(
 def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several optimizer steps as those of one training step.
 
-    Means over the steps, but the largest ``ratio_max``. What belongs to one lag is weighted by the share of that lag,
-    which not every step need have. ``mismatch/...`` is that of the first step: only before it has the trainer the
-    weights that the engine may have had.
+    Means over the steps, but the largest ``ratio_max`` and ``error_max``. What belongs to one lag is weighted by the
+    share of that lag, which not every step need have. ``mismatch/...`` is that of the first step: only before it has
+    the trainer the weights that the engine may have had.
     """
     names = dict.fromkeys(name for update in updates for name in update if not name.startswith("mismatch/"))
     first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
@@ -116,7 +116,7 @@ def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
-    if name == "ratio_max":
+    if name in ("ratio_max", "error_max"):
         return max(update[name] for update in updates)
     lag, _, measure = name.rpartition("/")
     if not lag or measure == "share":

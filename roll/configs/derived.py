@@ -21,6 +21,7 @@ from roll.configs.schema import (
     PipelineConfig,
     RewardConfig,
     RLVRConfig,
+    TrainingArguments,
     ValidationSettings,
     WorkerConfig,
 )
@@ -235,8 +236,12 @@ def total_optimizer_steps(config: PipelineConfig, role: WorkerConfig) -> int:
 
 def warmup_steps(config: PipelineConfig, role: WorkerConfig) -> int:
     """Optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
-    arguments = role.training_args
-    return arguments.warmup_steps or round(arguments.warmup_ratio * total_optimizer_steps(config, role))
+    return warmup_steps_of(role.training_args, total_optimizer_steps(config, role))
+
+
+def warmup_steps_of(arguments: TrainingArguments, total_steps: int) -> int:
+    """The same of a schedule over ``total_steps``; a part of a step counts as one."""
+    return arguments.warmup_steps or math.ceil(round(arguments.warmup_ratio * total_steps, 6))
 
 
 def sequence_length(config: PipelineConfig) -> int:

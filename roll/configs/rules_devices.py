@@ -52,9 +52,13 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = f"{cluster.device_memory_gib:g} has no effect: it is the memory of a GPU, and cluster.device is cpu"
         yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
     for name, role in {**present_roles(config), **reward_models(config)}.items():
-        if role.model_args.attn_implementation != "flash_attention_2":
+        path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
+        if role.strategy_args.strategy_name == "megatron_train" and chosen != ModelArguments().attn_implementation:
+            message = f"{shown(chosen)} has no effect: megatron-core has its own attention"
+            yield ConfigProblem(path, message, "remove this key, or use another trainer")
             continue
-        path = f"{name}.model_args.attn_implementation"
+        if chosen != "flash_attention_2":
+            continue
         if cluster.device == "cpu":
             yield ConfigProblem(path, "flash_attention_2 needs GPUs, and cluster.device is cpu", "write `sdpa`")
         elif role.model_args.dtype == "float32":

@@ -82,10 +82,12 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Every rank gets samples, and optimizer steps divide the batch."""
     samples, mappings = samples_per_step(config), readable_mappings(config)
     batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
-    for role in ("actor_train", "reference", "critic"):
-        ranks = len(mappings.get(role, []))
+    for role, section in present_roles(config).items():
+        if role == "actor_infer" or role not in mappings:
+            continue
+        ranks = data_parallel_ranks(section)
         if samples < ranks:
-            message = f"a step has {batch}, fewer than the {ranks} ranks of {role}"
+            message = f"a step has {batch}, fewer than the {ranks} ranks of {role} that share it"
             yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
     for name, section in trained_roles(config).items():
         accumulation = section.training_args.gradient_accumulation_steps

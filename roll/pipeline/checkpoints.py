@@ -141,6 +141,8 @@ class Checkpointer:
         self._keep = keep
         self._source = source
         self._on_oldest = on_oldest
+        self._copied_at: int | None = None
+        self._copied: set[str] = set()
         self._pending: dict[int, _Pending] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         discard_partial(folder)
@@ -149,16 +151,31 @@ class Checkpointer:
         """Whether a checkpoint is taken after this training step."""
         return step == self._max_steps or (self._save_steps > 0 and step % self._save_steps == 0)
 
+    async def copy_state(self, step: int, role: str) -> None:
+        """Copy the training state of a role into the checkpoint of this step. To be called by whoever holds the role's
+        devices, after its last update of the step: roles that share devices are never all there at once."""
+        if step != self._copied_at:
+            await self._written()  # of the checkpoint before: at most one is in memory
+            self._copied_at, self._copied = step, set()
+        if self._save_steps:
+            await self._trainers[role].snapshot(str(self._partial(step) / STATE / role))
+        self._copied.add(role)
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".step-{step}.partial"
+
     async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
-        """Copy what belongs into it; to be called while nothing trains."""
-        await self._written()  # of the checkpoint before: at most one is in memory
-        partial = self._folder / f".step-{step}.partial"
-        exported, *_ = self._trainers.values()
-        await exported.export(str(partial))
+        """Complete the copies of what belongs into it; to be called with the devices of the first role, while it does
+        not train. The other roles were copied before."""
+        exported, *_ = self._trainers
+        await self.copy_state(step, exported)
+        partial = self._partial(step)
+        await self._trainers[exported].export(str(partial))
         facts = None
         if self._save_steps:
-            for role, trainer in self._trainers.items():
-                await trainer.snapshot(str(partial / STATE / role))
+            missing = self._trainers.keys() - self._copied
+            if missing:
+                raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {step}")
             facts = {"format": FORMAT, "progress": asdict(progress), "source": self._source, "memory": dict(memory)}
         self._pending[step] = _Pending(step, partial, facts)
         self._queue.put_nowait(self._pending[step])

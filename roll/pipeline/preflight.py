@@ -107,7 +107,7 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
     tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
     _plan_rollouts(config, tokenizer, problems)
     problems.attempt(lambda: _algorithms(config))
-    problems.attempt(lambda: _check_strategies(config, without))
+    problems.attempt(lambda: _check_strategies(config, without, with_model))
     problems.attempt(lambda: _worker_classes(config))
     if config.stages:
         problems.attempt(lambda: _stage_classes(config))
@@ -156,8 +156,9 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _check_strategies(config: PipelineConfig, without: Collection[str] = ()) -> None:
-    """Options that an engine does not know are an error here, not in a worker; roles ``without`` are left out."""
+def _check_strategies(config: PipelineConfig, without: Collection[str] = (), with_model: bool = True) -> None:
+    """Options that an engine does not know, or that do not fit the model, are an error here, not in a worker; roles
+    ``without`` are left out, and so is what only the models' own files tell unless ``with_model``."""
     from roll.strategies.infer import infer_option_check
     from roll.strategies.train import train_option_check
 
@@ -169,7 +170,17 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = ()) -> 
         arguments = role_config.strategy_args
         path = f"{role}.strategy_args.strategy_config"
         problems += find(arguments.strategy_name)(arguments.strategy_config, path)
-    if config.actor_train.model_args.lora_target is not None:
+        if with_model and arguments.strategy_name == "megatron_train":
+            from roll.strategies.train.megatron.facts import layout_problems
+
+            problems += layout_problems(
+                role_config,
+                derived.model_path(config, role_config),
+                path,
+                kind="value" if role == "critic" else "policy",
+                forward_only=role == "reference",
+            )
+    if with_model and config.actor_train.model_args.lora_target is not None:
         from roll.strategies.train.lora import check_adapters
 
         policy = config.actor_train

@@ -129,6 +129,8 @@ class CriticStage(Stage):
             size = derived.optimizer_batch_size(config, config.critic, len(batch.data))
             plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
             metrics = await context.require_critic().train(batch.data, context.value_objective, plan)
+            if context.checkpoints.due(batch.step + 1):
+                await context.checkpoints.copy_state(batch.step + 1, "critic")
         batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
         context.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * config.ppo_epochs)
         return batch
@@ -155,12 +157,13 @@ class TrainStage(Stage):
         context, config = self.context, self.context.config
         version = batch.step + 1
         with context.recorder.busy("actor_train"):
-            await self._correct(batch)
-            size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
-            plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
             metrics: dict[str, float] = {}
             if version > config.critic_warmup:
+                await self._correct(batch)
+                size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
+                plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
                 metrics = await context.trainer.train(batch.data, context.objective, plan)
+                context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
             if publication_due(context, version):
                 batch.canaries = await gather(context, version)
                 batch.gathered = True
@@ -173,7 +176,6 @@ class TrainStage(Stage):
         )
         if context.mismatch_alarm is not None:
             context.mismatch_alarm.check(version, batch.metrics)
-        context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
         return batch
 
     async def _correct(self, batch: TrainingBatch) -> None:

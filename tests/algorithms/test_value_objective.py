@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.metrics import combine
+from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.value_objective import ValueObjective
 
 
@@ -103,3 +103,8 @@ def test_wrong_settings_and_missing_fields_are_refused():
     del fields["returns"]
     with pytest.raises(ValueError, match="lacks returns"):
         ValueObjective(5)(values, mask, ValueObjective(5).normalizers([5, 5, 5]), fields)
+
+
+def test_of_several_updates_the_largest_error_is_the_largest():
+    updates = [{"error_max": 1.0, "loss": 1.0}, {"error_max": 3.0, "loss": 2.0}]
+    assert mean_over_updates(updates) == {"error_max": 3.0, "loss": 1.5}

@@ -500,6 +500,11 @@ WRONG = [
     ({"kl_loss_coef": 0.5}, "kl_loss_coef", "no effect", "use_kl_loss"),
     ({"init_kl_coef": 0.5}, "init_kl_coef", "no effect", "add_token_level_kl"),
     ({"kl_estimator": "k1"}, "kl_estimator", "no effect", "use_kl_loss"),
+    (
+        {"actor_train.strategy_args.strategy_name": "megatron_train",
+         "actor_train.model_args.attn_implementation": "eager"},
+        "actor_train.model_args.attn_implementation", "its own attention", "remove",
+    ),
     ({"critic_warmup": 2}, "critic_warmup", "there is no `critic`", "adv_estimator: gae"),
     ({"value_clip": 0.2}, "value_clip", "there is no `critic`", "adv_estimator: gae"),
     (

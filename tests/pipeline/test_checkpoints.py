@@ -34,11 +34,11 @@ class Trainer:
         self.unwritten[Path(folder) / "rank-00000.safetensors"] = b"state of rank 0"
 
     async def written(self) -> None:
+        if self.unwritten and self.may_write is not None:
+            await self.may_write.wait()
+        if self.unwritten and self.failure is not None:
+            raise self.failure
         while self.unwritten:
-            if self.may_write is not None:
-                await self.may_write.wait()
-            if self.failure is not None:
-                raise self.failure
             path, content = self.unwritten.popitem()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
@@ -48,10 +48,13 @@ def progress(step: int) -> RolloutProgress:
     return RolloutProgress(step, step * 8 + 3, {"failed": step}, (step * 8, step * 8 + 2))
 
 
-def checkpointer(folder: Path, trainer: Trainer, oldest: list | None = None, **changes) -> Checkpointer:
+def checkpointer(
+    folder: Path, trainer: Trainer, oldest: list | None = None, critic: Trainer | None = None, **changes
+) -> Checkpointer:
+    trainers = {"actor_train": trainer} | ({} if critic is None else {"critic": critic})
     settings = {"save_steps": 2, "max_steps": 10, "keep": 2, "source": "prompts"} | changes
     seen = oldest if oldest is not None else []
-    return Checkpointer(folder, {"actor_train": trainer}, on_oldest=seen.append, **settings)
+    return Checkpointer(folder, trainers, on_oldest=seen.append, **settings)
 
 
 async def train(checkpoints: Checkpointer, steps) -> None:
@@ -91,6 +94,33 @@ def test_without_save_steps_only_the_last_model_is_written(tmp_path):
     asyncio.run(train(checkpointer(tmp_path, Trainer(), save_steps=0), range(1, 11)))
     assert saved_steps(tmp_path) == [] and [path.name for path in tmp_path.iterdir()] == ["step-10"]
     assert [path.name for path in (tmp_path / "step-10").iterdir()] == ["model.safetensors"]
+
+
+def test_each_role_is_copied_when_its_devices_are_there(tmp_path):
+    actor, critic = Trainer(), Trainer()
+    checkpoints = checkpointer(tmp_path, actor, critic=critic)
+
+    async def step(*roles):
+        for role in roles:
+            await checkpoints.copy_state(2, role)
+        assert not actor.unwritten, "only whoever was asked for is copied"
+        await checkpoints.take(2, progress(2), {})
+        await checkpoints.step_recorded(2)
+
+    with pytest.raises(RuntimeError, match="critic were not copied at step 2"):
+        asyncio.run(step())
+    actor.unwritten.clear()
+
+    async def whole():
+        running = asyncio.create_task(checkpoints.run())
+        await step("critic")
+        while not saved_steps(tmp_path):
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(whole(), 20))
+    found = read_checkpoint(checkpoint_folder(tmp_path, 2))
+    assert all((found.role(role) / "rank-00000.safetensors").is_file() for role in ("actor_train", "critic"))
 
 
 def test_a_checkpoint_waits_for_its_state_and_for_the_record_of_its_step(tmp_path):

@@ -6,9 +6,38 @@ import pytest
 from runs import go_on_from, run_pipeline
 from tiny import make_task, tiny_config
 
+from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.pipeline.preflight import prepare
+
 pytest.importorskip("megatron.core")
 
 STEPS = 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "reason"),
+    [
+        ([0, 1, 2], {"tensor_model_parallel_size": 2}, "the number of ranks (3) must be a multiple"),
+        ([0, 1, 2], {"pipeline_model_parallel_size": 3}, "layers (2) must be a multiple"),
+        ([0, 1], {"expert_model_parallel_size": 2}, "no experts"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_anything_loads(tmp_path, devices, options, reason):
+    make_task(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    strategy = {"strategy_name": "megatron_train", "strategy_config": options}
+    tree = tiny_config(
+        tmp_path,
+        cluster__num_devices_per_node=4,
+        actor_train__device_mapping=devices,
+        actor_infer__device_mapping=[3],
+        actor_train__strategy_args=strategy,
+    )
+    with pytest.raises(ConfigError) as refusal:
+        prepare(config_from_tree(tree))
+    (problem,) = refusal.value.problems
+    assert problem.path == "actor_train.strategy_args.strategy_config" and reason in problem.message
 
 
 @pytest.mark.timeout(600)

@@ -51,6 +51,12 @@ def test_the_same_model_goes_on_also_where_files_name_heads_and_experts_otherwis
     assert case.problems(TENSORS | fused) == []
 
 
+def test_adapters_of_some_layers_and_files_with_layers_that_are_left_out_go_on(case):
+    case.model(TENSORS)
+    layers = [name for name in TENSORS if ".layers." in name]
+    assert case.problems({f"{layers[0].removesuffix('.weight')}.lora_A.default.weight": (2, 4)}) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -27,24 +27,29 @@ def load_model(
     path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy"
 ) -> PreTrainedModel:
     """The model at ``path`` (folder or hub name), on the CPU. A value model that comes from another kind of model gets
-    a new head, which says 0 for everything: there is nothing better to say before the first return was seen."""
-    options = {} if kind == "policy" else {"num_labels": 1, "output_loading_info": True}
-    model = model_class(kind).from_pretrained(
+    a new head, which says 0 for everything: there is nothing better to say before the first return was seen. Of a head
+    that is there in part (a reward model's has no bias), only the rest is new.
+
+    Raises ``ValueError`` naming a tensor if others are missing: transformers would make them up.
+    """
+    options = {} if kind == "policy" else {"num_labels": 1}
+    model, found = model_class(kind).from_pretrained(
         path,
         dtype=dtype,
         attn_implementation=arguments.attn_implementation,
         trust_remote_code=arguments.trust_remote_code,
         use_safetensors=True,
+        output_loading_info=True,
         **options,
     )
-    if kind == "policy":
-        return model
-    model, found = model
-    new = {name.rpartition(".")[0] for name in found["missing_keys"]}
+    body = f"{model.base_model_prefix}."
+    missing = sorted(found["missing_keys"])
+    lost = missing if kind == "policy" else [name for name in missing if name.startswith(body)]
+    if lost:
+        raise ValueError(f"{path} lacks {lost[0]}" + (f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""))
     with torch.no_grad():
-        for name in new:
-            for parameter in model.get_submodule(name).parameters():
-                parameter.zero_()
+        for name in missing:
+            model.get_parameter(name).zero_()
     return model
 
 

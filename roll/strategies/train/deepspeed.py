@@ -331,7 +331,7 @@ class DeepSpeedTrainStrategy:
         if not self.trains:
             raise RuntimeError(
                 "DeepSpeed cannot move the weights of a forward-only role at ZeRO stage 3; give the role devices of "
-                "its own, `zero_optimization: {offload_param: {device: cpu}}`, or another stage"
+                "its own, or another stage"
             )
         if self.options.zero_stage == 1 and self.bfloat16:
             raise RuntimeError(

@@ -84,6 +84,8 @@ RESERVED = {
 """Top-level key of DeepSpeed -> what to write instead."""
 
 _RESERVED_IN_ZERO = {
+    "mics_shard_size": "nothing: weights are split over all ranks of the role",
+    "zero_hpz_partition_size": "nothing: weights are split over all ranks of the role",
     "compute_grad_norm": "nothing: each step reports the norm, and is skipped where it is not finite",
     "zenflow": "nothing: an update takes all gradients of its own step",
 }

@@ -45,6 +45,7 @@ class ModelExport:
     model: PreTrainedModel
     source: str
     """Folder or hub name it was loaded from: where the tokenizer is."""
+    trust_remote_code: bool
     beside: Callable[[str], None] | None = None
     """Writes what else belongs into the folder."""
 
@@ -56,7 +57,7 @@ class ModelExport:
             self.model.save_pretrained(path)
         except SafetensorError as cause:
             raise OSError(f"cannot write the model into {path}: {cause}") from cause
-        _write_tokenizer(self.source, Path(path))
+        _write_tokenizer(self.source, Path(path), self.trust_remote_code)
 
 
 def save(trainer: TrainStrategy, path: str) -> None:
@@ -95,10 +96,10 @@ def build_export(
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
     if kind == "policy":
         skeleton.generation_config = like.generation_config
-    return ModelExport(skeleton, setup.model_path, beside)
+    return ModelExport(skeleton, setup.model_path, trusted, beside)
 
 
-def _write_tokenizer(source: str, path: Path) -> None:
+def _write_tokenizer(source: str, path: Path, trust_remote_code: bool) -> None:
     if Path(source).is_dir():
         for pattern in TOKENIZER_FILES:
             for file in Path(source).glob(pattern):
@@ -107,4 +108,4 @@ def _write_tokenizer(source: str, path: Path) -> None:
         return
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source).save_pretrained(path)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(path)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll.configs.derived import warmup_steps_of
 from roll.configs.schema import TrainingArguments
 
 
@@ -38,7 +39,7 @@ def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Ca
     Its share of the peak in a warm-up over w steps: (s + 1) / w. Then 1 (``constant``), 1 - x (``linear``) or
     (1 + cos(pi x)) / 2 (``cosine``) with x = (s - w) / (total - w), held at its end after the last step.
     """
-    warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
+    warmup = warmup_steps_of(arguments, total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import TrainingArguments
@@ -58,6 +61,30 @@ def test_a_new_critic_says_zero_for_everything_and_the_body_is_the_policys(start
     assert not weights["score.weight"].any() and "lm_head.weight" not in weights
     assert all(np.array_equal(weights[name], policy[name]) for name in weights.keys() & policy.keys())
     assert len(weights.keys() & policy.keys()) > 10
+
+
+def changed_copy(model_path, folder, change):
+    """The model in a new folder, its tensors changed."""
+    shutil.copytree(model_path, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_a_reward_models_head_is_taken_over(start, model_path, tmp_path):
+    """It has no bias; that alone is new."""
+    head = torch.arange(AutoConfig.from_pretrained(model_path).hidden_size).float()[None]
+    scorer = changed_copy(model_path, tmp_path / "scorer", lambda tensors: tensors.update({"score.weight": head}))
+    weights = weights_of(start(scorer))
+    assert np.array_equal(weights["score.weight"], head.numpy()) and not weights["score.bias"].any()
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_a_model_that_lacks_a_tensor_is_refused(start, model_path, tmp_path, kind):
+    damaged = changed_copy(model_path, tmp_path / "damaged", lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match="lacks model.norm.weight"):
+        start(damaged, kind=kind)
 
 
 @pytest.mark.parametrize("packed", [False, True])

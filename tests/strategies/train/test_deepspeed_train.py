@@ -246,6 +246,7 @@ PATH = "actor_train.strategy_args.strategy_config"
         (zero(True), "zero_optimization.stage", "true is no stage", "0, 1, 2 or 3"),
         ({"zero_optimization": 3}, "zero_optimization", "no mapping", "stage: 2"),
         (zero(2, overlap_com=True), "zero_optimization.overlap_com", "no such key", "did you mean `overlap_comm`"),
+        (zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "decides", "split over all ranks"),
         (zero(2, compute_grad_norm=False), "zero_optimization.compute_grad_norm", "decides", "reports the norm"),
     ],
 )

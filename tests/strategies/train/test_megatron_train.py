@@ -38,6 +38,7 @@ TWO_RANKS = [
     Run("qwen3_moe-experts-plain", "qwen3_moe", 2, EXPERTS | PLAIN_OPTIMIZER),
     Run("llama-recompute", "llama", 2, SEQUENCE | EVERY_LAYER),
     Run("qwen2-recompute-block", "qwen2", 2, STAGES | FIRST_LAYER | PLAIN_OPTIMIZER),
+    Run("qwen3_moe-reference", "qwen3_moe", 2, TENSOR, trains=False, changes={"forward_only": True}),
     Run("qwen3-recompute-attention", "qwen3", 1, {"recompute_granularity": "selective"}),
 ]
 MORE_RANKS = [

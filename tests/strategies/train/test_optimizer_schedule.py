@@ -24,6 +24,8 @@ def test_warm_up_rises_linearly_and_reaches_the_peak():
 def test_warm_up_ratio_counts_optimizer_steps_unless_steps_are_given():
     assert factors(10, 4, warmup_ratio=0.2) == [0.5, 1.0, 1.0, 1.0]
     assert factors(10, 2, warmup_ratio=0.5, warmup_steps=1) == [1.0, 1.0]
+    assert factors(12, 2, warmup_ratio=0.1) == [0.5, 1.0], "a part of a step counts as one"
+    assert factors(100, 7, warmup_ratio=0.07)[-1] == 1.0, "0.07 x 100 is 7, though not in binary"
 
 
 def test_linear_and_cosine_fall_to_zero_after_the_last_step():

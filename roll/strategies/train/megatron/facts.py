@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig, PretrainedConfig
 
+from roll.algorithms.registry import KnobError
+from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.errors import ConfigProblem
+from roll.configs.schema import WorkerConfig
 from roll.strategies.train.checkpoint import ModelKind
-from roll.strategies.train.megatron_options import MegatronOptions
+from roll.strategies.train.megatron_options import MegatronOptions, parse_options
 
 FAMILIES = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False}
 """`model_type` -> whether queries, keys and values have biases."""
@@ -101,6 +105,25 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
         padding_token=None if config.pad_token_id is None else config.pad_token_id % config.vocab_size,
         experts=_experts(config) if config.model_type == "qwen3_moe" else None,
     )
+
+
+def layout_problems(
+    role: WorkerConfig, model_path: str, path: str, *, kind: ModelKind, forward_only: bool
+) -> list[ConfigProblem]:
+    """What is wrong with the model of a role whose ``strategy_config`` stands at ``path``, or with how it is shared
+    out over the role's devices; loads no weights."""
+    ranks = len(parse_device_mapping(role.device_mapping))
+    try:
+        options = parse_options(role.strategy_args.strategy_config)
+    except KnobError:
+        return []  # They are reported by the check of the options.
+    try:
+        check_layout(
+            read_facts(model_path, role.model_args.trust_remote_code, kind), options, ranks, forward_only=forward_only
+        )
+    except ValueError as error:
+        return [ConfigProblem(path, str(error), "change the sizes or the devices, or use `fsdp2_train`")]
+    return []
 
 
 def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *, forward_only: bool) -> None:

@@ -70,6 +70,7 @@ class MegatronTrainStrategy:
         if setup.forward_only:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
+                chunk.eval()
             self.passes = Passes(self.chunks, config, self.facts)
             return
         self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
