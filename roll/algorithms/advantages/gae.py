@@ -24,8 +24,8 @@ from roll.algorithms.registry import knob
 
 def generalised_advantages(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambda_: float
-) -> tuple[Tensor, Tensor]:
-    """Advantages, and the returns that values are trained on (advantage + value); both ``[batch, seq]``.
+) -> Tensor:
+    """Advantages ``[batch, seq]``; the returns that values are trained on are advantage + value.
 
     With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
     (arXiv 1506.02438). ``token_rewards`` and ``values`` ``[batch, seq]``, ``response_mask`` bool. Without gradient, 0
@@ -35,8 +35,7 @@ def generalised_advantages(
     predicted = keep(values.detach(), response_mask).double()
     errors = keep(rewards + gamma * _next_value(predicted, response_mask) - predicted, response_mask)
     advantages = keep(token_returns(errors, response_mask, gamma * lambda_), response_mask)
-    dtype = result_dtype(token_rewards)
-    return advantages.to(dtype), (advantages + predicted).to(dtype)
+    return advantages.to(result_dtype(token_rewards))
 
 
 def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -71,4 +70,4 @@ def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
     """The advantages of `generalised_advantages`, ``[batch, seq]``."""
     return generalised_advantages(
         inputs.token_rewards, inputs.values, inputs.response_mask, knobs.gamma, knobs.lambda_
-    )[0]
+    )

@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from roll.algorithms.registry import KnobError, build_knobs, knob
+from roll.algorithms.registry import build_knobs, knob
 from roll.configs.errors import ConfigProblem
 from roll.configs.wording import choose_among, nearest, shown
+from roll.strategies.train.option_problems import option_problems
 
 PASSED_ON = frozenset(
     {
@@ -171,11 +172,7 @@ def _own_names() -> frozenset[str]:
 
 
 def _own_problems(knobs: dict[str, Any], path: str) -> list[ConfigProblem]:
-    try:
-        build_knobs(_TrainerKnobs, knobs, "strategy 'deepspeed_train'")
-    except KnobError as error:
-        return [ConfigProblem(f"{path}.{found.knob}", found.message, found.remedy) for found in error.problems]
-    return []
+    return option_problems(lambda own: build_knobs(_TrainerKnobs, own, "strategy 'deepspeed_train'"), knobs, path)
 
 
 def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.algorithms.registry import KnobError, build_knobs, knob
+from roll.algorithms.registry import build_knobs, knob
 from roll.configs.errors import ConfigProblem
+from roll.strategies.train.option_problems import option_problems
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,4 @@ def parse_options(strategy_config: dict[str, Any]) -> MegatronOptions:
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
-    try:
-        parse_options(strategy_config)
-    except KnobError as error:
-        return [
-            ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
-            for found in error.problems
-        ]
-    return []
+    return option_problems(parse_options, strategy_config, path)

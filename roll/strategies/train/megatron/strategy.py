@@ -9,7 +9,6 @@ one trainer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from roll.strategies.train.microbatches import (
     scatter_to_tokens,
 )
 from roll.strategies.train.optimizer import learning_rate_schedule
+from roll.strategies.train.ranks import join_process_group, leave_process_group, pick_device
 from roll.strategies.train.setup import TrainerSetup
 from roll.strategies.train.sharded_state import SavedState, StateSnapshot
 from roll.strategies.train.step import Objective, TrainingStep, combined_metrics
@@ -58,7 +58,7 @@ class MegatronTrainStrategy:
         setup = self.setup
         self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
         check_layout(self.facts, self.options, setup.world_size, forward_only=setup.forward_only)
-        self.device = self._pick_device()
+        self.device = pick_device(setup)
         self._join_groups()
         torch.manual_seed(setup.seed)
         model_parallel_cuda_manual_seed(setup.seed)
@@ -192,24 +192,11 @@ class MegatronTrainStrategy:
         """Leave the process groups."""
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-
-    def _pick_device(self) -> torch.device:
-        if self.setup.device == "cpu":
-            return torch.device("cpu")
-        device = torch.device("cuda", self.setup.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
+        leave_process_group()
 
     def _join_groups(self) -> None:
-        setup, options = self.setup, self.options
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
-            init_method=setup.rendezvous,
-            rank=setup.rank,
-            world_size=setup.world_size,
-            timeout=timedelta(seconds=options.process_group_timeout_seconds),
-        )
+        options = self.options
+        join_process_group(self.setup, options.process_group_timeout_seconds)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=options.tensor_model_parallel_size,
             pipeline_model_parallel_size=options.pipeline_model_parallel_size,

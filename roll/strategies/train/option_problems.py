@@ -1,0 +1,23 @@
+"""Wrong options of a trainer as problems of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from roll.algorithms.registry import KnobError
+from roll.configs.errors import ConfigProblem
+
+
+def option_problems(
+    parse: Callable[[dict[str, Any]], object], strategy_config: dict[str, Any], path: str
+) -> list[ConfigProblem]:
+    """What ``parse`` finds wrong with a ``strategy_config`` that stands at ``path``; empty if nothing."""
+    try:
+        parse(strategy_config)
+    except KnobError as error:
+        return [
+            ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
+            for found in error.problems
+        ]
+    return []
