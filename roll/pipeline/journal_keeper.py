@@ -6,6 +6,7 @@ for the disk whenever it has nothing else to do. What goes wrong there is raised
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,8 @@ from roll.rollout.schedule import DroppedGroup
 from roll.tracking.files import naming
 
 _START_VERSION_BYTES = 8
+MOST_BYTES_BEHIND = 2 * 2**30
+"""What may wait for the disk. Beyond it the disk does not keep up, or does not answer, and memory would fill."""
 
 
 class JournalKeeper:
@@ -33,6 +36,8 @@ class JournalKeeper:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._submitted = 0
         self._done = 0
+        self._bytes_submitted = 0
+        self._bytes_done = 0
         self._failure: Exception | None = None
 
     def went_back(self, step: int) -> None:
@@ -47,7 +52,8 @@ class JournalKeeper:
             + [int(sample.versions.max(initial=-1)) for sample in result.samples]
         )
         start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
-        self._submit(self._journal.append, finished_record(group.group_id, newest, start + encode_group(result)))
+        payload = start + encode_group(result)
+        self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
 
     def group_dropped(self, group: DroppedGroup, version: int) -> None:
         """See `SchedulerObserver`."""
@@ -67,14 +73,21 @@ class JournalKeeper:
         with naming(self._folder):
             self._journal.close()
 
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, work: Callable[..., None], *arguments: Any, size: int = 0) -> None:
         if self._failure is not None:
             raise self._failure
+        behind = self._bytes_submitted - self._bytes_done
+        if behind > MOST_BYTES_BEHIND:
+            raise OSError(
+                errno.EIO, f"the disk does not keep up: {behind / 2**30:.1f} GiB of groups wait", str(self._folder)
+            )
         self._submitted += 1
-        self._thread.submit(self._do, work, arguments)
+        self._bytes_submitted += size
+        self._thread.submit(self._do, work, arguments, size)
 
-    def _do(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _do(self, work: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
         self._done += 1
+        self._bytes_done += size
         if self._failure is not None:
             return
         try:
