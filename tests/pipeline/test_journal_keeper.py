@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from roll.data.records import Group, Prompt, Sample
+from roll.pipeline import journal_keeper
 from roll.pipeline.journal_keeper import JournalKeeper, finished_again
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
@@ -50,6 +52,23 @@ def test_a_group_without_tokens_counts_from_its_start(tmp_path):
     keeper.group_finished(finished(1, 3, versions=()))
     keeper.close()
     assert next(read_journal(tmp_path)).version == 3
+
+
+def test_a_disk_that_does_not_keep_up_ends_the_run_before_memory_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_keeper, "MOST_BYTES_BEHIND", 500)
+    keeper = JournalKeeper(tmp_path)
+    answers = threading.Event()
+    keeper._thread.submit(answers.wait)
+    with pytest.raises(OSError, match="does not keep up.*GiB of groups wait") as failure:
+        for group_id in range(20):
+            keeper.group_finished(finished(group_id, 3))
+    assert failure.value.filename == str(tmp_path)
+    answers.set()
+    keeper._thread.submit(lambda: None).result()
+    keeper.group_finished(finished(99, 3))
+    keeper.close()
+    kept = [record.group_id for record in read_journal(tmp_path)]
+    assert kept[-1] == 99 and 2 <= len(kept) < 20
 
 
 def test_what_could_not_be_written_is_raised_at_the_next_group_and_at_the_end(tmp_path):
