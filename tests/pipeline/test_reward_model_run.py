@@ -35,7 +35,8 @@ def test_the_models_that_rewards_name_are_looked_up_before_anything_starts(task)
     )
     with pytest.raises(ConfigError) as caught:
         prepare(config_from_tree(tree))
-    assert {problem.path for problem in caught.value.problems} == {"reward_pretrain", "rewards.essay.judge.base_url"}
+    paths = {problem.path for problem in caught.value.problems}
+    assert paths == {"reward_pretrain", "rewards.chat.reward_model.label", "rewards.essay.judge.base_url"}
     assert all(words in str(caught.value) for words in ("no head", "no chat template", "http://127.0.0.1:1/v1"))
 
 

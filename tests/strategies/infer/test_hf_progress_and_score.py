@@ -195,10 +195,10 @@ def test_a_stop_string_that_began_before_the_death_still_ends_the_response(qwen_
     assert uninterrupted.finish_reason == "stop" and len(uninterrupted.token_ids) == 4
 
     async def dies(strategy):
-        strategy._thread.engine.submit(99, request)
         await strategy.pause("keep")
 
         def steps(engine):
+            engine.submit(99, request)
             for _ in range(kept):
                 engine.step()
             return engine.progress({})[99]
