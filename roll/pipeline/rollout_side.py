@@ -18,6 +18,7 @@ from roll.strategies.infer.base import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from roll.configs.schema import PipelineConfig
+    from roll.distributed.group import WorkerHandle
     from roll.distributed.placement import Placement
     from roll.pipeline.device_lock import DeviceLock
     from roll.pipeline.preflight import Prepared
@@ -74,8 +75,12 @@ class RolloutSide(Protocol):
     def validator(self, generator: Generator) -> Validator | None:
         """None: this run does not validate."""
 
+    def handles(self) -> Sequence[WorkerHandle]:
+        """Its processes that have models on devices, at this moment."""
+
     def metrics(self) -> dict[str, float]:
-        """Totals of the worker processes, for the record of a step."""
+        """Totals of the worker processes, for the record of a step. While work is done they change: a run in which
+        nothing changes is taken for stalled."""
 
 
 @dataclass(frozen=True)
