@@ -83,7 +83,7 @@ class Roles:
                 if role != "actor_infer"
             }
             tasks.create_task(self._start_pool())
-            tasks.create_task(self._start_rollouts())
+            tasks.create_task(self._workers.start())
         started = {role: task.result() for role, task in trainers.items()}
         self.trainer = started["actor_train"]
         self.pool.buffers.on_free = self.trainer.release
@@ -141,10 +141,6 @@ class Roles:
             silence_timeout_seconds=role.silence_timeout_seconds,
         )
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
-
-    async def _start_rollouts(self) -> None:
-        with part("rollouts"):
-            await self._workers.start()
 
     async def _start_pool(self) -> None:
         with part("actor_infer"):

@@ -41,7 +41,8 @@ class WorkerProcesses(Protocol):
     """The processes of a rollout side: reward workers and models, or environment workers. They look after themselves;
     what they cannot recover from ends the rollouts that need them."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """What waits for devices here is a `part` of the start: others wait for these devices at the same time."""
 
     async def shutdown(self) -> None: ...
 

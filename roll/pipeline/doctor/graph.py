@@ -106,14 +106,16 @@ def wait_graph(status: RunStatus) -> WaitGraph:
     for wait in status.waits:
         if status.loop_beat - wait.since >= YOUNG_SECONDS:
             edges[wait.who].append(Edge(wait.who, wait.on, wait.what, wait.since))
-    for node, since in {edge.on: edge.since for edge in _all(edges)}.items():
+    ahead = {edge.on: edge.since for each in edges.values() for edge in each}
+    answered: set[str] = set()
+    while ahead:
+        node, since = ahead.popitem()
+        answered.add(node)
         for edge in _answerable(status, node, since):
             edges[node].append(edge)
+            if edge.on not in answered:
+                ahead.setdefault(edge.on, since)
     return WaitGraph(dict(edges))
-
-
-def _all(edges: Mapping[str, Sequence[Edge]]) -> list[Edge]:
-    return [edge for each in list(edges.values()) for edge in each]
 
 
 def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
