@@ -36,7 +36,7 @@ def by_transformers(path: str, text: str, label: int = 0) -> float:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"pad": None}, {"pad": END}, {"encoder": True}],
+    [{}, {"pad": None}, {"pad": END}, {"encoder": "bert"}],
     ids=["padding id", "no padding id", "padding is the end", "encoder"],
 )
 def test_a_batch_scores_as_one_by_one(tmp_path, changes):
@@ -81,6 +81,18 @@ def test_a_long_conversation_loses_its_beginning_and_says_so(path):
 def test_the_models_own_positions_are_the_limit(path):
     (scored,) = scorer(path).score([said("0" * 30)])
     assert (scored.tokens, scored.cut_tokens) == (24, 12)
+
+
+@pytest.mark.parametrize(("encoder", "pad", "most"), [("bert", 0, 24), ("roberta", 0, 23), ("roberta", 1, 22)])
+def test_positions_that_begin_after_the_padding_are_fewer_than_rows_of_their_table(tmp_path, encoder, pad, most):
+    path = write_classifier(tmp_path, encoder=encoder, pad=pad)
+    (scored,) = scorer(path).score([said("1" * 40)])
+    assert (scored.tokens, scored.problem) == (most, "")
+    reward = RewardConfig(verifier="reward_model", reward_model=RewardModelConfig(max_length=most + 1))
+    with pytest.raises(ConfigError, match=f"{most} positions"):
+        check_reward_model(path, reward, "rewards.chat")
+    with pytest.raises(ValueError, match=f"positions for {most} tokens"):
+        scorer(path, max_length=most + 1)
 
 
 def test_a_long_conversation_may_be_refused_and_takes_no_other_along(path):
