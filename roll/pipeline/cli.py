@@ -216,11 +216,11 @@ def _outcome(error: BaseException, status_file: StatusFile) -> tuple[FinalStatus
 
 
 def end_process(run: RunDirectory, reason: str) -> None:
-    """The last resort: end this process, whatever its threads do. Worker processes end with it."""
+    """The last resort: kill this process, whatever its threads do. Worker processes end with it."""
     words = threading.Thread(target=_last_words, args=(run, reason), daemon=True)
     words.start()
     words.join(LAST_WORDS_SECONDS)
-    os._exit(FAILURE)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _last_words(run: RunDirectory, reason: str) -> None:

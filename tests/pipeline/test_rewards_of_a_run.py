@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from roll.configs.schema import ModelArguments, RewardModelConfig
+from roll.configs.schema import ModelArguments, RewardConfig, RewardModelConfig
 from roll.distributed.scoring import ScorePool, ScoreSettings
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.doctor.graph import wait_graph
@@ -55,6 +55,13 @@ def test_a_domain_is_judged_by_the_model_of_its_reward_which_counts(rewards, mac
     assert answers == [[2, 3], [2, 3]]
     assert metrics == {f"rewards/chat/{name}": value for name, value in
                        {"samples": 4, "calls": 2, "restarts": 0, "truncated": 0}.items()}  # fmt: skip
+
+
+def test_verdicts_of_verifiers_are_counted_too_for_they_are_signs_of_movement():
+    pool = RewardPool({"sums": RewardConfig(verifier="exact")})
+    metrics = Rewards({"sums": "sums"}, pool, {}).metrics()
+    names = {"calls", "samples", "errors", "timeouts", "restarts", "seconds"}
+    assert metrics == {f"rewards/sums/{name}": 0.0 for name in names}
 
 
 def test_a_model_that_waits_for_shared_devices_while_others_load_theirs_is_no_deadlock(rewards, lock):
