@@ -240,7 +240,7 @@ class ScorePool:
             logger.error("%s broke down", self._role, exc_info=failure)
             self._failure = failure
             while requests := self._queue.take(together=True):
-                self._fail(requests, RewardFailed(f"{self._role} broke down: {describe(failure)}"))
+                self._fail(requests, self._broke_down(failure))
 
     async def _serve_batches(self, replica: _Replica) -> None:
         while True:
@@ -279,6 +279,9 @@ class ScorePool:
             if len(requests) == 1:
                 # A device that was used wrongly once may fail for good in this process (CUDA's errors do).
                 await self._lose(replica, failure)
+        except Exception as failure:
+            self._fail(requests, self._broke_down(failure))
+            raise
         except BaseException:
             self._cancel(requests)
             raise
@@ -311,6 +314,9 @@ class ScorePool:
         for request in requests:
             if not request.answer.done():
                 request.answer.set_exception(failure)
+
+    def _broke_down(self, failure: Exception) -> RewardFailed:
+        return RewardFailed(f"{self._role} broke down: {describe(failure)}")
 
     def _cancel(self, requests: list[_Request]) -> None:
         for request in requests:

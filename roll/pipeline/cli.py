@@ -188,6 +188,7 @@ def _run(
             outcome = asyncio.run(to_its_end(running, recorder, status_file))
     except (KeyboardInterrupt, Exception) as error:
         outcome = _outcome(error, status_file)
+    status_file.ending()
     status = recorder.close(*outcome)
     print(f"files and logs of the run: {run.root}", flush=True)
     return SUCCESS if status == "success" else FAILURE
@@ -204,6 +205,8 @@ async def to_its_end(
         outcome = _outcome(error, status_file)
         recorder.ended(*outcome)
         return outcome
+    finally:
+        status_file.ending()
     return "success", None
 
 
@@ -212,7 +215,10 @@ def _outcome(error: BaseException, status_file: StatusFile) -> tuple[FinalStatus
         logger.info("the run failed", exc_info=error)
         return "failed", error
     stuck = status_file.stuck_because
-    return ("failed", stuck) if stuck else ("interrupted", "interrupted by a signal")
+    if stuck is None:
+        return "interrupted", "interrupted by a signal"
+    logger.error("%s; the run is ended", stuck)
+    return "failed", stuck
 
 
 def end_process(run: RunDirectory, reason: str) -> None:

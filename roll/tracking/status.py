@@ -187,7 +187,8 @@ class StatusFile:
             self._changed.set()
 
     def ending(self) -> None:
-        """The event loop watches over the run no more."""
+        """Something is ended now that the event loop does not watch over; it has its own time for that."""
+        self._watch.ending = 0.0
         self._status = replace(self._status, phase="ending", ending_since=time.time())
 
     def __enter__(self) -> StatusFile:

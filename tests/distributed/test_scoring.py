@@ -275,7 +275,7 @@ def test_a_process_is_gone_before_its_successor_loads_a_model():
 def test_a_pool_that_broke_down_says_why_to_all_who_come_later(caplog):
     async def use(pool, machine, lock):
         machine.faults = {"x": ["breaks the pool"]}
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(RewardFailed, match="broke down: ZeroDivisionError"):
             await pool.score(group("x"))
         with pytest.raises(RewardFailed, match=r"no longer running: ZeroDivisionError: a slip"):
             await pool.score(group("y"))
