@@ -79,7 +79,6 @@ def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypat
     assert [reward_timeout(config.rewards[name]) for name in ("math", "essay", "rule")] == [5, 600, 10]
 
 
-@pytest.mark.parametrize(("ratio", "wait", "expected"), [(0, None, 0), (1, None, 0.005), (0, 0.1, 0.1), (1, 0.0, 0)])
 def test_the_last_publication_and_the_process_of_a_reward_model_can_be_harmed(tree, tmp_path):
     (tmp_path / "model").mkdir()
     events = [{"kind": "corrupt_bucket", "at_step": 101}, {"role": "rewards.math"}]
@@ -87,6 +86,7 @@ def test_the_last_publication_and_the_process_of_a_reward_model_can_be_harmed(tr
     check_config(config_from_tree(merged(tree, changes | {"weight_update": {"interval_steps": 2}})))
 
 
+@pytest.mark.parametrize(("ratio", "wait", "expected"), [(0, None, 0), (1, None, 0.005), (0, 0.1, 0.1), (1, 0.0, 0)])
 def test_a_reward_models_batches_do_not_depend_on_timing_at_ratio_0(tree, ratio, wait, expected):
     changes = scored(reward_model={"batch_wait_seconds": wait}) | {"async_generation_ratio": ratio}
     config = config_from_tree(merged(tree, changes))
