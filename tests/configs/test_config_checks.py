@@ -80,10 +80,10 @@ def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypat
 
 
 def test_the_last_publication_and_the_process_of_a_reward_model_can_be_harmed(tree, tmp_path):
-    (tmp_path / "model").mkdir()
     events = [{"kind": "corrupt_bucket", "at_step": 101}, {"role": "rewards.math"}]
-    changes = scored(str(tmp_path / "model")) | {"chaos": {"enabled": True, "events": events}, "max_steps": 101}
-    check_config(config_from_tree(merged(tree, changes | {"weight_update": {"interval_steps": 2}})))
+    changes = scored() | {"chaos": {"enabled": True, "events": events}, "max_steps": 101}
+    changes["weight_update"] = {"interval_steps": 2}
+    check_config(config_from_tree(merged(tree, _filled(changes, tmp_path))))
 
 
 @pytest.mark.parametrize(("ratio", "wait", "expected"), [(0, None, 0), (1, None, 0.005), (0, 0.1, 0.1), (1, 0.0, 0)])
