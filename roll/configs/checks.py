@@ -65,6 +65,7 @@ RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
     rules_data.rewards_are_complete,
     rules_rewards.keys_fit_the_kind,
     rules_rewards.reward_models_are_complete,
+    rules_rewards.verdicts_come_before_a_stall,
     rules_rewards.judges_are_complete,
     rules_rewards.verdicts_can_be_read,
     rules_data.validation_is_complete,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from roll.configs.derived import reward_models, reward_timeout
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_keys import IMPORT_PATH, default_of, differs_from_default
-from roll.configs.schema import SCORE_STRATEGIES, JudgeConfig, RewardConfig, RLVRConfig
+from roll.configs.schema import ADAPTER_KEYS, SCORE_STRATEGIES, JudgeConfig, RewardConfig, RLVRConfig
 from roll.configs.wording import choose_among, shown
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
@@ -84,6 +84,10 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             remedy = "set `reward_pretrain`, or the model of this reward here"
             yield ConfigProblem(f"{path}.model_args.model_name_or_path", "no reward model is given", remedy)
         strategy = reward.strategy_args.strategy_name
+        for key in ADAPTER_KEYS:
+            if differs_from_default(reward.model_args, key):
+                message = f"{shown(vars(reward.model_args)[key])} has no effect: a reward model is not trained"
+                yield ConfigProblem(f"{path}.model_args.{key}", message, "remove it; merge adapters into the model")
         if strategy not in SCORE_STRATEGIES:
             message = f"{shown(strategy)} is no engine of reward models"
             remedy = choose_among(strategy, SCORE_STRATEGIES)
@@ -91,6 +95,16 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if reward.worker_cls is not None and not IMPORT_PATH.fullmatch(reward.worker_cls):
             message = f"{shown(reward.worker_cls)} is no import path"
             yield ConfigProblem(f"{path}.worker_cls", message, "write `package.module:Class`")
+
+
+def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A verdict is a sign of movement; a run that may stall for less would be ended while it waits for one."""
+    for name, reward in config.rewards.items():
+        seconds, limit = reward_timeout(reward), config.stall_timeout_seconds
+        if seconds > limit:
+            message = f"{seconds:g} s for one verdict are more than the {limit:g} s for which a run may stall"
+            remedy = "lower it, or raise `stall_timeout_seconds`"
+            yield ConfigProblem(f"rewards.{name}.timeout_seconds", message, remedy)
 
 
 def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:

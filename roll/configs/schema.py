@@ -684,8 +684,10 @@ class ChaosEvent:
     at_step: int = option(
         1, help="Once so many training steps are over; of a publication: the version of this number.", range=COUNT
     )
-    role: Literal["driver", "actor_train", "actor_infer", "reference", "critic"] = option(
-        "actor_train", help="Whose process (`kill`, `freeze`, `fill_disk`)."
+    role: str = option(
+        "actor_train",
+        help="Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `reference`, "
+        "`critic`, or `rewards.<name>` of a reward model.",
     )
     rank: int = option(0, help="Which of its processes.", range=NOT_NEGATIVE)
     seconds: float | None = option(

@@ -19,7 +19,7 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import Placement, import_paths
 from roll.distributed.worker import HEALTH, Worker, WorkerIdentity, WorkerProcess
-from roll.tracking.waits import waiting
+from roll.tracking.waits import WORKER, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class WorkerHandle:
 
     async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
         try:
-            with waiting(f"worker/{self.name}", method):
+            with waiting(f"{WORKER}{self.name}", method):
                 async with asyncio.timeout(timeout):
                     return await ref
         except RayTaskError as error:

@@ -8,15 +8,18 @@ program it is. No answer at all means that the process is stopped, gone, or out 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 if TYPE_CHECKING:
     from roll.distributed.group import WorkerHandle
+
+logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
 """Between two questions."""
@@ -76,6 +79,8 @@ class Heartbeats:
     async def _ask(self, handle: WorkerHandle) -> None:
         try:
             self._heard[handle] = HeardBeat(await handle.beat(), self._clock())
-        except RayError:
-            return  # it has died, which whoever watches it reports with the cause
+        except RayError as error:
+            if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                return  # it has died, which whoever watches it reports with the cause
+            logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
         self._asking.pop(handle, None)

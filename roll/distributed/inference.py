@@ -26,7 +26,7 @@ from roll.distributed.weight_buffers import WeightBuffers
 from roll.distributed.weights import Publication, attest
 from roll.rollout.router import Router
 from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, PauseMode, WeightReceipt
-from roll.tracking.waits import holding, part, unobserved, waiting
+from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -72,7 +72,7 @@ class Replica:
         return self.handle.name
 
     def __str__(self) -> str:
-        return f"worker/{self.name}"
+        return f"{WORKER}{self.name}"
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
@@ -102,7 +102,7 @@ class Replica:
             loop.call_soon(self._submit_outgoing)
         self._outgoing.append(sent)
         try:
-            with waiting(f"worker/{self.name}", "a response"):
+            with waiting(f"{WORKER}{self.name}", "a response"):
                 return replace(await future, request_id=request.request_id)
         except asyncio.CancelledError:
             self._abandon(sent)

@@ -9,6 +9,7 @@ no other along. The reward's devices are held while it computes, and may belong 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -21,6 +22,16 @@ from roll.distributed.group import WorkerHandle
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.strategies.score.base import Conversation, Scored, ScorerSetup
 from roll.tracking.busy_spans import BusySpans
+from roll.tracking.waits import apart, holding
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 10.0
+"""Longest wait for a killed process to be gone."""
+
+
+class ModelNotStarted(RewardFailed):
+    """A process did not start, through no fault of the responses that wait for it."""
 
 
 class Devices(Protocol):
@@ -160,12 +171,19 @@ class ScorePool:
                 for replica in self._replicas:
                     tasks.create_task(self._fill(replica))
             self._devices.register(self._role, self)
-        self._tasks = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
+        for replica in self._replicas:
+            with apart(f"{self._role}/{replica.index}"):
+                self._tasks.append(asyncio.create_task(self._serve(replica)))
+
+    def handles(self) -> list[WorkerHandle]:
+        """The processes at this moment."""
+        return [replica.handle for replica in self._replicas if replica.handle is not None]
 
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Outputs in the order of the responses, usually those of one group. Raises `RewardFailed`."""
         if self._failure is not None or self._closed:
-            raise RewardFailed(f"{self._role} is no longer running") from self._failure
+            cause = f": {describe(self._failure)}" if self._failure is not None else ""
+            raise RewardFailed(f"{self._role} is no longer running{cause}") from self._failure
         request = _Request(records, asyncio.get_running_loop().create_future())
         self.counts.samples += len(records)
         self._queue.put(request)
@@ -210,23 +228,28 @@ class ScorePool:
         try:
             await replica.handle.call(method, timeout=self._settings.start_timeout_seconds)
         except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
-            self._lose(replica, failure)
+            await self._lose(replica, failure)
 
     async def _serve(self, replica: _Replica) -> None:
         """Score what comes, until cancelled."""
         try:
-            while True:
-                await self._batch_waits()
-                async with self._devices.hold(self._role):
-                    while requests := self._queue.take(together=self._settings.wait_seconds > 0):
-                        await self._score(replica, requests)
-                        if self._devices.contended:
-                            break
+            with holding(self._role, "to score"):
+                await self._serve_batches(replica)
         except Exception as failure:
             # Nothing here is expected to fail. Whoever waits must not wait for ever.
+            logger.error("%s broke down", self._role, exc_info=failure)
             self._failure = failure
             while requests := self._queue.take(together=True):
-                self._fail(requests, RewardFailed(f"{self._role} broke down: {type(failure).__name__}: {failure}"))
+                self._fail(requests, self._broke_down(failure))
+
+    async def _serve_batches(self, replica: _Replica) -> None:
+        while True:
+            await self._batch_waits()
+            async with self._devices.hold(self._role):
+                while requests := self._queue.take(together=self._settings.wait_seconds > 0):
+                    await self._score(replica, requests)
+                    if self._devices.contended:
+                        break
 
     async def _batch_waits(self) -> None:
         """Return when there is work, and it is either a batch or has waited long enough for more."""
@@ -246,13 +269,19 @@ class ScorePool:
             self.counts.calls += 1
             with self.busy.working():
                 results = await handle.call("score", conversations, timeout=self._settings.call_timeout_seconds)
-        except RewardFailed as failure:
-            self._fail(requests, failure)
+        except ModelNotStarted as failure:
+            self._score_again(requests, failure, each_failed=True)
         except (WorkerDied, WorkerTimeout) as failure:
-            self._lose(replica, failure)
             self._score_again(requests, failure)
+            await self._lose(replica, failure)
         except WorkerFailed as failure:
             self._score_again(requests, failure)
+            if len(requests) == 1:
+                # A device that was used wrongly once may fail for good in this process (CUDA's errors do).
+                await self._lose(replica, failure)
+        except Exception as failure:
+            self._fail(requests, self._broke_down(failure))
+            raise
         except BaseException:
             self._cancel(requests)
             raise
@@ -262,12 +291,13 @@ class ScorePool:
                 if not request.answer.done():
                     request.answer.set_result(own)
 
-    def _score_again(self, requests: list[_Request], failure: Exception) -> None:
-        """Each by itself. One that was by itself has failed, and may do so ``max_retries`` times."""
+    def _score_again(self, requests: list[_Request], failure: Exception, *, each_failed: bool = False) -> None:
+        """Each by itself. One that was by itself (or, with ``each_failed``, any of them) has failed, and may do so
+        ``max_retries`` times."""
         kept = []
         for request in requests:
-            request.failures += len(requests) == 1
-            request.alone = True
+            request.failures += each_failed or len(requests) == 1
+            request.alone = request.alone or not each_failed
             if request.failures <= self._settings.max_retries:
                 kept.append(request)
                 continue
@@ -285,6 +315,9 @@ class ScorePool:
             if not request.answer.done():
                 request.answer.set_exception(failure)
 
+    def _broke_down(self, failure: Exception) -> RewardFailed:
+        return RewardFailed(f"{self._role} broke down: {describe(failure)}")
+
     def _cancel(self, requests: list[_Request]) -> None:
         for request in requests:
             request.answer.cancel()
@@ -299,22 +332,39 @@ class ScorePool:
             await replica.handle.create(timeout)
             await replica.handle.call("start", self._settings.strategy_name, self._settings.setup, timeout=timeout)
         except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
-            self._kill(replica)
-            raise RewardFailed(f"a process of {self._role} did not start: {failure}") from failure
+            await self._end(replica)
+            raise ModelNotStarted(f"a process of {self._role} did not start: {failure}") from failure
         except BaseException:
             self._kill(replica)
             raise
         return replica.handle
 
-    def _lose(self, replica: _Replica, failure: Exception) -> None:
+    async def _lose(self, replica: _Replica, failure: Exception) -> None:
         self.counts.restarts += 1
         self._on_event(f"{failure}; {self._role} starts it again")
+        await self._end(replica)
+
+    async def _end(self, replica: _Replica) -> None:
+        """Kill a process and wait until it is gone, and its memory of the devices with it."""
+        handle = replica.handle
         self._kill(replica)
+        if handle is None:
+            return
+        try:
+            async with asyncio.timeout(EXIT_SECONDS):
+                await handle.wait_for_death()
+        except TimeoutError:
+            logger.warning("%s was killed and is still there after %g s", handle.name, EXIT_SECONDS)
 
     def _kill(self, replica: _Replica) -> None:
         if replica.handle is not None:
             replica.handle.kill()
             replica.handle = None
+
+
+def describe(failure: BaseException) -> str:
+    """Type and message."""
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _output(scored: Scored) -> RewardOutput:

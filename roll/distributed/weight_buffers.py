@@ -15,10 +15,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from roll.tracking.waits import waiting
+from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, waiting
 
-PUBLISHING = "the publication under way"
-"""Holds a version from the moment its half is given out until its publication has ended."""
 NEWEST = "replicas that may restart"
 """Holds the newest published version."""
 
@@ -55,7 +53,7 @@ class WeightBuffers:
         self._waiting.append((version, waiter))
         self._serve()
         try:
-            with waiting("publication memory", f"a free half for version {version}"):
+            with waiting(PUBLICATION_MEMORY, f"a free half for version {version}"):
                 return await waiter
         except asyncio.CancelledError:
             if (version, waiter) in self._waiting:

@@ -25,6 +25,7 @@ from roll.pipeline.sampling import sampling_params
 from roll.rollout.schedule import Ticket
 
 if TYPE_CHECKING:
+    from roll.distributed.group import WorkerHandle
     from roll.pipeline.preflight import Prepared
 
 CANARY_PROMPTS = 64
@@ -84,6 +85,10 @@ class AgenticSide:
             timeout_seconds=settings.timeout_seconds,
             on_event=self._on_event,
         )
+
+    def handles(self) -> list[WorkerHandle]:
+        """None: environments need no devices."""
+        return []
 
     def metrics(self) -> dict[str, float]:
         """Totals of the environment workers."""

@@ -16,7 +16,10 @@ from roll.distributed.group import WorkerHandle
 from roll.pipeline.step_counter import StepCounter
 from roll.tracking.files import JsonLines, read_json_lines
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.waits import waiting
+from roll.tracking.waits import unobserved, waiting
+
+LOOK_SECONDS = 0.5
+"""Between two looks for a process that is being replaced."""
 
 
 def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent]:
@@ -47,11 +50,11 @@ class Chaos:
 
     async def run(self) -> None:
         """What happens to processes."""
-        for event in self._events:
-            if event.kind not in PUBLICATION_CHAOS:
-                await self._steps.reached(event.at_step)
-                self._begin(event)
-                self._harm(event)
+        with unobserved():
+            for event in self._events:
+                if event.kind not in PUBLICATION_CHAOS:
+                    await self._steps.reached(event.at_step)
+                    await self._happen(event)
 
     async def publication(self, version: int) -> None:
         """Before a version is sent; what is spoiled on its way is noted here."""
@@ -59,7 +62,7 @@ class Chaos:
             if event.kind in PUBLICATION_CHAOS and event.at_step == version:
                 self._begin(event)
                 if event.kind == "delay_publication":
-                    with waiting("chaos", f"{event.seconds:g} s to pass (chaos.events: delay_publication)"):
+                    with waiting("delay", f"{event.seconds:g} s to pass (chaos.events: delay_publication)"):
                         await asyncio.sleep(event.seconds or 0.0)
 
     def _begin(self, event: ChaosEvent) -> None:
@@ -70,12 +73,22 @@ class Chaos:
         whom = "" if event.kind in PUBLICATION_CHAOS else f" of {_name(event)}"
         self._on_event(f"chaos: {event.kind}{whom} at step {event.at_step}")
 
-    def _harm(self, event: ChaosEvent) -> None:
+    async def _happen(self, event: ChaosEvent) -> None:
         if event.role == "driver":
+            self._begin(event)
             harm_this_process(event.kind, event.seconds)
-        for handle in self._handles():
-            if handle.name == _name(event):
-                handle.harm(event.kind, event.seconds)
+            return
+        handle = await self._process(_name(event))
+        self._begin(event)
+        handle.harm(event.kind, event.seconds)
+
+    async def _process(self, name: str) -> WorkerHandle:
+        """The process of this name; while it is being replaced there is none."""
+        while True:
+            for handle in self._handles():
+                if handle.name == name and handle.pid is not None:
+                    return handle
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 def spoiled_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:

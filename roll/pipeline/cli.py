@@ -13,9 +13,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from roll.configs.checks import check_config
@@ -25,14 +27,18 @@ from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
 from roll.pipeline.commands import COMMANDS, other_command
+from roll.tracking.driver_watch import DriverWatch
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import StatusFile
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
+    from roll.pipeline.recorder import FinalStatus, RunRecorder
     from roll.pipeline.resume import ResumePoint
 
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
+LAST_WORDS_SECONDS = 10.0
+"""For what a process that is ended for good has to say; the disk may be what hangs."""
 
 _COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" for name, command in COMMANDS.items())
 _EPILOG = f"""\
@@ -79,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with run.held():
             if point is not None:
                 _go_back(point)
-            with StatusFile(run.status, prepared.config.stall_timeout_seconds, _interrupt) as status:
+            watch = DriverWatch(prepared.config.stall_timeout_seconds)
+            with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 return _run(prepared, run, status, point, started)
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
@@ -177,22 +184,62 @@ def _run(
     try:
         with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
             _end_in_order_on_signals()
-            asyncio.run(run_pipeline(prepared, recorder, status_file, point))
-    except KeyboardInterrupt:
-        stuck = status_file.stuck_because
-        status = recorder.close("failed", stuck) if stuck else recorder.close("interrupted", "interrupted by a signal")
-    except Exception as error:
-        logger.info("the run failed", exc_info=error)
-        status = recorder.close("failed", error)
-    else:
-        status = recorder.close("success")
+            running = run_pipeline(prepared, recorder, status_file, point)
+            outcome = asyncio.run(to_its_end(running, recorder, status_file))
+    except (KeyboardInterrupt, Exception) as error:
+        outcome = _outcome(error, status_file)
+    status_file.ending()
+    status = recorder.close(*outcome)
     print(f"files and logs of the run: {run.root}", flush=True)
     return SUCCESS if status == "success" else FAILURE
 
 
+async def to_its_end(
+    run: Awaitable[None], recorder: RunRecorder, status_file: StatusFile
+) -> tuple[FinalStatus, BaseException | str | None]:
+    """How the run ends. A failure is on record before the event loop is closed: that waits for threads, one of which
+    may hang."""
+    try:
+        await run
+    except (asyncio.CancelledError, Exception) as error:
+        outcome = _outcome(error, status_file)
+        recorder.ended(*outcome)
+        return outcome
+    finally:
+        status_file.ending()
+    return "success", None
+
+
+def _outcome(error: BaseException, status_file: StatusFile) -> tuple[FinalStatus, BaseException | str]:
+    if isinstance(error, Exception):
+        logger.info("the run failed", exc_info=error)
+        return "failed", error
+    stuck = status_file.stuck_because
+    if stuck is None:
+        return "interrupted", "interrupted by a signal"
+    logger.error("%s; the run is ended", stuck)
+    return "failed", stuck
+
+
+def end_process(run: RunDirectory, reason: str) -> None:
+    """The last resort: kill this process, whatever its threads do. Worker processes end with it."""
+    words = threading.Thread(target=_last_words, args=(run, reason), daemon=True)
+    words.start()
+    words.join(LAST_WORDS_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _last_words(run: RunDirectory, reason: str) -> None:
+    from roll.tracking.summary import fail_unfinished
+
+    print(f"{reason}; the process is ended", file=sys.stderr, flush=True)
+    fail_unfinished(run.summary, reason)
+    logger.error("%s; the process is ended", reason)
+
+
 def _interrupt() -> None:
     """As Ctrl-C does. The first one asks the event loop to end, which a stuck one does not hear; a second one is raised
-    where it is stuck."""
+    where it is stuck. Native code hears neither, and is ended with the process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -140,6 +140,10 @@ class RunRecorder:
         for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
             self._trackers.picture(picture.name, picture.path, result.version)
 
+    def ended(self, status: FinalStatus, error: BaseException | str | None) -> None:
+        """How the run has ended, before all that is still to be closed: that may fail, or hang."""
+        self.summary.finish(status, error, ledger=self.ledger)
+
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
         (a full disk) make a failure of a success."""

@@ -28,7 +28,7 @@ from roll.pipeline.checkpoints import (
 )
 from roll.pipeline.same_model import model_problems
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.files import keep_lines
+from roll.tracking.files import keep_lines, remove_partials
 from roll.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
 def take_out_of_the_way(point: ResumePoint) -> None:
     """Leave in the run's folder what happened up to the step that it goes on from."""
     run, last = point.run, point.last_record
+    for replaced in (run.status, run.summary, run.config, run.metrics, run.samples):
+        remove_partials(replaced)
     for later in exported_steps(run.checkpoints):
         if later > last:
             folder = checkpoint_folder(run.checkpoints, later)

@@ -19,6 +19,7 @@ from roll.rewards.records import RewardInput, RewardOutput
 from roll.rewards.registry import route_domains
 from roll.strategies.score.base import ScorerSetup
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import REWARD_MODEL, part, waiting
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
@@ -37,21 +38,31 @@ class Rewards:
         """Start all processes; those that did when another fails are ended by `shutdown`."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._verifiers.start())
-            for model in self._models.values():
-                tasks.create_task(model.start())
+            for role, model in self._models.items():
+                tasks.create_task(_start(role, model))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Judge responses to prompts of a domain, usually those of one group; outputs in the same order. Raises
         `RewardFailed` if one of them cannot be judged."""
-        model = self._models.get(f"rewards.{self._routes[domain]}")
-        return await (self._verifiers.score(domain, records) if model is None else model.score(records))
+        name = self._routes[domain]
+        model = self._models.get(f"{REWARD_MODEL}{name}")
+        if model is not None:
+            with waiting(f"{REWARD_MODEL}{name}", "scores"):
+                return await model.score(records)
+        with waiting(f"rewards/{name}", "a verdict"):
+            return await self._verifiers.score(name, records)
+
+    def handles(self) -> list[WorkerHandle]:
+        """The processes of reward models at this moment; verifiers are looked after by their pool."""
+        return [handle for model in self._models.values() for handle in model.handles()]
 
     def metrics(self) -> dict[str, float]:
-        """Totals of the reward models, as ``rewards/<name>/<count>``."""
+        """Totals as ``rewards/<name>/<count>``: see `ScoreCounts` of reward models, `RewardCounts` of all others."""
+        models = {role.removeprefix(REWARD_MODEL): asdict(model.counts) for role, model in self._models.items()}
         return {
-            f"{role.replace('.', '/', 1)}/{name}": float(value)
-            for role, model in self._models.items()
-            for name, value in asdict(model.counts).items()
+            f"rewards/{reward}/{name}": float(value)
+            for reward, counts in {**self._verifiers.counts(), **models}.items()
+            for name, value in counts.items()
         }
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
@@ -64,13 +75,18 @@ class Rewards:
         await asyncio.gather(self._verifiers.shutdown(), *(model.shutdown() for model in self._models.values()))
 
 
+async def _start(role: str, model: ScorePool) -> None:
+    with part(role):
+        await model.start()
+
+
 def build_rewards(
     prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
 ) -> Rewards:
     """The rewards that the configuration names. Starts nothing."""
     config = prepared.config
     models = derived.reward_models(config)
-    verifiers = {name: each for name, each in config.rewards.items() if f"rewards.{name}" not in models}
+    verifiers = {name: each for name, each in config.rewards.items() if f"{REWARD_MODEL}{name}" not in models}
     pools = {
         role: _score_pool(prepared, role, reward, str(run.logs.absolute()), on_event, devices)
         for role, reward in models.items()

@@ -18,6 +18,7 @@ from roll.pipeline.validation import PromptValidator
 from roll.rollout.schedule import Ticket
 
 if TYPE_CHECKING:
+    from roll.distributed.group import WorkerHandle
     from roll.pipeline.preflight import Prepared
 
 
@@ -78,8 +79,12 @@ class RLVRSide:
             timeout_seconds=validation.timeout_seconds,
         )
 
+    def handles(self) -> list[WorkerHandle]:
+        """Those of the reward models."""
+        return self.workers.handles()
+
     def metrics(self) -> dict[str, float]:
-        """Totals of the reward models; all else about rewards is in the metrics of samples."""
+        """Totals of the rewards; what they said is in the metrics of samples."""
         return self.workers.metrics()
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:

@@ -17,7 +17,6 @@ from roll.data.seeds import derive_seed
 from roll.pipeline.rollout_side import Generator
 from roll.rewards.records import RewardInput, RewardOutput
 from roll.strategies.infer.base import Completion, GenerateRequest, SamplingParams
-from roll.tracking.waits import waiting
 
 
 class Judge(Protocol):
@@ -106,8 +105,7 @@ class RolloutFunction:
             )
             for sample in samples
         ]
-        with waiting(f"rewards/{prompt.domain}", "a verdict"):
-            outputs = await self.judge.score(prompt.domain, inputs)
+        outputs = await self.judge.score(prompt.domain, inputs)
         for sample, output in zip(samples, outputs, strict=True):
             sample.score = output.score
             sample.reward = output.score

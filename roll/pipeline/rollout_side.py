@@ -18,6 +18,7 @@ from roll.strategies.infer.base import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from roll.configs.schema import PipelineConfig
+    from roll.distributed.group import WorkerHandle
     from roll.distributed.placement import Placement
     from roll.pipeline.device_lock import DeviceLock
     from roll.pipeline.preflight import Prepared
@@ -40,7 +41,8 @@ class WorkerProcesses(Protocol):
     """The processes of a rollout side: reward workers and models, or environment workers. They look after themselves;
     what they cannot recover from ends the rollouts that need them."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """What waits for devices here is a `part` of the start: others wait for these devices at the same time."""
 
     async def shutdown(self) -> None: ...
 
@@ -74,8 +76,12 @@ class RolloutSide(Protocol):
     def validator(self, generator: Generator) -> Validator | None:
         """None: this run does not validate."""
 
+    def handles(self) -> Sequence[WorkerHandle]:
+        """Its processes that have models on devices, at this moment."""
+
     def metrics(self) -> dict[str, float]:
-        """Totals of the worker processes, for the record of a step."""
+        """Totals of the worker processes, for the record of a step. While work is done they change: a run in which
+        nothing changes is taken for stalled."""
 
 
 @dataclass(frozen=True)

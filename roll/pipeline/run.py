@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from roll.configs import derived
@@ -17,6 +18,7 @@ from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.loader import dump_config
 from roll.configs.schema import ChaosEvent, PipelineConfig
 from roll.data.records import Group
+from roll.distributed.group import WorkerHandle
 from roll.distributed.placement import Placement
 from roll.distributed.trainers import BaseOfTrainer
 from roll.pipeline.advantages import AdvantageSettings
@@ -38,7 +40,7 @@ from roll.pipeline.rollout_side import RolloutSide, RunDevices
 from roll.pipeline.stage import Stage, StageGraph
 from roll.pipeline.stages import NEEDED_ROLES, STAGE_ORDER, announce, gather, publish
 from roll.pipeline.stall import watch_for_stall
-from roll.pipeline.status import GROUP, StatusKeeper
+from roll.pipeline.status import StatusKeeper
 from roll.pipeline.step_counter import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.schedule import SchedulePlan, Ticket
@@ -46,7 +48,7 @@ from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import StatusFile
-from roll.tracking.waits import WaitBoard, acting
+from roll.tracking.waits import ENGINE, GROUP, SCHEDULER, START, WaitBoard, acting
 
 
 async def run_pipeline(
@@ -66,11 +68,11 @@ async def run_pipeline(
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
-    status = StatusKeeper(config, recorder, roles.handles)
+    status = StatusKeeper(config, recorder, partial(model_processes, roles, side))
     with journal_of(config, recorder.run) as journal:
         try:
             async with status.kept(status_file):
-                with acting("start", recorder.waits):
+                with acting(START, recorder.waits):
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
                 gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
@@ -84,6 +86,11 @@ async def run_pipeline(
                     recorder.ledger = context.scheduler.ledger.counts()
         finally:
             await roles.shutdown()
+
+
+def model_processes(roles: Roles, side: RolloutSide) -> list[WorkerHandle]:
+    """All processes of the run that have a model, at this moment."""
+    return [*roles.handles(), *side.handles()]
 
 
 @contextmanager
@@ -173,7 +180,7 @@ def build_context(
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
-        chaos=Chaos(harm, recorder.run, roles.handles, steps, recorder.event),
+        chaos=Chaos(harm, recorder.run, partial(model_processes, roles, side), steps, recorder.event),
         first_step=0 if point is None else point.step,
     )
 
@@ -245,8 +252,8 @@ def background_tasks(
 ) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
     """What runs beside the stages: the scheduler, the engine and its gate, and whoever watches for trouble."""
     tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-        ("scheduler", context.scheduler.run),
-        ("engine", roles.pool.run),
+        (SCHEDULER, context.scheduler.run),
+        (ENGINE, roles.pool.run),
         ("gate", gate.run),
         ("watch/actor_train", roles.trainer.watch),
         ("stall", lambda: watch_for_stall(status, context.config.stall_timeout_seconds)),

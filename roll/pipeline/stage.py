@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from roll.pipeline.channel import Channel, ChannelClosed
 from roll.tracking.stacks import task_place
-from roll.tracking.waits import WaitBoard, acting
+from roll.tracking.waits import START, WaitBoard, acting
 
 
 class StageState(enum.Enum):
@@ -155,7 +155,7 @@ class StageGraph:
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._acting(name, start), name=name) for name, start in background]
                 if first is not None:
-                    await self._acting("start", first)
+                    await self._acting(START, first)
                 workers = [
                     group.create_task(self._acting(f"stage/{stage.name}", stage.run), name=f"stage/{stage.name}")
                     for stage in self.stages

@@ -19,24 +19,24 @@ from roll.distributed.heartbeat import Heartbeats
 from roll.pipeline.context import RunContext
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.stage import Stage
+from roll.tracking.driver_watch import Phase
+from roll.tracking.processes import look_at
 from roll.tracking.status import (
     WRITE_SECONDS,
     ChannelStatus,
     DriverStatus,
-    Phase,
     RunStatus,
     SchedulerStatus,
     StageStatus,
     StatusFile,
     WorkerStatus,
 )
-from roll.tracking.waits import Wait
+from roll.tracking.waits import GROUP, Wait
 
 logger = logging.getLogger(__name__)
 
 LISTED_GROUPS = 32
 """Waits of groups that are listed one by one: the oldest."""
-GROUP = "group/"
 
 
 class SignsOfLife:
@@ -70,7 +70,7 @@ class StatusKeeper:
         self._recorder = recorder
         self._handles = handles
         self._heartbeats = Heartbeats(handles, clock=clock)
-        self._first_asked: dict[WorkerHandle, float] = {}
+        self._first_seen: dict[WorkerHandle, WorkerStatus] = {}
         self._driver = DriverStatus.of_this_process()
         self._life = SignsOfLife(clock)
         self._context: RunContext | None = None
@@ -132,17 +132,28 @@ class StatusKeeper:
             await asyncio.sleep(WRITE_SECONDS)
 
     def _workers(self) -> Iterator[WorkerStatus]:
-        for handle in self._handles():
-            if handle.pid is None:
-                continue
-            first_asked = self._first_asked.setdefault(handle, self._clock())
+        present = [handle for handle in self._handles() if handle.pid is not None]
+        self._first_seen = {handle: self._first_seen.get(handle) or self._seen(handle) for handle in present}
+        for handle, known in self._first_seen.items():
             heard = self._heartbeats.last(handle)
-            known = WorkerStatus(handle.name, handle.pid, handle.is_local, first_asked)
             if heard is None:
                 yield known
             else:
                 beat = heard.beat
-                yield replace(known, asked_since=heard.at, loop_lag=beat.loop_lag, place=beat.place)
+                yield replace(
+                    known, asked_since=heard.at, has_answered=True, loop_lag=beat.loop_lag, place=beat.place
+                )
+
+    def _seen(self, handle: WorkerHandle) -> WorkerStatus:
+        facts = look_at(handle.pid) if handle.is_local and handle.pid is not None else None
+        return WorkerStatus(
+            handle.name,
+            handle.pid or 0,
+            handle.is_local,
+            asked_since=self._clock(),
+            started=None if facts is None else facts.started,
+            has_answered=False,
+        )
 
     def _stage_states(self) -> Iterator[StageStatus]:
         recorded = self._recorder.timeline.last_states()

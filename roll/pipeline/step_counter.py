@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll.tracking.waits import waiting
+from roll.tracking.waits import TRAIN, waiting
 
 
 class StepCounter:
@@ -29,5 +29,5 @@ class StepCounter:
         while self.done < steps:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
-            with waiting("stage/train", f"the end of training step {steps}"):
+            with waiting(TRAIN, f"the end of training step {steps}"):
                 await waiter

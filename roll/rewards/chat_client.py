@@ -83,7 +83,7 @@ class ChatClient:
         url = f"{self._base_url}/chat/completions"
         for attempt in itertools.count():
             try:
-                return Reply(_text_of(await self._request("POST", url, body)), attempt)
+                return Reply(self._text_of(await self._request("POST", url, body)), attempt)
             except _Failed as failed:
                 if not failed.passing or attempt == self._retries:
                     times = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
@@ -120,7 +120,7 @@ class ChatClient:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise _Failed(f"200, but no JSON object: {self._without_key(_shortened(text))}", passing=True)
+            raise _Failed(f"200, but no JSON object: {self._shown(text)}", passing=True)
         return answer
 
     async def _read(self, response: aiohttp.ClientResponse) -> str:
@@ -134,11 +134,24 @@ class ChatClient:
 
     def _refusal(self, response: aiohttp.ClientResponse, text: str) -> _Failed:
         place = response.headers.get("Location")
-        what = f"redirect to {place}, which is not followed" if place else _shortened(text)
+        what = f"redirect to {place}, which is not followed" if place else self._shown(text)
         passing = response.status in PASSING_STATUS or response.status >= 500
         wait = retry_after(response.headers.get("Retry-After"), time.time()) if passing else None
         cause = self._without_key(f"{response.status} {response.reason or ''}: {what}")
         return _Failed(cause, passing, wait, response.status)
+
+    def _text_of(self, answer: Mapping[str, Any]) -> str:
+        """The message's text; empty where the model said nothing (all tokens spent on thinking)."""
+        try:
+            content = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            shown = self._shown(json.dumps(answer, ensure_ascii=False))
+            raise _Failed(f"200, but no choice with a message: {shown}", passing=True) from None
+        return content if isinstance(content, str) else ""
+
+    def _shown(self, text: str) -> str:
+        # In this order: a key that is cut in two would not be found.
+        return _shortened(self._without_key(text))
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._api_key, "***") if self._api_key else text
@@ -166,15 +179,6 @@ def retry_after(value: str | None, now: float) -> float | None:
     if seconds != seconds:
         return None
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_SECONDS)
-
-
-def _text_of(answer: Mapping[str, Any]) -> str:
-    """The message's text; empty where the model said nothing (all tokens spent on thinking)."""
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise _Failed(f"200, but no choice with a message: {_shortened(json.dumps(answer))}", passing=True) from None
-    return content if isinstance(content, str) else ""
 
 
 def _shortened(text: str) -> str:

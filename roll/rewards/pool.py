@@ -22,7 +22,7 @@ from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
 from roll.configs.wording import count
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
-from roll.rewards.registry import Verifier, resolve_verifier, route_domains
+from roll.rewards.registry import Verifier, resolve_verifier
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
 from roll.tracking.busy_spans import BusySpans
 
@@ -66,9 +66,8 @@ class RewardPool:
     def __init__(
         self, rewards: Mapping[str, RewardConfig], *, path: str = "rewards", settings: PoolSettings | None = None
     ) -> None:
-        """``path`` is the configuration path of ``rewards``. Raises `ConfigError` if a verifier cannot be resolved, or
-        two rewards claim a domain. Starts nothing."""
-        self._routes = route_domains(rewards, path)
+        """``path`` is the configuration path of ``rewards``. Raises `ConfigError` if a verifier cannot be resolved.
+        Starts nothing."""
         self._workers = {
             name: RewardWorkers(
                 name, config, resolve_verifier(config, f"{path}.{name}"), f"{path}.{name}", settings or PoolSettings()
@@ -84,12 +83,12 @@ class RewardPool:
             await self.shutdown()
             raise
 
-    async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Judge responses to prompts of a domain, usually those of one group; outputs in the same order.
+    async def score(self, name: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
+        """Have a reward judge responses, usually those of one group; outputs in the same order.
 
-        Raises `RewardFailed` if one of them cannot be judged after all retries, `KeyError` for a domain without reward.
+        Raises `RewardFailed` if one of them cannot be judged after all retries.
         """
-        return await self._workers[self._routes[domain]].score(records)
+        return await self._workers[name].score(records)
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         """By reward: when at least one of its processes judged, see `BusySpans`."""

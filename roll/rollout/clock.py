@@ -49,6 +49,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Seconds of virtual time."""
         return self._virtual_now
 
+    def advance(self, seconds: float) -> None:
+        """Time passes in which nothing can happen, as for a process that is stopped."""
+        self._virtual_now += seconds
+
     def _skip(self, seconds: float | None) -> None:
         if seconds is None:
             raise Deadlock(_describe_pending(self))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from roll.tracking.waits import waiting
+from roll.tracking.waits import REPLICAS, waiting
 
 
 class NoReplica(RuntimeError):
@@ -129,7 +129,7 @@ class Router:
         try:
             async with self._limit(timeout) as deadline:
                 while (replica_id := self._choose(sticky_key, min_version)) is None:
-                    with waiting("replicas", _wanted(min_version)):
+                    with waiting(REPLICAS, _wanted(min_version)):
                         await self._wait_for_change()
         except TimeoutError:
             if not deadline.expired():

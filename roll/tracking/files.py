@@ -44,6 +44,12 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
             partial.unlink(missing_ok=True)
 
 
+def remove_partials(path: Path) -> None:
+    """Delete what processes that were killed while they replaced this file left beside it."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        partial.unlink(missing_ok=True)
+
+
 def json_number(value: float) -> float | int | None:
     """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
 

@@ -31,6 +31,13 @@ def thread_place(ident: int) -> str | None:
     return _place(outwards)
 
 
+def busy_threads() -> list[str]:
+    """Each thread that has something to do and whose end the process waits for, with the line that it is in."""
+    threads = [each for each in threading.enumerate() if not each.daemon]
+    places = {each.name: thread_place(each.ident) for each in threads if each.ident is not None}
+    return [f"{name} in {place}" for name, place in places.items() if place is not None]
+
+
 def working_place(thread_name: str) -> str | None:
     """The line that a thread is in whose name begins so; None if all of them have nothing to do."""
     idents = [thread.ident for thread in threading.enumerate() if thread.name.startswith(thread_name)]

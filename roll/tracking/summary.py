@@ -39,6 +39,14 @@ def describe_error(error: BaseException) -> str:
     return f"{text} (caused by {describe_error(error.__cause__)})" if error.__cause__ else text
 
 
+def fail_unfinished(path: Path, reason: str) -> None:
+    """Record, in place of a process that cannot any more, that its run failed; an end that is on record stands."""
+    summary = json.loads(path.read_text())
+    if summary["status"] == "running":
+        text = json.dumps(summary | {"status": "failed", "error": redact(reason)}, indent=2, ensure_ascii=False)
+        write_atomically(path, text + "\n")
+
+
 @dataclass
 class _State:
     status: Status = "running"

@@ -2,8 +2,9 @@
 
 An actor is whoever does one thing after another (a stage, the checkpointer), or several at once that take nothing from
 each other (a group's requests). `acting` says who the code below it works for; tasks that it starts belong to the same
-actor. `part` is for several things at once that do. Whatever can wait says so with `waiting`, and what others
-may have to wait for is said with `holding`. Outside `acting` both do nothing, so parts can be used without a board.
+actor. `part` is for several things at once that do, `apart` for what goes on when it has ended. Whatever can wait says
+so with `waiting`, and what others may have to wait for is said with `holding`. Outside `acting` both do nothing, so
+parts can be used without a board. Names that both a wait and the doctor's graph know are below.
 """
 
 from __future__ import annotations
@@ -14,6 +15,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+
+START = "start"
+"""Whoever starts the roles and publishes the first version."""
+TRAIN = "stage/train"
+PUBLISHER = "stage/param_update"
+"""The stage that brings weights to the engines."""
+ENGINE = "engine"
+"""Whoever looks after the engine's replicas."""
+GROUP = "group/"
+"""Before a group's number: its rollout."""
+WORKER = "worker/"
+"""Before a worker's name: a process that is called."""
+SCHEDULER = "scheduler"
+"""A batch: what a wait for the scheduler is for."""
+REPLICAS = "replicas"
+"""Any engine that may take a request."""
+REWARD_MODEL = "rewards."
+"""Before the name of a reward that has processes on devices: any of these."""
+PUBLICATION_MEMORY = "publication memory"
+PUBLISHING = "the publication under way"
+"""Holds publication memory."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,17 @@ def part(name: str) -> Iterator[None]:
         return
     own = f"{whole.name}/{name}"
     with whole.board.wait(whole.name, own, "a part of it"), acting(own, whole.board):
+        yield
+
+
+@contextmanager
+def apart(name: str) -> Iterator[None]:
+    """Tasks begun here go on by themselves: an actor of its own, which the present one does not wait for."""
+    whole = _ACTING.get()
+    if whole is None:
+        yield
+        return
+    with acting(name, whole.board):
         yield
 
 

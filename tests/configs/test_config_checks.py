@@ -79,6 +79,13 @@ def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypat
     assert [reward_timeout(config.rewards[name]) for name in ("math", "essay", "rule")] == [5, 600, 10]
 
 
+def test_the_last_publication_and_the_process_of_a_reward_model_can_be_harmed(tree, tmp_path):
+    events = [{"kind": "corrupt_bucket", "at_step": 101}, {"role": "rewards.math"}]
+    changes = scored() | {"chaos": {"enabled": True, "events": events}, "max_steps": 101}
+    changes["weight_update"] = {"interval_steps": 2}
+    check_config(config_from_tree(merged(tree, _filled(changes, tmp_path))))
+
+
 @pytest.mark.parametrize(("ratio", "wait", "expected"), [(0, None, 0), (1, None, 0.005), (0, 0.1, 0.1), (1, 0.0, 0)])
 def test_a_reward_models_batches_do_not_depend_on_timing_at_ratio_0(tree, ratio, wait, expected):
     changes = scored(reward_model={"batch_wait_seconds": wait}) | {"async_generation_ratio": ratio}
@@ -309,6 +316,15 @@ WRONG = [
     (scored(device_mapping=None), "rewards.math.device_mapping", "null", "devices of this run"),
     (scored(device_mapping=[2]), "rewards.math.device_mapping", "device 2", "devices 0 to 1"),
     (scored(worker_cls="my worker"), "rewards.math.worker_cls", "no import path", "package.module:Class"),
+    (
+        scored(model_args={"lora_target": "q_proj"}),
+        "rewards.math.model_args.lora_target", "not trained", "merge adapters",
+    ),
+    (scored(model_args={"lora_rank": 4}), "rewards.math.model_args.lora_rank", "not trained", "remove"),
+    (
+        {"rewards.math.timeout_seconds": 5000, "stall_timeout_seconds": 30},
+        "rewards.math.timeout_seconds", "5000 s for one verdict are more than the 30 s", "`stall_timeout_seconds`",
+    ),
     (scored(infer_batch_size=0), "rewards.math.infer_batch_size", ">= 1", "16"),
     (
         scored(strategy_args={"strategy_name": "vllm"}),
@@ -403,7 +419,7 @@ WRONG = [
     ),
     (
         {"chaos": {"enabled": True, "events": [{}, {"kind": "freeze", "role": "critic"}]}},
-        "chaos.events[1].role", "no critic in this run", "a role that there is",
+        "chaos.events[1].role", "no critic in this run", "`actor_train`",
     ),
     (
         {"chaos": {"enabled": True, "events": [{"rank": 1}]}},
@@ -416,6 +432,30 @@ WRONG = [
     (
         {"chaos": {"enabled": True, "events": [{"kind": "delay_publication"}]}},
         "chaos.events[0].seconds", "delay_publication needs its length", "seconds",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "role": "critic"}]}},
+        "chaos.events[0].role", "no effect on corrupt_bucket", "remove",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "rank": 3}]}},
+        "chaos.events[0].rank", "no effect on corrupt_bucket", "remove",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{}, {"at_step": 2}, {}]}},
+        "chaos.events[2]", "the same as chaos.events[0]", "another step",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "at_step": 101}]}},
+        "chaos.events[0].at_step", "101 never comes", "at most 100",
+    ),
+    (
+        {"chaos": {"enabled": True, "events": [{"role": "rewards.math"}]}},
+        "chaos.events[0].role", "no rewards.math in this run", "`actor_train`",
+    ),
+    (
+        scored() | {"chaos": {"enabled": True, "events": [{"role": "rewards.math", "rank": 1}]}},
+        "chaos.events[0].rank", "rewards.math has 1", "at most 0",
     ),
     # Arithmetic.
     ({"async_generation_ratio": 1.5, "max_staleness": 1}, "max_staleness", "ceil(1.5) = 2 steps ahead", "at least 2"),

@@ -1,6 +1,7 @@
 import asyncio
 
-from ray.exceptions import RayActorError
+import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from roll.distributed.heartbeat import BEAT_SECONDS, Beat, Heartbeats
 from roll.rollout.clock import run_virtual
@@ -9,16 +10,20 @@ from roll.rollout.clock import run_virtual
 class Handle:
     """A worker that answers, is silent from some question on, or dies."""
 
-    def __init__(self, silent_after=None, dies=False):
+    def __init__(self, silent_after=None, dies=False, fails_once=None):
+        self.name = "actor_train/0"
         self.pid = 1
         self.asked = 0
         self._silent_after = silent_after
         self._dies = dies
+        self._fails_once = fails_once
 
     async def beat(self):
         self.asked += 1
         if self._dies:
             raise RayActorError()
+        if self.asked == 1 and self._fails_once is not None:
+            raise self._fails_once
         if self.asked == self._silent_after:
             await asyncio.Event().wait()
         return Beat(0.0, None)
@@ -54,6 +59,15 @@ def test_a_dead_worker_ends_nothing_and_a_new_process_has_said_nothing_yet():
     last, _ = beats_after(5, well, dead, then=lambda present: present.__setitem__(0, new))
     assert last[dead] is None and dead.asked == 1
     assert last[new] is None and last[well] is None, "one that is gone is forgotten"
+
+
+@pytest.mark.parametrize(
+    "failure", [ActorUnavailableError("the network is gone", None), RayTaskError("beat", "traceback", OSError("proc"))]
+)
+def test_a_failure_that_passes_is_no_death(failure):
+    troubled = Handle(fails_once=failure)
+    last, now = beats_after(10, troubled)
+    assert troubled.asked > 4 and now - last[troubled].at <= BEAT_SECONDS
 
 
 def test_a_process_that_does_not_run_yet_is_not_asked():

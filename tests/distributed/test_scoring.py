@@ -14,6 +14,7 @@ from roll.distributed.scoring import ScorePool, ScoreSettings
 from roll.pipeline.device_lock import DeviceLock
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.strategies.score.base import Scored, ScorerSetup
+from roll.tracking.waits import WaitBoard, acting
 
 ROLE = "rewards.chat"
 T = TypeVar("T")
@@ -25,9 +26,13 @@ class Process:
     def __init__(self, machine: Machine, index: int) -> None:
         self.machine = machine
         self.index = index
+        self.name = f"{ROLE}/{index}"
         self.alive = True
+        self.poisoned = False
+        """Whether each of its calls fails from now on."""
 
     async def create(self, timeout: float) -> None:
+        assert len(self.machine.deaths) == len(self.machine.killed), "the one before still has the device's memory"
         self.machine.started.append(self.index)
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
@@ -53,10 +58,18 @@ class Process:
         await machine.may_score.wait()
         for fault in machine.faults:
             if fault in responses and machine.faults[fault]:
-                if machine.faults[fault].pop() == "hangs":
+                what = machine.faults[fault].pop()
+                if what == "breaks the pool":
+                    raise ZeroDivisionError("a slip")
+                if what == "hangs":
                     raise WorkerTimeout(f"{ROLE}/{self.index}", "score", 1)
-                self.alive = False
-                raise WorkerDied(f"{ROLE}/{self.index}", "killed")
+                if what == "poisons":
+                    self.poisoned = True
+                else:
+                    self.alive = False
+                    raise WorkerDied(f"{ROLE}/{self.index}", "killed")
+        if self.poisoned:
+            raise WorkerFailed(self.name, "score", "AcceleratorError: device-side assert", "AcceleratorError")
         return [
             Scored(problem="it is too long") if response == "long" else Scored(len(response), 5, len(response) > 8)
             for response in responses
@@ -66,6 +79,13 @@ class Process:
         self.alive = False
         self.machine.killed.append(self.index)
 
+    async def wait_for_death(self) -> WorkerDied:
+        while self.machine.slow_deaths:
+            await asyncio.sleep(0)
+            self.machine.slow_deaths -= 1
+        self.machine.deaths.append(self.index)
+        return WorkerDied(self.name, "killed")
+
 
 class Machine:
     """Where the processes run, and what happened there."""
@@ -73,6 +93,9 @@ class Machine:
     def __init__(self) -> None:
         self.started: list[int] = []
         self.killed: list[int] = []
+        self.deaths: list[int] = []
+        """The kills that somebody waited for."""
+        self.slow_deaths = 0
         self.calls: list[list[str]] = []
         self.prompts: list[list[dict[str, str]]] = []
         self.moves: list[str] = []
@@ -96,8 +119,13 @@ def run(
     retries: int = 2,
     batch: int = 4,
     failed_starts: int = 0,
+    board: WaitBoard | None = None,
 ) -> T:
     async def main() -> T:
+        with acting("start", board or WaitBoard()):
+            return await used()
+
+    async def used() -> T:
         machine, lock = Machine(), DeviceLock([ROLE, "actor_train"])
         machine.failed_starts = failed_starts
         setup = ScorerSetup("model", ModelArguments(), RewardModelConfig(), batch, "cpu")
@@ -213,7 +241,65 @@ def test_a_process_that_cannot_be_replaced_fails_its_groups_and_later_ones_try_a
             await pool.score(group("x"))
         return scores(await pool.score(group("x")))
 
-    assert run(use) == [1]
+    assert run(use, retries=1) == [1]
+
+
+def test_a_start_that_fails_is_tried_again_as_often_as_a_call():
+    async def use(pool, machine, lock):
+        machine.faults, machine.failed_starts = {"x": ["dies"]}, 2
+        return scores(await pool.score(group("x")))
+
+    assert run(use, retries=3) == [1]
+
+
+def test_a_process_that_fails_a_group_by_itself_is_replaced_for_its_device_may_be_at_fault():
+    async def use(pool, machine, lock):
+        machine.faults = {"x": ["poisons"]}
+        answers = await asyncio.gather(pool.score(group("x")), pool.score(group("ab")))
+        return [scores(answer) for answer in answers], pool.counts.restarts, machine.calls
+
+    answers, restarts, calls = run(use, retries=1)
+    assert answers == [[1], [2]] and restarts == 1
+    assert calls == [["x", "ab"], ["x"], ["x"], ["ab"]]
+
+
+def test_a_process_is_gone_before_its_successor_loads_a_model():
+    async def use(pool, machine, lock):
+        machine.faults, machine.slow_deaths = {"x": ["hangs"]}, 3
+        await pool.score(group("x"))
+        return machine.started, machine.deaths
+
+    assert run(use) == ([0, 0], [0])
+
+
+def test_a_pool_that_broke_down_says_why_to_all_who_come_later(caplog):
+    async def use(pool, machine, lock):
+        machine.faults = {"x": ["breaks the pool"]}
+        with pytest.raises(RewardFailed, match="broke down: ZeroDivisionError"):
+            await pool.score(group("x"))
+        with pytest.raises(RewardFailed, match=r"no longer running: ZeroDivisionError: a slip"):
+            await pool.score(group("y"))
+
+    run(use)
+    assert any("broke down" in record.message and record.exc_info for record in caplog.records)
+
+
+def test_its_processes_are_actors_of_their_own_and_nobody_who_started_them_waits():
+    board = WaitBoard()
+
+    async def use(pool, machine, lock):
+        async with lock.hold("actor_train"):
+            asking = asyncio.create_task(pool.score(group("x")))
+            while not lock.contended:
+                await asyncio.sleep(0)
+            waits, holdings = board.waits(), board.holdings()
+        await asking
+        return waits, holdings, pool.handles() == machine.processes
+
+    waits, holdings, all_there = run(use, board=board)
+    assert [(wait.who, wait.on) for wait in waits] == [(f"{ROLE}/0", f"devices/actor_train+{ROLE}")]
+    assert [(each.who, each.on) for each in holdings if each.on == ROLE] == [(f"{ROLE}/0", ROLE)]
+    assert all_there
 
 
 def test_replicas_work_at_the_same_time():

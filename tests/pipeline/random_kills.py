@@ -44,7 +44,8 @@ from roll.tracking.status import DamagedStatus, read_status
 BATCH = 8
 STEPS_PER_KILL = 6
 VICTIMS = ("driver", "trainer", "engine", "reward worker", "everything")
-MOMENTS = ("in a step", "in a step", "in a checkpoint", "in a checkpoint", "at the start")
+RUNNING_MOMENTS = ("in a step", "in a checkpoint")
+MOMENTS = (*RUNNING_MOMENTS, *RUNNING_MOMENTS, "at the start")
 ENDS_THE_RUN = ("driver", "trainer", "everything")
 PATIENCE_SECONDS = 240
 NOISE = 0.25
@@ -115,6 +116,8 @@ class DisturbedRun:
 
     def kill(self, victim: str, dice: random.Random) -> bool:
         """SIGKILL; False if there is no such process at the moment."""
+        if self.ended():
+            return False
         if victim == "driver":
             targets = [self.process.pid]
         elif victim == "everything":
@@ -129,6 +132,9 @@ class DisturbedRun:
         killed = [pid for pid in targets if _kill(pid)]
         return bool(killed)
 
+    def log_end(self) -> str:
+        return self.log.read_text()[-3000:]
+
     def _workers(self, role: str) -> list[int]:
         try:
             status = read_status(self.out / "status.json")
@@ -141,12 +147,15 @@ class DisturbedRun:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait(self, reached: Callable[[], bool], what: str) -> None:
-        """Until something is reached, or the run ends."""
+    def wait(self, reached: Callable[[], bool], what: str) -> bool:
+        """Until something is reached, or the run ends: then False."""
         give_up = time.monotonic() + PATIENCE_SECONDS
-        while not reached() and not self.ended():
-            assert time.monotonic() < give_up, f"{what} did not come: {self.log.read_text()[-3000:]}"
+        while not reached():
+            if self.ended():
+                return False
+            assert time.monotonic() < give_up, f"{what} did not come: {self.log_end()}"
             time.sleep(0.01)
+        return True
 
     def wait_for_the_end(self) -> int:
         """The exit code, when nothing is left of the run."""
@@ -187,9 +196,8 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
     report.starts += 1
     for kill in kills:
         wait_for_moment(run, kill.moment, dice)
-        if run.ended():
-            break
-        run.wait(lambda kill=kill: run.kill(kill.victim, dice), f"a {kill.victim} to kill")
+        killed = run.wait(lambda kill=kill: run.kill(kill.victim, dice), f"a {kill.victim} to kill")
+        assert killed, f"the run ended before a {kill.victim} of it was killed: {run.log_end()}"
         report.kills[kill.victim] += 1
         report.moments[kill.moment] += 1
         print(f"{kill.victim}, {kill.moment}: killed after step {run.steps()}", flush=True)
@@ -203,7 +211,8 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
             report.starts += 1
         else:
             run.started_steps = run.steps()
-    assert run.wait_for_the_end() == 0, run.log.read_text()[-3000:]
+    assert run.wait_for_the_end() == 0, run.log_end()
+    assert report.kills.total() == len(kills)
 
 
 def check_history(out: Path, max_steps: int, task: Path, seed: int, report: Report) -> None:
@@ -287,11 +296,15 @@ def undisturbed_accuracy(folder: Path, config: dict[str, Any]) -> float:
 
 
 def random_plan(count: int, seed: int) -> list[Kill]:
-    """Each victim as often as any other, moments by chance."""
+    """Each victim as often as any other, moments by chance. A run starts after a kill that ended it, and only there."""
     dice = random.Random(derive_seed(seed, "plan"))
     victims = [VICTIMS[index % len(VICTIMS)] for index in range(count)]
     dice.shuffle(victims)
-    return [Kill(victim, dice.choice(MOMENTS)) for victim in victims]
+    starts = [True, *(victim in ENDS_THE_RUN for victim in victims)]
+    return [
+        Kill(victim, dice.choice(MOMENTS if is_start else RUNNING_MOMENTS))
+        for victim, is_start in zip(victims, starts, strict=False)
+    ]
 
 
 def main() -> int:

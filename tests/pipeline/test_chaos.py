@@ -10,6 +10,7 @@ from roll.pipeline.chaos import Chaos, events_to_come, spoiled_versions
 from roll.pipeline.step_counter import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import PUBLISHER, WaitBoard, acting
 
 KILL = ChaosEvent("kill", at_step=2, role="actor_infer", rank=1)
 DELAY = ChaosEvent("delay_publication", at_step=1, seconds=5.0)
@@ -19,8 +20,9 @@ SPOIL = ChaosEvent("corrupt_bucket", at_step=3)
 class Handle:
     """A worker that takes note of what is done to it."""
 
-    def __init__(self, name):
+    def __init__(self, name, pid=1):
         self.name = name
+        self.pid = pid
         self.harmed = []
 
     def harm(self, *harm):
@@ -44,6 +46,39 @@ def test_a_process_is_harmed_once_its_step_is_over_and_no_other_one(tmp_path):
         assert [handle.harmed for handle in handles] == [[], [("kill", None)]]
 
     run_virtual(scenario())
+
+
+def test_a_process_that_is_being_replaced_is_harmed_when_it_is_there(tmp_path):
+    async def scenario():
+        steps, handles, run = StepCounter(2), [Handle("actor_infer/1", pid=None)], RunDirectory(tmp_path)
+        task = asyncio.create_task(Chaos([KILL], run, lambda: handles, steps, lambda text: None).run())
+        await asyncio.sleep(60)
+        assert not run.chaos.exists() and handles[0].harmed == [], "what did not happen is not on record"
+        handles[0] = Handle("actor_infer/1")
+        await task
+        assert handles[0].harmed == [("kill", None)] and run.chaos.exists()
+
+    run_virtual(scenario())
+
+
+def test_a_publication_that_is_held_back_is_no_deadlock_with_what_chaos_waits_for(tmp_path):
+    """The publisher waits for time to pass, and whoever harms processes for a step that needs the publication."""
+    board = WaitBoard()
+
+    async def scenario():
+        chaos = Chaos([DELAY, KILL], RunDirectory(tmp_path), list, StepCounter(), lambda text: None)
+        tasks = []
+        for actor, work in (("chaos", chaos.run()), (PUBLISHER, chaos.publication(1))):
+            with acting(actor, board):
+                tasks.append(asyncio.create_task(work))
+        await asyncio.sleep(1)
+        waits = board.waits()
+        for task in tasks:
+            task.cancel()
+        return waits
+
+    (held_back,) = run_virtual(scenario())
+    assert held_back.who == PUBLISHER and held_back.on != "chaos"
 
 
 def test_a_publication_is_held_back_for_its_seconds_and_no_other_one(tmp_path):

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from roll.distributed.weight_buffers import NEWEST
 from roll.pipeline.cli import main
 from roll.pipeline.doctor.diagnosis import diagnose
 from roll.pipeline.doctor.findings import Evidence, ResumeFacts
-from roll.pipeline.doctor.graph import wait_graph
+from roll.pipeline.doctor.graph import NEEDED_GROUPS, wait_graph
+from roll.tracking.driver_watch import ENDING_SECONDS
 from roll.tracking.processes import ProcessFacts
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import (
@@ -21,7 +23,7 @@ from roll.tracking.status import (
     WorkerStatus,
 )
 from roll.tracking.summary import Summary
-from roll.tracking.waits import Wait
+from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHER, PUBLISHING, Wait
 
 NOW = 1000.0
 HERE = "this-host"
@@ -99,7 +101,42 @@ def test_who_waits_for_any_of_several_is_not_deadlocked_with_one_of_them():
     any_group = status(waits=waits, scheduler=scheduler)
     assert wait_graph(any_group).cycle() == []
     just_one = replace(any_group, scheduler=replace(scheduler, holding_up=("group/1",)))
-    assert {edge.who for edge in wait_graph(just_one).cycle()} == {"stage/rollout", "scheduler", "group/1"}
+    ring = {edge.who for edge in wait_graph(just_one).cycle()}
+    assert ring == {"stage/rollout", "scheduler", NEEDED_GROUPS, "group/1"}
+
+
+def test_a_group_that_is_not_listed_may_still_finish_and_one_that_is_needed_may_not_be_missing():
+    """A status lists the oldest waits only; the batch needs any group, or each of some."""
+    scheduler = SchedulerStatus(in_flight=2, buffered=0, refusal="budget", holding_up=())
+    waits = (wait("stage/rollout", "scheduler"), wait("group/1", "stage/rollout"))
+    one_computes = status(waits=waits, scheduler=scheduler, groups_by_wait={"stage/rollout": 1})
+    assert wait_graph(one_computes).cycle() == []
+    one = replace(scheduler, in_flight=1)
+    cut = status(waits=waits, scheduler=one, groups_by_wait={"stage/rollout": 1, "gate": 1})
+    assert wait_graph(cut).cycle() == []
+    whole = replace(cut, groups_by_wait={"stage/rollout": 1})
+    assert "group/1" in {edge.who for edge in wait_graph(whole).cycle()}
+    needed = replace(one_computes, scheduler=replace(scheduler, holding_up=("group/1", "group/2")))
+    assert "group/1" in {edge.who for edge in wait_graph(needed).cycle()}, "group 2 alone is not enough"
+
+
+def test_a_reward_model_answers_through_any_of_its_processes():
+    waits = (
+        wait("stage/rollout", "rewards.chat"),
+        wait("rewards.chat/0", "devices/a"),
+        wait("rewards.chat/1", "worker/rewards.chat/1", "score"),
+    )
+    serving = tuple(wait(f"rewards.chat/{index}", "rewards.chat", "to score") for index in (0, 1))
+    holdings = (*serving, wait("stage/rollout", "devices/a", "as actor_infer"))
+    two = status(waits=waits, holdings=holdings)
+    assert wait_graph(two).cycle() == []
+    just_one = status(waits=waits[:2], holdings=(holdings[0], holdings[2]))
+    found = diagnose(evidence(just_one))
+    assert found.verdict == "deadlock"
+    assert "rewards.chat/0 and stage/rollout wait for each other" in found.headline
+    worker = WorkerStatus("rewards.chat/1", 7, True, NOW - 60)
+    found = diagnose(evidence(replace(two, workers=(worker,)), processes={7: THERE}))
+    assert found.verdict == "worker in trouble" and "stage/rollout" in found.headline
 
 
 @pytest.mark.parametrize(("refusal", "whose"), [("budget", "stage/train"), ("version", "stage/param_update")])
@@ -111,9 +148,11 @@ def test_a_batch_without_groups_waits_for_whoever_lets_them_start(refusal, whose
 
 def test_the_memory_of_a_publication_comes_free_by_whoever_publishes():
     busy = status(
-        waits=(wait("stage/train", "publication memory"),), memory_holders=("the publication under way",)
+        waits=(wait("stage/train", PUBLICATION_MEMORY),), memory_holders=(NEWEST, PUBLISHING)
     )
-    assert wait_graph(busy).chain("stage/train")[-1].on == "stage/param_update"
+    assert wait_graph(busy).chain("stage/train")[-1].on == PUBLISHER
+    taking = replace(busy, memory_holders=("worker/actor_infer/0",))
+    assert wait_graph(taking).chain("stage/train")[-1].on == "worker/actor_infer/0"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +160,7 @@ def test_the_memory_of_a_publication_comes_free_by_whoever_publishes():
     [
         (WORKER, ProcessFacts(9, stopped=True), "process 7 was stopped by a signal", "kill -CONT 7"),
         (WORKER, None, "process 7 is gone", "replaces it"),
+        (replace(WORKER, started=8), ProcessFacts(9, stopped=False), "process 7 is gone", "replaces it"),
         (replace(WORKER, asked_since=NOW - 60), THERE, "no sign of life for 60 s", "host"),
         (replace(WORKER, loop_lag=50.0, place="a.py:3 f"), THERE, "stuck for 50 s in a.py:3 f", "thread"),
     ],
@@ -130,6 +170,23 @@ def test_a_worker_that_is_not_well_is_named_with_those_who_wait_for_it(worker, p
     found = diagnose(evidence(status(waits=waits, workers=(worker,)), processes={7: process}))
     assert found.verdict == "worker in trouble" and culprit in found.culprit and advice in found.advice
     assert "stage/train and stage/rollout cannot go on without actor_train/0" in found.headline
+
+
+def test_a_run_that_is_ending_is_well_although_its_processes_are_killed_until_that_takes_too_long():
+    waits = (wait("stage/train", "worker/actor_train/0", "train"),)
+    ending = status(waits=waits, workers=(WORKER,), phase="ending", ending_since=NOW - 30)
+    found = diagnose(evidence(ending, processes={7: None}))
+    assert (found.verdict, found.is_well) == ("working", True) and "ending, 30 s" in found.headline
+    long = replace(ending, ending_since=NOW - ENDING_SECONDS / 2 - 1, ending_threads=("asyncio_0 in a.py:3 f > fsync",))
+    found = diagnose(evidence(long, processes={7: None}))
+    assert found.verdict == "driver in trouble" and "a.py:3 f > fsync" in found.culprit
+
+
+def test_a_worker_that_has_not_answered_yet_is_not_said_to_have_nothing_to_do():
+    new = replace(WORKER, has_answered=False, asked_since=NOW - 5)
+    text = "\n".join(diagnose(evidence(status(workers=(new,)), processes={7: THERE})).findings)
+    assert "has not answered yet, asked 5 s before" in text and "nothing to do" not in text
+    assert "had nothing to do" in "\n".join(diagnose(evidence(status(workers=(WORKER,)))).findings)
 
 
 def test_a_worker_of_another_host_is_judged_by_its_signs_of_life_only():
@@ -167,6 +224,12 @@ def test_a_driver_that_is_gone_or_another_process_by_now_is_dead(process):
     assert found.verdict == "killed" and "process 1" in found.culprit
     assert "after step 4, with 16 finished groups; 2 that were" in found.advice and "step-6 is torn" in found.advice
     assert any("the last line" in line for line in found.findings)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_promised_to_go_on():
+    facts = ResumeFacts(None, ("step-6 is torn",), finished=3)
+    found = diagnose(evidence(status(), processes={1: None}, resume=facts))
+    assert found.advice == "step-6 is torn; no checkpoint is whole: begin a new run in another folder"
 
 
 def test_what_a_run_said_at_its_end_is_the_culprit():

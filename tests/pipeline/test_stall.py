@@ -73,6 +73,22 @@ def test_a_deadlock_is_named_as_such():
     run_virtual(scenario())
 
 
+def test_a_pause_of_the_whole_process_is_no_stall():
+    """Stopped by a signal for an hour: all clocks go on, and nobody could move."""
+
+    async def scenario():
+        run, keeper = started(limit=100)
+        watch = asyncio.create_task(watch_for_stall(keeper, 100))
+        await asyncio.sleep(50)
+        asyncio.get_running_loop().advance(3600)
+        await asyncio.sleep(40)
+        assert not watch.done()
+        await asyncio.wait([watch])
+        assert isinstance(watch.exception(), RunStalled)
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("what", ["a stage", "a request", "a restart", "a step of an environment"])
 def test_any_movement_puts_the_deadline_off(what):
     async def scenario():

@@ -10,7 +10,13 @@ import pytest
 
 from roll.configs.errors import ConfigError
 from roll.configs.schema import JudgeConfig, RewardConfig
-from roll.rewards.chat_client import LONGEST_RETRY_AFTER_SECONDS, LONGEST_WAIT_SECONDS, backoff, retry_after
+from roll.rewards.chat_client import (
+    LONGEST_RETRY_AFTER_SECONDS,
+    LONGEST_WAIT_SECONDS,
+    SHOWN_BODY,
+    backoff,
+    retry_after,
+)
 from roll.rewards.judge import REMINDER, Judge, NoVerdict, fenced
 from roll.rewards.judge_preflight import check_judge
 from roll.rewards.pool import RewardPool
@@ -112,6 +118,15 @@ def test_a_refusal_fails_at_once_and_keeps_the_key(monkeypatch):
     with chat_server(Answer(status=401, body=f"wrong key {KEY}")) as server:
         words = refusal(JudgeConfig(base_url=server.base_url, model="m", api_key_env="JUDGE_KEY"))
     assert len(server.requests) == 1 and "401" in words and "wrong key ***" in words and KEY not in words
+
+
+@pytest.mark.parametrize("body", ['{"choices": [], "sent": "%s"}', "%s", f"{'x' * (SHOWN_BODY - 5)}%s"])
+def test_an_answer_without_a_choice_is_quoted_without_the_key(monkeypatch, body):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with chat_server(Answer(body=body % KEY)) as server:
+        config = JudgeConfig(base_url=server.base_url, model="m", api_key_env="JUDGE_KEY", request_retries=0)
+        words = refusal(config)
+    assert "200, but no" in words and KEY[:4] not in words
 
 
 def test_a_redirect_is_not_followed():

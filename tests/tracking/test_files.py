@@ -1,8 +1,8 @@
-"""Lines that no longer count are taken out in one step."""
+"""Lines that no longer count are taken out in one step, and what a killed process left is deleted."""
 
 import pytest
 
-from roll.tracking.files import JsonLines, keep_lines, read_json_lines
+from roll.tracking.files import JsonLines, keep_lines, read_json_lines, remove_partials, write_atomically
 
 
 def test_only_wanted_lines_stay_and_the_file_goes_on(tmp_path):
@@ -32,3 +32,12 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     with pytest.raises(ValueError, match="line 2"):
         keep_lines(path, lambda record: True)
     assert path.read_text().startswith('{"step": 1}\nnonsense')
+
+
+def test_what_a_killed_process_left_beside_a_file_is_deleted_and_nothing_else(tmp_path):
+    path = tmp_path / "status.json"
+    write_atomically(path, "{}")
+    (tmp_path / ".status.json.4711.partial").write_text("{")
+    (tmp_path / ".other.json.4711.partial").write_text("{")
+    remove_partials(path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".other.json.4711.partial", "status.json"]

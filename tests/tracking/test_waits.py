@@ -1,6 +1,6 @@
 import asyncio
 
-from roll.tracking.waits import Wait, WaitBoard, acting, holding, part, unobserved, waiting
+from roll.tracking.waits import Wait, WaitBoard, acting, apart, holding, part, unobserved, waiting
 
 
 def test_waits_and_holdings_are_listed_while_they_last_under_the_name_of_whoever_acts():
@@ -43,9 +43,15 @@ def test_a_part_is_an_actor_of_its_own_that_the_whole_waits_for():
         ]
 
 
+def test_what_goes_on_apart_is_an_actor_of_its_own_that_nobody_waits_for():
+    board = WaitBoard()
+    with acting("start", board), apart("rewards.chat/0"), waiting("devices/a", "the devices"):
+        assert [(wait.who, wait.on) for wait in board.waits()] == [("rewards.chat/0", "devices/a")]
+
+
 def test_without_an_actor_nothing_is_listed():
     board = WaitBoard()
-    with waiting("a", "b"), holding("a", "b"), part("c"):
+    with waiting("a", "b"), holding("a", "b"), part("c"), apart("d"), waiting("e", "f"):
         assert board.waits() == board.holdings() == []
     with acting("engine", board), unobserved(), waiting("worker/a", "collect"):
         assert board.waits() == []

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from roll.agentic.env_worker.records import Close, Command, EnvFailure, Report, Reset, Step
 from roll.agentic.env_worker.suspects import Who
 from roll.agentic.episode import Observation
-from roll.tracking.waits import waiting
+from roll.tracking.waits import WORKER, waiting
 
 EXIT_TIMEOUT_SECONDS = 10.0
 
@@ -113,7 +113,7 @@ class EnvProcess:
         self._pending[command.session] = call
         self._send(command)
         try:
-            with waiting(f"worker/{self.name}", f"{type(command).__name__.lower()} of {who.tag}, seed {who.seed}"):
+            with waiting(f"{WORKER}{self.name}", f"{type(command).__name__.lower()} of {who.tag}, seed {who.seed}"):
                 return await call.answer
         finally:
             del self._pending[command.session]

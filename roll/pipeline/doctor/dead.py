@@ -49,10 +49,11 @@ def _last_known(evidence: Evidence) -> Iterator[str]:
 
 def _go_on(evidence: Evidence) -> str:
     facts = evidence.resume
+    if facts is not None and facts.step is None and facts.passed_over:
+        return "; ".join([*facts.passed_over, "no checkpoint is whole: begin a new run in another folder"])
     if facts is None or facts.step is None:
         kept = "" if facts is None or not facts.finished else f", with {facts.finished} groups that were finished"
-        begin = f"no checkpoint is whole: with resume_from_checkpoint=true the run begins again{kept}"
-        return "; ".join([*(facts.passed_over if facts is not None else ()), begin])
+        return f"there is no checkpoint yet: with resume_from_checkpoint=true the run begins again{kept}"
     parts = [f"passed over: {damage}" for damage in facts.passed_over]
     parts.append(
         f"the same command with resume_from_checkpoint=true goes on after step {facts.step}, with {facts.finished} "

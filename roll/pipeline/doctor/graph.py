@@ -1,8 +1,8 @@
 """The wait-for graph of a run: from whoever waits, over what it waits for, to whoever has it or has to make it.
 
-Most nodes need everything they wait for; a few (`EITHER`) go on as soon as one of several does. What cannot come about
-whatever the others do is a deadlock, and then there is a cycle in it. Waits that have just begun do not count: the one
-that was waited for may have happened a moment ago.
+Most nodes need everything they wait for; a few (`_any_will_do`) go on as soon as one of several does. What cannot come
+about whatever the others do is a deadlock, and then there is a cycle in it. Waits that have just begun do not count:
+the one that was waited for may have happened a moment ago.
 """
 
 from __future__ import annotations
@@ -12,12 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roll.tracking.status import RunStatus
-from roll.tracking.waits import Wait
+from roll.tracking.waits import (
+    ENGINE,
+    GROUP,
+    PUBLICATION_MEMORY,
+    PUBLISHER,
+    PUBLISHING,
+    REPLICAS,
+    REWARD_MODEL,
+    SCHEDULER,
+    START,
+    TRAIN,
+    WORKER,
+    Wait,
+)
 
 YOUNG_SECONDS = 2.0
-EITHER = ("scheduler", "replicas")
-"""What comes if any of those does that it waits for."""
-_WHO_LIFTS = {"budget": "stage/train", "version": "stage/param_update", "paused": "stage/param_update"}
+NEEDED_GROUPS = "groups that the batch needs"
+OTHER_GROUPS = "other groups"
+"""Those that a status does not list, or that wait for nothing: they go on."""
+_WHO_LIFTS = {"budget": TRAIN, "version": PUBLISHER, "paused": PUBLISHER}
 """Why no group starts -> whose turn it is."""
 
 
@@ -77,7 +91,13 @@ class WaitGraph:
 
     def _may_go_on(self, node: str, stuck: set[str]) -> bool:
         open_ends = [edge.on not in stuck for edge in self.of(node)]
-        return any(open_ends) if node in EITHER else all(open_ends)
+        return any(open_ends) if _any_will_do(node) else all(open_ends)
+
+
+def _any_will_do(node: str) -> bool:
+    """Whether a node goes on as soon as one of those does that it waits for. Processes of a reward model have a number
+    after its name, and wait for everything that they wait for."""
+    return node in (SCHEDULER, REPLICAS) or (node.startswith(REWARD_MODEL) and "/" not in node)
 
 
 def wait_graph(status: RunStatus) -> WaitGraph:
@@ -86,21 +106,23 @@ def wait_graph(status: RunStatus) -> WaitGraph:
     for wait in status.waits:
         if status.loop_beat - wait.since >= YOUNG_SECONDS:
             edges[wait.who].append(Edge(wait.who, wait.on, wait.what, wait.since))
-    for node, since in {edge.on: edge.since for edge in _all(edges)}.items():
+    ahead = {edge.on: edge.since for each in edges.values() for edge in each}
+    answered: set[str] = set()
+    while ahead:
+        node, since = ahead.popitem()
+        answered.add(node)
         for edge in _answerable(status, node, since):
             edges[node].append(edge)
+            if edge.on not in answered:
+                ahead.setdefault(edge.on, since)
     return WaitGraph(dict(edges))
-
-
-def _all(edges: Mapping[str, Sequence[Edge]]) -> list[Edge]:
-    return [edge for each in list(edges.values()) for edge in each]
 
 
 def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
     """From what is waited for to those that have it, or have to make it."""
     held = [wait for wait in status.holdings if wait.on == node]
     if held:
-        return [_held(wait) for wait in held]
+        return [Edge(node, wait.who, wait.what, since) if _any_will_do(node) else _held(wait) for wait in held]
     kind, _, name = node.partition("/")
     if kind in ("items", "room"):
         ends = {channel.name: channel for channel in status.channels}
@@ -109,31 +131,51 @@ def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
         channel = ends[name]
         maker = channel.producer if kind == "items" else channel.consumer
         return [Edge(node, maker, "to put an item" if kind == "items" else "to take an item", since)]
-    if node == "scheduler":
+    if node == SCHEDULER:
         return _scheduler_waits(status, since)
-    if node == "publication memory" and "the publication under way" in status.memory_holders:
-        return [Edge(node, _publisher(status), "to publish what lies there", since)]
-    if node == "replicas":
-        return [Edge(node, maker, "to bring weights", since) for maker in (_publisher(status), "engine")]
+    if node == NEEDED_GROUPS and status.scheduler is not None:
+        return [Edge(node, group, "to finish", since) for group in status.scheduler.holding_up]
+    if node == PUBLICATION_MEMORY:
+        return _memory_waits(status, since)
+    if node == REPLICAS:
+        return [Edge(node, maker, "to bring weights", since) for maker in (_publisher(status), ENGINE)]
     return []
+
+
+def _memory_waits(status: RunStatus, since: float) -> list[Edge]:
+    node, holders = PUBLICATION_MEMORY, status.memory_holders
+    publishing = [Edge(node, _publisher(status), "to publish what lies there", since)] if PUBLISHING in holders else []
+    taking = [Edge(node, each, "to take newer weights", since) for each in holders if each.startswith(WORKER)]
+    return publishing + taking
 
 
 def _scheduler_waits(status: RunStatus, since: float) -> list[Edge]:
     scheduler = status.scheduler
     if scheduler is None:
         return []
-    groups = list(scheduler.holding_up) or sorted({wait.who for wait in status.waits if wait.who.startswith("group/")})
-    if groups and scheduler.in_flight:
-        return [Edge("scheduler", group, "to finish", since) for group in groups]
-    if not scheduler.in_flight and scheduler.refusal in _WHO_LIFTS:
+    if scheduler.in_flight and scheduler.holding_up:
+        return [Edge(SCHEDULER, NEEDED_GROUPS, "to finish", since)]
+    if scheduler.in_flight:
+        return [Edge(SCHEDULER, group, "to finish", since) for group in _groups(status)]
+    if scheduler.refusal in _WHO_LIFTS:
         lifts = _WHO_LIFTS[scheduler.refusal]
-        return [Edge("scheduler", lifts, f"so that groups may start ({scheduler.refusal})", since)]
+        return [Edge(SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)]
     return []
+
+
+def _groups(status: RunStatus) -> list[str]:
+    """Groups in flight that are known to wait, and `OTHER_GROUPS` if there are more."""
+    listed = [wait.who for wait in status.waits if wait.who.startswith(GROUP)]
+    groups = sorted(set(listed))
+    more = sum(status.groups_by_wait.values()) > len(listed) or (
+        status.scheduler is not None and status.scheduler.in_flight > len(groups)
+    )
+    return [*groups, OTHER_GROUPS] if more else groups
 
 
 def _publisher(status: RunStatus) -> str:
     """Who publishes: the stage, and before the stages run whoever starts them."""
-    return "stage/param_update" if any(stage.name == "stage/param_update" for stage in status.stages) else "start"
+    return PUBLISHER if any(stage.name == PUBLISHER for stage in status.stages) else START
 
 
 def _held(wait: Wait) -> Edge:

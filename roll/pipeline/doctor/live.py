@@ -18,12 +18,16 @@ from roll.pipeline.doctor.words import (
     silence_of,
     spoken,
 )
+from roll.tracking.driver_watch import ENDING_SECONDS
 from roll.tracking.status import RunStatus, WorkerStatus
+from roll.tracking.waits import WORKER
 
 SILENT_SECONDS = 20.0
 """Without a sign of life for so long a worker or a driver is not well."""
 QUIET_SHARE = 0.5
 """Of `stall_timeout_seconds`, without any movement, is worth a look."""
+LONG_END_SHARE = 0.5
+"""Of `ENDING_SECONDS`, an end that takes so long is worth a look, too."""
 
 
 def of_a_live_run(evidence: Evidence, status: RunStatus) -> Diagnosis:
@@ -33,11 +37,26 @@ def of_a_live_run(evidence: Evidence, status: RunStatus) -> Diagnosis:
     trouble = _driver_trouble(evidence, status)
     if trouble is not None:
         return trouble
+    if status.phase == "ending":
+        return _ending(status)  # processes are being killed, and what they held up means nothing any more
     return (
         explain_deadlock(status, graph)
         or _worker_trouble(evidence, status, graph)
         or _quiet(status, graph)
         or Diagnosis("working", f"the run works: {progress(status)}", findings=waits)
+    )
+
+
+def _ending(status: RunStatus) -> Diagnosis:
+    """Of a run whose processes are being ended, on purpose."""
+    seconds = status.written - (status.ending_since or status.written)
+    if seconds <= LONG_END_SHARE * ENDING_SECONDS:
+        return Diagnosis("working", f"the run is ending, {seconds:.0f} s so far")
+    return Diagnosis(
+        "driver in trouble",
+        f"the run has been ending for {seconds:.0f} s",
+        "; ".join(status.ending_threads) or "worker processes or Ray do not end",
+        f"wait: the process ends itself {ENDING_SECONDS:g} s after the end began",
     )
 
 
@@ -119,7 +138,7 @@ def _worker_trouble(evidence: Evidence, status: RunStatus, graph: WaitGraph) -> 
         if not worker.on_driver_host or status.driver.host != evidence.host or worker.pid not in evidence.processes:
             continue
         facts = evidence.processes[worker.pid]
-        if facts is None:
+        if facts is None or (worker.started is not None and facts.started != worker.started):
             return _blame(
                 status, graph, worker, f"process {worker.pid} is gone", "the driver replaces it or ends the run"
             )
@@ -145,7 +164,7 @@ def _silent_worker(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
 
 
 def _blame(status: RunStatus, graph: WaitGraph, worker: WorkerStatus, cause: str, advice: str) -> Diagnosis:
-    node = f"worker/{worker.name}"
+    node = f"{WORKER}{worker.name}"
     waiting = [who for who in graph.waiters() if who in actors_of(status) and _reaches(graph, who, node)]
     headline = f"{listed(waiting)} cannot go on without {worker.name}" if waiting else f"{worker.name} is not well"
     findings = tuple(describe_waits(status, graph))
@@ -194,5 +213,5 @@ def _end(status: RunStatus, chain: list[Edge]) -> str:
         ) or "nobody waits for anything that is known"
     last = chain[-1]
     text = f"all wait in the end for {spoken(last.on)} ({last.what}), since {ago(status, last.since)}"
-    places = {f"worker/{worker.name}": worker.place for worker in status.workers}
+    places = {f"{WORKER}{worker.name}": worker.place for worker in status.workers}
     return f"{text}, which is at {places[last.on]}" if places.get(last.on) else text

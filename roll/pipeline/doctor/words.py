@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roll.pipeline.doctor.graph import Edge, WaitGraph
 from roll.tracking.status import RunStatus, WorkerStatus
+from roll.tracking.waits import GROUP
 
 
 def describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
@@ -14,14 +15,20 @@ def describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
         yield f"{stage.name:<20} {stage.state}, {ago(status, stage.since)}{_tail(status, graph, stage.name)}"
     named = {stage.name for stage in status.stages}
     for who in dict.fromkeys(wait.who for wait in status.waits):
-        if who not in named and not who.startswith("group/"):
+        if who not in named and not who.startswith(GROUP):
             yield f"{who:<20}{_tail(status, graph, who) or ' goes on'}"
     for on, count in status.groups_by_wait.items():
         yield f"{count} groups in flight wait for {spoken(on)}"
     for worker in status.workers:
-        busy = f", at {worker.place}" if worker.place else ", had nothing to do"
-        silence = silence_of(status, worker)
-        yield f"{worker.name:<20} process {worker.pid}, last sign of life {silence:.0f} s before{busy}"
+        yield f"{worker.name:<20} process {worker.pid}, {_state_of(status, worker)}"
+
+
+def _state_of(status: RunStatus, worker: WorkerStatus) -> str:
+    silence = silence_of(status, worker)
+    if not worker.has_answered:
+        return f"has not answered yet, asked {silence:.0f} s before"
+    busy = f"at {worker.place}" if worker.place else "had nothing to do"
+    return f"last sign of life {silence:.0f} s before, {busy}"
 
 
 def _tail(status: RunStatus, graph: WaitGraph, node: str) -> str:

@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+POSITIONS_AFTER_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)
+"""Models that count positions from the one after their padding's id, and so have fewer than their table has rows."""
+
+
 def position_limit(config: PretrainedConfig) -> int | None:
     """Longest input in tokens; None where the model has no such limit."""
-    return config.get_text_config().to_dict().get("max_position_embeddings")
+    text = config.get_text_config()
+    rows = text.to_dict().get("max_position_embeddings")
+    if rows is None or text.model_type not in POSITIONS_AFTER_PADDING or text.pad_token_id is None:
+        return rows
+    return rows - text.pad_token_id - 1
 
 
 def check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:

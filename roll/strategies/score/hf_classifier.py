@@ -9,7 +9,7 @@ a random one and go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -30,7 +30,7 @@ class HFClassifier:
         )
         self._model = load_classifier(setup)
         self._text_config = self._model.config.get_text_config()
-        self._max_length = setup.config.max_length or position_limit(self._model.config)
+        self._max_length = allowed_length(setup, self._model)
 
     def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
         """See `ScoreStrategy`."""
@@ -93,6 +93,23 @@ class HFClassifier:
         finally:
             self._text_config.pad_token_id = own_pad
         return logits[:, self._setup.config.label or 0].float().tolist()
+
+
+def allowed_length(setup: ScorerSetup, model: PreTrainedModel) -> int | None:
+    """Longest input that is let through, in tokens; None: any. Raises ``ValueError`` if the model cannot take what was
+    asked for."""
+    limits = [limit for limit in (position_limit(model.config), *_position_tables(model)) if limit is not None]
+    wanted, least = setup.config.max_length, min(limits, default=None)
+    if wanted is not None and least is not None and wanted > least:
+        raise ValueError(f"{setup.model_path} has positions for {least} tokens, and `max_length` is {wanted}")
+    return wanted or least
+
+
+def _position_tables(model: PreTrainedModel) -> Iterator[int]:
+    """Lengths that tables of positions have room for: with a row for padding they begin after it."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, torch.nn.Embedding):
+            yield module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
 
 
 def unused_id(rows: Sequence[Sequence[int]], vocabulary: int) -> int | None:

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from roll.configs.errors import ConfigError
 from roll.configs.schema import ModelArguments, RewardConfig, RewardModelConfig
+from roll.strategies.score.base import ScorerSetup
 from roll.strategies.score.classifier_facts import check_reward_model
-from roll.strategies.score.hf_classifier import unused_id
+from roll.strategies.score.hf_classifier import allowed_length, unused_id
 from tests.strategies.score.tiny_classifiers import END, said, scorer, write_classifier, write_tokenizer
 
 RESPONSES = ["3", "12345", "", "3", "99999999", "0", "3+3", "1"]
@@ -36,7 +44,7 @@ def by_transformers(path: str, text: str, label: int = 0) -> float:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"pad": None}, {"pad": END}, {"encoder": True}],
+    [{}, {"pad": None}, {"pad": END}, {"encoder": "bert"}],
     ids=["padding id", "no padding id", "padding is the end", "encoder"],
 )
 def test_a_batch_scores_as_one_by_one(tmp_path, changes):
@@ -81,6 +89,28 @@ def test_a_long_conversation_loses_its_beginning_and_says_so(path):
 def test_the_models_own_positions_are_the_limit(path):
     (scored,) = scorer(path).score([said("0" * 30)])
     assert (scored.tokens, scored.cut_tokens) == (24, 12)
+
+
+@pytest.mark.parametrize(("encoder", "pad", "most"), [("bert", 0, 24), ("roberta", 0, 23), ("roberta", 1, 22)])
+def test_positions_that_begin_after_the_padding_are_fewer_than_rows_of_their_table(tmp_path, encoder, pad, most):
+    path = write_classifier(tmp_path, encoder=encoder, pad=pad)
+    (scored,) = scorer(path).score([said("1" * 40)])
+    assert (scored.tokens, scored.problem) == (most, "")
+    reward = RewardConfig(verifier="reward_model", reward_model=RewardModelConfig(max_length=most + 1))
+    with pytest.raises(ConfigError, match=f"{most} positions"):
+        check_reward_model(path, reward, "rewards.chat")
+    with pytest.raises(ValueError, match=f"positions for {most} tokens"):
+        scorer(path, max_length=most + 1)
+
+
+def test_a_model_of_another_name_is_limited_by_the_table_that_it_has():
+    class OwnConfig(RobertaConfig):
+        model_type = "own-encoder"
+
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    model = RobertaForSequenceClassification(OwnConfig(**sizes, max_position_embeddings=24, pad_token_id=1))
+    setup = ScorerSetup("own", ModelArguments(), RewardModelConfig(), 4, "cpu")
+    assert allowed_length(setup, model) == 22
 
 
 def test_a_long_conversation_may_be_refused_and_takes_no_other_along(path):

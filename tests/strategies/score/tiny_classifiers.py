@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from roll.configs.schema import ModelArguments, RewardModelConfig
@@ -35,7 +37,13 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     ).save_pretrained(folder)
 
 
-def write_classifier(folder: Path, labels: int = 1, pad: int | None = 0, encoder: bool = False, **changes) -> str:
+ENCODERS = {
+    "bert": (BertConfig, BertForSequenceClassification),
+    "roberta": (RobertaConfig, RobertaForSequenceClassification),
+}
+
+
+def write_classifier(folder: Path, labels: int = 1, pad: int | None = 0, encoder: str | None = None, **changes) -> str:
     """A model whose score depends on every token, in whatever place."""
     torch.manual_seed(0)
     sizes = dict(
@@ -49,8 +57,9 @@ def write_classifier(folder: Path, labels: int = 1, pad: int | None = 0, encoder
         num_labels=labels,
         pad_token_id=pad,
     )
-    if encoder:
-        model = BertForSequenceClassification(BertConfig(**sizes | changes))
+    if encoder is not None:
+        config_class, model_class = ENCODERS[encoder]
+        model = model_class(config_class(**sizes | changes))
     else:
         config = Qwen2Config(num_key_value_heads=1, bos_token_id=None, eos_token_id=END, **sizes | changes)
         model = Qwen2ForSequenceClassification(config)

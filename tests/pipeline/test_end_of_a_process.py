@@ -1,0 +1,96 @@
+"""How a run ends is on record before anything can hang, and a process that hangs is ended with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from runs import ROOT
+
+from roll.configs.schema import RLVRConfig
+from roll.pipeline.cli import to_its_end
+from roll.pipeline.recorder import RunRecorder
+from roll.tracking.driver_watch import DriverWatch
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.status import StatusFile
+from roll.tracking.summary import Summary, fail_unfinished
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(str(tmp_path / "run"), "x")
+
+
+def summary_of(run):
+    return json.loads(run.summary.read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "stuck", "expected"),
+    [
+        (OSError("the disk is gone"), None, ("failed", "OSError: the disk is gone")),
+        (asyncio.CancelledError(), None, ("interrupted", "interrupted by a signal")),
+        (asyncio.CancelledError(), "it was stuck", ("failed", "it was stuck")),
+    ],
+)
+def test_a_failure_is_on_record_although_a_thread_keeps_the_event_loop_from_closing(run, error, stuck, expected):
+    hang, on_record = threading.Event(), []
+    recorder = RunRecorder(RLVRConfig(trackers=[]), run, started=time.monotonic(), decoder=None)
+
+    async def fails():
+        asyncio.get_running_loop().run_in_executor(None, hang.wait)
+        raise error
+
+    async def scenario(file):
+        outcome = await to_its_end(fails(), recorder, file)
+        on_record.append((summary_of(run)["status"], summary_of(run)["error"]))
+        hang.set()
+        return outcome
+
+    with StatusFile(run.status, DriverWatch(100.0)) as file:
+        file.stuck_because = stuck
+        status, _ = asyncio.run(scenario(file))
+    recorder.close("success")
+    assert on_record == [expected] and status == expected[0]
+    assert summary_of(run)["status"] == "failed" or expected[0] == "interrupted"
+
+
+def test_what_runs_to_its_end_is_well_only_when_all_is_closed(run):
+    recorder = RunRecorder(RLVRConfig(trackers=[]), run, started=time.monotonic(), decoder=None)
+
+    async def scenario(file):
+        return await to_its_end(asyncio.sleep(0), recorder, file), summary_of(run)["status"]
+
+    with StatusFile(run.status, DriverWatch(100.0)) as file:
+        assert asyncio.run(scenario(file)) == (("success", None), "running")
+    recorder.close("success")
+    assert summary_of(run)["status"] == "success"
+
+
+def test_a_cause_that_is_on_record_stands(run):
+    Summary(run.summary).finish("failed", "the first cause")
+    fail_unfinished(run.summary, "it did not end")
+    assert summary_of(run)["error"] == "the first cause"
+
+
+def test_a_process_that_ends_never_is_ended_with_its_reason(run):
+    """Its main thread is stuck in native code, which hears no signal until it returns."""
+    Summary(run.summary)
+    code = f"""
+import signal, threading
+from pathlib import Path
+from roll.pipeline.cli import end_process
+from roll.tracking.run_directory import RunDirectory
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+threading.Thread(target=end_process, args=(RunDirectory(Path({str(run.root)!r})), "it hung")).start()
+signal.sigwait([signal.SIGINT])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and "it hung; the process is ended" in done.stderr
+    assert (summary_of(run)["status"], summary_of(run)["error"]) == ("failed", "it hung")
