@@ -18,9 +18,9 @@ from tiny import make_task, tiny_config, write_config
 
 from roll.configs.loader import config_from_tree, load_config
 
-MOST_CPU_SECONDS = 10.0
+MOST_CPU_SECONDS = 5.0
 """Limit for a refusal. Computing time of the process is compared, so that other work on the machine matters less."""
-ATTEMPTS_ALONE = 2
+ATTEMPTS_ALONE = 4
 """A neighbour on the same core slows a process down too: one beyond the limit may try again by itself."""
 HANG_SECONDS = 120.0
 AT_A_TIME = 2

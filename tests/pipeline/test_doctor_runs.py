@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from runs import ROOT, run_pipeline, start_command
 from tiny import make_task, tiny_config
 
+from roll.pipeline.checkpoints import saved_steps
 from roll.tracking.metrics import read_metrics
 from roll.tracking.status import read_status
 
@@ -155,5 +155,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(task, ray_clust
     assert "File too large" in run.summary["error"]
     code, found = findings(run.folder)
     assert (code, found["verdict"]) == (1, "failed") and "File too large" in found["culprit"]
-    # That of step 2 was on the disk before the one of step 4 was taken.
-    assert re.search(r"goes on after step [24]", found["advice"])
+    # That of step 2 was on the disk before the one of step 4 was taken; that one may just have made it.
+    last = saved_steps(run.folder / "checkpoints")[-1]
+    assert last in (2, 4) and f"goes on after step {last}" in found["advice"]

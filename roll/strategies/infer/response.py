@@ -7,7 +7,8 @@ continued response, as every other engine of this project does it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,6 +113,43 @@ def versions_of(spans: Sequence[VersionSpan], count: int) -> list[int]:
     if len(versions) != count:
         raise EngineFailed(f"the engine tells the weight versions of {len(versions)} tokens out of {count}")
     return versions
+
+
+async def completion_of(responses: AsyncGenerator[Response, None], request: GenerateRequest) -> Completion:
+    """How a request ended, of whose state ``responses`` tells again and again: not at all if it never began."""
+    last: Response | None = None
+    async with aclosing(responses):
+        async for response in responses:
+            last = response
+    return nothing(request) if last is None else last.completion()
+
+
+async def chunks_of(
+    responses: AsyncGenerator[Response, None], request: GenerateRequest
+) -> AsyncGenerator[TokenChunk, None]:
+    """The same a few tokens at a time; the last chunk says how it ended. Left early, it closes ``responses``."""
+    known = 0
+    async with aclosing(responses):
+        async for response in responses:
+            ended = response.finish_reason
+            if ended is not None or len(response.token_ids) > known:
+                yield response.chunk(known, ended)
+            known = len(response.token_ids)
+            if ended is not None:
+                return
+    empty = nothing(request)
+    yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+
+
+def new_tokens(running: Iterable[Response], known: Mapping[str, int]) -> dict[str, TokenChunk]:
+    """By request: its tokens beyond the first ``known[id]``; those without new ones are left out."""
+    chunks = {}
+    for response in running:
+        name = response.request.request_id
+        first = known.get(name, 0)
+        if len(response.token_ids) > first:
+            chunks[name] = response.chunk(first, response.finish_reason)
+    return chunks
 
 
 def nothing(request: GenerateRequest) -> Completion:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ from roll.strategies.infer.base import (
 from roll.strategies.infer.busy_clock import BusyClock
 from roll.strategies.infer.hf_engine import check_request
 from roll.strategies.infer.model_facts import ModelSpec, eos_token_ids, load_config, load_tokenizer, parameter_shapes
-from roll.strategies.infer.response import Response, nothing
+from roll.strategies.infer.response import Response, chunks_of, completion_of, new_tokens
 from roll.strategies.infer.sglang_client import CallRefused, SGLangServer
 from roll.strategies.infer.sglang_options import mask_limit, server_arguments
 from roll.strategies.infer.sglang_publication import (
@@ -127,36 +127,17 @@ class SGLangInferStrategy:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
-        last: Response | None = None
-        async with aclosing(self._responses(request)) as responses:
-            async for response in responses:
-                last = response
-        return nothing(request) if last is None else last.completion()
+        return await completion_of(self._responses(request), request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
-        known = 0
-        async with aclosing(self._responses(request)) as responses:
-            async for response in responses:
-                ended = response.finish_reason
-                if ended is not None or len(response.token_ids) > known:
-                    yield response.chunk(known, ended)
-                known = len(response.token_ids)
-                if ended is not None:
-                    return
-        empty = nothing(request)
-        yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+        return chunks_of(self._responses(request), request)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
         """New tokens of each running request beyond the first ``known[id]``. Asks what decodes for a sign of life
         first."""
         await self._sign_of_life()
-        chunks = {}
-        for request_id, inside in self._running.items():
-            first, response = known.get(request_id, 0), inside.response
-            if len(response.token_ids) > first:
-                chunks[request_id] = response.chunk(first, response.finish_reason)
-        return chunks
+        return new_tokens((inside.response for inside in self._running.values()), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now, with the tokens that have arrived; unknown ids are ignored."""
@@ -288,7 +269,7 @@ class SGLangInferStrategy:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
+    async def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
         """The request's state after each message of SGLang; nothing if it was aborted before it began."""
         server = self._live_server()
         name = request.request_id

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -42,7 +42,7 @@ from roll.strategies.infer.model_facts import (
     parameter_shapes,
 )
 from roll.strategies.infer.publication import check_layout
-from roll.strategies.infer.response import Response, nothing
+from roll.strategies.infer.response import Response, chunks_of, completion_of, new_tokens
 from roll.strategies.infer.stop_strings import StopStrings
 from roll.strategies.infer.vllm_options import BUCKET_BACKEND, OWNER_VARIABLE, WEIGHT_BACKENDS, engine_arguments
 from roll.strategies.infer.vllm_publication import Prepared, bucket_info, prepare
@@ -133,35 +133,17 @@ class VLLMInferStrategy:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
-        last: Response | None = None
-        async for response in self._responses(request):
-            last = response
-        return nothing(request) if last is None else last.completion()
+        return await completion_of(self._responses(request), request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
-        known = 0
-        async with aclosing(self._responses(request)) as responses:
-            async for response in responses:
-                ended = response.finish_reason
-                if ended is not None or len(response.token_ids) > known:
-                    yield response.chunk(known, ended)
-                known = len(response.token_ids)
-                if ended is not None:
-                    return
-        empty = nothing(request)
-        yield TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+        return chunks_of(self._responses(request), request)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
         """New tokens of each running request beyond the first ``known[id]``. Asks vLLM's own process for a sign of
         life first."""
         await self._answer(self._live_engine().get_weight_version())
-        chunks = {}
-        for request_id, response in self._running.items():
-            first = known.get(request_id, 0)
-            if len(response.token_ids) > first:
-                chunks[request_id] = response.chunk(first, response.finish_reason)
-        return chunks
+        return new_tokens(self._running.values(), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now; unknown ids are ignored."""
@@ -327,7 +309,7 @@ class VLLMInferStrategy:
         # On the loop itself, because vLLM ends its own tasks there before its processes go, and reports a death else.
         engine.shutdown()
 
-    async def _responses(self, request: GenerateRequest) -> AsyncIterator[Response]:
+    async def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
         """The request's state after each message of vLLM; nothing if it was aborted before it began."""
         engine = self._live_engine()
         name = request.request_id
