@@ -41,7 +41,7 @@ def _role_lines(role: RoleMemory, on_gpu: bool) -> Iterator[str]:
         yield f"    and when {largest.name}" if " " in largest.name else f"    and for {largest.name}"
         yield from (_part_line(part) for part in largest.parts if part.size)
     if not on_gpu:
-        yield from (_part_line(part) for part in role.host)
+        yield from (_part_line(part) for part in (*role.host, *role.host_of_first) if part.size)
     yield f"    {'together':<22}{_size(role.peak + (0.0 if on_gpu else role.host_bytes))}"
     yield from (f"    note: {note}" for note in role.notes)
 
