@@ -492,3 +492,13 @@ def test_a_megatron_critic_has_one_row_in_place_of_the_output_layer():
     assert sizes(critic(1))["weights"] * GIB == 2 * parameters
     for stages in (1, 2):
         assert not any(part.name == "logits" for phase in critic(stages).phases for part in phase.parts)
+
+
+def test_the_host_is_that_of_the_node_that_needs_most():
+    def host(nodes, per_node):
+        cluster = {"device": "cuda", "num_nodes": nodes, "num_devices_per_node": per_node, "address": "auto"}
+        parts = estimate_memory(of_gpus(cluster=cluster)).host
+        return {part.name: part.size / PUBLISHED[SEVEN_BILLION] for part in parts}
+
+    assert host(1, 8) == host(2, 4) == {"models while they load": 16, "publication": 4, "model being saved": 4}
+    assert host(4, 2) == {"models while they load": 8, "publication": 4, "model being saved": 4}

@@ -268,29 +268,31 @@ def _together(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
 
 
 def _host(config: PipelineConfig, roles: list[RoleMemory]) -> list[Part]:
-    """Of one node, on GPUs: what loads, what is published, saved or kept there, and states that make room on a shared
-    device."""
+    """Of the node that needs most, on GPUs: what loads, what is published, saved or kept there, and states that make
+    room on a shared device."""
     if config.cluster.device != "cuda":
         return []
-    parts = []
+    nodes = [_host_of(config, roles, node) for node in range(config.cluster.num_nodes)]
+    return max(nodes, key=lambda parts: sum(part.size for part in parts))
+
+
+def _host_of(config: PipelineConfig, roles: list[RoleMemory], node: int) -> list[Part]:
+    per_node = config.cluster.num_devices_per_node
+    parts: list[Part] = []
     for role in roles:
-        here = _processes_here(config, role)
-        on_node = [_times(part, here) for part in ((role.start,) if role.start is not None else ()) + role.host]
-        parts += [*on_node, *role.host_of_first]
-        if derived.shares_devices(config, role.role):
-            moved = [part for part in role.always if part.name in MOVED_STATES and part.size]
-            states = sum(part.size for part in moved)
-            gpus = min(config.cluster.num_devices_per_node, len(role.devices))
+        gpus = sum(device // per_node == node for device in role.devices)
+        if not gpus:
+            continue
+        processes = -(-gpus * role.processes // len(role.devices))
+        start = (role.start,) if role.start is not None else ()
+        parts += [_times(part, processes) for part in (*start, *role.host)]
+        parts += role.host_of_first if role.devices[0] // per_node == node else ()
+        moved = [part for part in role.always if part.name in MOVED_STATES and part.size]
+        if moved and derived.shares_devices(config, role.role):
             names = " and ".join(part.name for part in moved)
             how = f"{role.role}: {names} on {count(gpus, 'GPU')}, while others have them"
-            parts += [Part("states that made room", states * gpus, how)] if moved else []
+            parts.append(Part("states that made room", sum(part.size for part in moved) * gpus, how))
     return parts
-
-
-def _processes_here(config: PipelineConfig, role: RoleMemory) -> int:
-    """Of a role on one node, at most."""
-    per_process = len(role.devices) // role.processes
-    return min(role.processes, max(1, config.cluster.num_devices_per_node // per_process))
 
 
 def _times(part: Part, processes: int) -> Part:

@@ -25,7 +25,7 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
         which = ("GPU " if estimate.on_gpu else "CPU slot ") + compact(devices.devices)
         yield f"  {which} ({', '.join(devices.roles)}): {_size(devices.peak).strip()} {devices.how}"
     if estimate.host:
-        yield "  memory of a node's host, beside the processes"
+        yield "  memory of the host of the node that needs most, beside the processes"
         yield from (_part_line(part) for part in estimate.host)
     yield from (f"  not estimated: {reason}" for reason in estimate.unknown)
     yield from (f"  tight: {reason}" for reason in estimate.tight)
