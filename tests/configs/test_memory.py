@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from transformers import (
 
 from roll.algorithms import logprobs
 from roll.configs.checks import check_elsewhere, config_warnings
-from roll.configs.loader import config_from_tree
+from roll.configs.loader import config_from_tree, load_config
 from roll.configs.memory import ShapeUnknown, activations, engines, estimate_memory, find_shape, render
 from roll.configs.memory.adapters import Learned
 from roll.configs.memory.rank import BACKWARD_ENDS, PUBLICATION
@@ -35,6 +37,7 @@ from roll.strategies.train.lora import is_adapter, resolve_targets
 from roll.strategies.train.microbatches import Packing
 from roll.strategies.train.packed_attention import install_packed_attention
 
+ROOT = Path(__file__).parents[2]
 SEVEN_BILLION = "Qwen/Qwen2.5-7B-Instruct"
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -502,3 +505,31 @@ def test_the_host_is_that_of_the_node_that_needs_most():
 
     assert host(1, 8) == host(2, 4) == {"models while they load": 16, "publication": 4, "model being saved": 4}
     assert host(4, 2) == {"models while they load": 8, "publication": 4, "model being saved": 4}
+
+
+SGLANG = "actor_infer.strategy_args={strategy_name: sglang, strategy_config: {mem_fraction_static: 0.85}}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "recipe", "overrides", "name"),
+    [
+        ("### The trainer", "qwen2.5-7B-rlvr_fsdp2", [], "actor_train"),
+        ("### The engine", "qwen2.5-7B-rlvr_fsdp2", [], "actor_infer"),
+        ("### SGLang", "qwen2.5-7B-rlvr_fsdp2", [SGLANG], "actor_infer"),
+        ("### The host", "qwen2.5-7B-rlvr_fsdp2", [], "host"),
+        ("## Adapters (LoRA)", "qwen2.5-7B-rlvr_lora", [], "actor_train"),
+    ],
+)
+def test_the_page_says_what_the_estimate_says(heading, recipe, overrides, name):
+    section = re.split(r"^#+ ", (ROOT / "docs" / "memory.md").read_text().partition(f"{heading}\n")[2], flags=re.M)[0]
+    rows = re.findall(r"^\| \**([a-z' ]+?)\** \| \**([0-9.]+)\** \|", section, re.MULTILINE)
+    config = load_config(ROOT / "examples" / recipe / "rlvr_config.yaml", overrides)
+    if name == "host":
+        parts = {part.name: part.size / GIB for part in estimate_memory(config).host}
+    else:
+        role = role_of(config, name)
+        parts = {key: size for key, size in sizes(role).items() if size} | {"together": role.peak / GIB}
+    assert {key for key, _ in rows} == set(parts)
+    for key, said in rows:
+        half = 0.5 * 10.0 ** -len(said.partition(".")[2]) if "." in said else 0.5
+        assert abs(parts[key] - float(said)) <= half * 1.01, f"{key}: {parts[key]}, and the page says {said}"

@@ -175,7 +175,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, len(devices))),
         phases=(*memory.phases, *at_the_end),
         processes=len(devices),
-        host=(*memory.elsewhere, *saved),
+        host=(*(replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere), *saved),
         host_of_first=(
             *((publication,) if publication is not None and not pushed else ()),
             *((model,) if beside else ()),

@@ -36,7 +36,7 @@ def _role_lines(role: RoleMemory, on_gpu: bool) -> Iterator[str]:
     slots = "GPU" if on_gpu else "CPU slot"
     yield f"  {role.role} on {slots} {compact(role.devices)} ({count(len(role.devices), slots)}): {role.title}"
     largest = role.largest
-    yield from (_part_line(part) for part in role.always if part.size)
+    yield from (_part_line(part) for part in role.always)
     if largest.parts:
         yield f"    and when {largest.name}" if " " in largest.name else f"    and for {largest.name}"
         yield from (_part_line(part) for part in largest.parts if part.size)
