@@ -20,6 +20,7 @@ from roll.configs.wording import count
 
 STRATEGY_PACKAGES = {
     "vllm": ("vllm", "see docs/engines.md"),
+    "sglang": ("sglang", 'pip install "roll[sglang]", in an environment of its own: docs/engines.md'),
     "deepspeed_train": ("deepspeed", 'pip install "roll[deepspeed]"'),
     "megatron_train": ("megatron", 'pip install "roll[megatron]"'),
 }
@@ -38,7 +39,9 @@ class Need:
 
 def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
     """Everything that a (checked) configuration needs."""
-    return [*_models(config), *_files(config), *_packages(config), *_devices(config, estimate)]
+    return [
+        *_models(config), *_judges(config), *_files(config), *_packages(config), *_devices(config, estimate),
+    ]  # fmt: skip
 
 
 def missing_packages(config: PipelineConfig) -> dict[str, str]:
@@ -56,12 +59,22 @@ def _installed(package: str) -> bool:
 
 
 def _models(config: PipelineConfig) -> Iterator[Need]:
-    for model in sorted({derived.model_path(config, role) for role in derived.present_roles(config).values()}):
+    models = {derived.model_path(config, role) for role in derived.present_roles(config).values()}
+    models |= {derived.reward_model_path(config, reward) for reward in derived.reward_models(config).values()}
+    for model in sorted(models):
         if not is_local(model):
             yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
         else:
             here = (Path(model) / "config.json").is_file()
             yield Need(f"model {model}", "here" if here else "not here", here)
+
+
+def _judges(config: PipelineConfig) -> Iterator[Need]:
+    """Addresses that have to answer; nobody is asked here."""
+    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
+    judges = {(reward.judge.model, reward.judge.base_url) for reward in rewards if reward.judge is not None}
+    for model, address in sorted(judges):
+        yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
 
 
 def _files(config: PipelineConfig) -> Iterator[Need]:
@@ -79,6 +92,9 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
         package, remedy = STRATEGY_PACKAGES[strategy]
         here = _installed(package)
         yield Need(f"package {package}", "installed" if here else f"not installed here: {remedy}", here)
+    if config.actor_train.model_args.lora_target is not None:
+        here = _installed("peft")
+        yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)
 
 
 def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:

@@ -100,12 +100,12 @@ def prepare(config: PipelineConfig) -> Prepared:
 
 
 def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str]) -> None:
-    """What `prepare` looks up, on a machine that need not be the run's: no cluster is asked, prompts and templates are
-    read only ``with_model``, and the options of the roles ``without`` their engine are left alone. Raises
-    `ConfigError`."""
+    """What `prepare` looks up, on a machine that need not be the run's: no cluster is asked; prompts and templates are
+    read, and judges asked, only ``with_model``; and the options of the roles ``without`` their engine are left alone.
+    Raises `ConfigError`."""
     problems = Problems()
     tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
-    _plan_rollouts(config, tokenizer, problems)
+    _plan_rollouts(config, tokenizer, problems, asks_models=with_model)
     problems.attempt(lambda: _algorithms(config))
     problems.attempt(lambda: _check_strategies(config, without, with_model))
     problems.attempt(lambda: _worker_classes(config))
@@ -115,16 +115,16 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
 
 
 def _plan_rollouts(
-    config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+    config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool = True
 ) -> RolloutPlan | None:
-    """What only this pipeline names; None where a problem was found."""
+    """What only this pipeline names; None where a problem was found. ``asks_models``: see `plan_rlvr`."""
     if isinstance(config, AgenticConfig):
         from roll.pipeline.agentic_preflight import plan_agentic
 
         return plan_agentic(config, tokenizer, problems)
     from roll.pipeline.rlvr_preflight import plan_rlvr
 
-    return plan_rlvr(config, tokenizer, problems)
+    return plan_rlvr(config, tokenizer, problems, asks_models=asks_models)
 
 
 def _algorithms(config: PipelineConfig) -> Algorithms:

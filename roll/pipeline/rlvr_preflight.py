@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -53,8 +54,11 @@ class RLVRPlan:
         return RLVRSide(prepared, self.prompts, self.validation_prompts, rewards)
 
 
-def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems) -> RLVRPlan:
-    """Load prompts and find verifiers; what is wrong goes into ``problems``."""
+def plan_rlvr(
+    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool
+) -> RLVRPlan:
+    """Load prompts and find verifiers; what is wrong goes into ``problems``. ``asks_models``: whether judges and the
+    files of reward models have to be within reach, as they have where the run is."""
     models = derived.reward_models(config)
     verifiers = {
         name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
@@ -62,8 +66,10 @@ def plan_rlvr(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, pro
         if f"rewards.{name}" not in models
     }
     for path, reward in models.items():
-        problems.attempt(partial(_check_reward_model, derived.reward_model_path(config, reward), reward, path))
-    for name, reward in config.rewards.items():
+        model = derived.reward_model_path(config, reward)
+        if asks_models or (Path(model) / "config.json").is_file():
+            problems.attempt(partial(_check_reward_model, model, reward, path))
+    for name, reward in config.rewards.items() if asks_models else ():
         if reward.judge is not None and verifiers[name] is not None:  # without its library there is nothing to ask with
             problems.attempt(partial(_check_judge, reward.judge, f"rewards.{name}.judge"))
     prompts: list[Prompt] = []

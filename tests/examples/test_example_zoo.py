@@ -11,6 +11,7 @@ import pytest
 
 from roll.algorithms.policy_losses import POLICY_LOSSES
 from roll.configs.checks import check_elsewhere, config_warnings
+from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.loader import load_config
 from roll.configs.memory import estimate_memory
 from roll.configs.needs import missing_packages, needs
@@ -71,5 +72,35 @@ def test_the_zoo_has_what_users_of_roll_look_for():
         "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
         "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-8B/rlvr_config", "qwen3-30B-A3B/rlvr_config",
         "llama3.1-8B/rlvr_config", "qwen2.5-0.5B-single_gpu/rlvr_config", "qwen2.5-1.5B-ppo_critic/rlvr_config",
+        "qwen2.5-7B-rlvr_megatron/rlvr_config_async_vllm", "qwen2.5-7B-rlvr_lora/rlvr_config",
+        "qwen2.5-7B-rlvr_mixed/rlvr_config", "quickstart/ppo_critic",
     }  # fmt: skip
     assert wanted <= {f"{path.parent.name}/{path.stem}" for path in FILES}
+
+
+def test_asynchronous_recipes_are_one_step_off_policy_on_the_devices_that_they_name():
+    found = {}
+    for name in ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_async", "qwen2.5-7B-rlvr_megatron/rlvr_config_async"):
+        config = load_config(EXAMPLES / f"{name}.yaml")
+        assert config.async_generation_ratio == 1
+        for role in (config.actor_train, config.actor_infer):
+            found.setdefault(role.strategy_args.strategy_name, []).append(parse_device_mapping(role.device_mapping))
+    assert found == {
+        "megatron_train": [[*range(4)], [*range(16)]],
+        "vllm": [[*range(4, 8)]],
+        "sglang": [[*range(16, 24)]],
+    }
+
+
+def test_the_critic_of_the_quick_start_is_what_its_page_changes_in_the_command_line():
+    page = (EXAMPLES.parent / "docs" / "critic.md").read_text()
+    command = re.search(r"^roll train examples/quickstart/rlvr.yaml (.*?)^```", page, re.MULTILINE | re.DOTALL)
+    overrides = shlex.split(command[1].replace("\\\n", " "))
+    quickstart = load_config(EXAMPLES / "quickstart" / "rlvr.yaml", [*overrides, "exp_name=quickstart-critic"])
+    assert quickstart.adv_estimator == "gae"
+    assert load_config(EXAMPLES / "quickstart" / "ppo_critic.yaml") == quickstart
+
+
+def test_whoever_can_go_on_saves_on_the_way():
+    on_gpus = [path for path in FILES if path.parent.name not in MAKES_ITS_MODEL]
+    assert [path for path in on_gpus if load_config(path).save_steps == 0] == []

@@ -58,6 +58,23 @@ def test_what_cannot_work_is_exit_code_2_with_its_path(overrides, words, capsys)
     assert words in capsys.readouterr().err
 
 
+JUDGED = """rewards.writing={verifier: judge, judge: {base_url: "http://127.0.0.1:9/v1", model: judge-32b}}"""
+
+
+def test_a_judge_and_a_reward_model_are_needs_where_the_run_is_not(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    taste = "rewards.taste={verifier: reward_model, device_mapping: [4], infer_batch_size: 4}"
+    assert main(["check", GPUS, JUDGED, taste, "reward_pretrain=Qwen/Qwen2.5-0.5B", "async_generation_ratio=0"]) == 0
+    said = capsys.readouterr().out
+    assert "[ ] judge judge-32b" in said and "http://127.0.0.1:9/v1" in said
+    assert "[ ] model Qwen/Qwen2.5-0.5B " in said and "and when a batch is scored" in said
+
+
+def test_a_judge_that_does_not_answer_is_a_problem_where_the_run_is(run, capsys):
+    assert main(["check", run, JUDGED.replace("writing", "addition")]) == 2
+    assert "rewards.addition.judge.base_url: the judge cannot be asked" in capsys.readouterr().err
+
+
 def test_data_that_is_here_is_read(run, tmp_path, capsys):
     data = next(tmp_path.rglob("*.jsonl"))
     lines = [json.loads(line) for line in data.read_text().splitlines()]

@@ -48,6 +48,22 @@ def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> flo
     return 2 * norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
 
 
+def joined_bytes(shape: ModelShape, element: int) -> int:
+    """What a packed row adds to a layer where attention goes sample by sample: their results, joined, beside the parts
+    that attention keeps for itself."""
+    return element * shape.heads * shape.head_size
+
+
+def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
+    """What a layer keeps more, or less, if only adapters on so many of its linear layers learn: the few numbers between
+    their two matrices; and not what frozen weights of norms and experts multiply."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    frozen = 2 * shape.hidden + (queries + keys if shape.qk_norm else 0)
+    if shape.experts:
+        frozen += shape.experts_per_token * (shape.hidden + shape.expert_intermediate) + shape.hidden
+    return element * (adapted * rank - frozen)
+
+
 def feed_forward_bytes(shape: ModelShape, element: int) -> int:
     """Gate, its activation, up and their product; with experts for each chosen one, with its input and output."""
     if not shape.experts:

@@ -1,7 +1,7 @@
 """Memory of one device of an engine: weights, keys and values of what runs, and a forward pass.
 
-vLLM takes a share of the device and fills what weights and computing leave with keys and values, so the question is not
-how much it takes but how many sequences that holds. `hf_infer` takes what its running requests need.
+vLLM and SGLang take a share of the device and fill what is left of it with keys and values, so the question is not how
+much they take but how many sequences that holds. `hf_infer` takes what its running requests need.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll.configs import derived
-from roll.configs.memory.records import ELEMENT_BYTES, GIB, Part, driver
+from roll.configs.memory.records import ELEMENT_BYTES, GIB, MIB, Part, driver
 from roll.configs.memory.shapes import ModelShape
 from roll.configs.schema import ActorInferConfig, PipelineConfig
 from roll.configs.wording import count
@@ -18,10 +18,14 @@ VLLM_MEMORY_SHARE = 0.92
 VLLM_MAX_NUM_SEQS = 128
 VLLM_MAX_BATCHED_TOKENS = 2048
 """vLLM 0.32's defaults for an asynchronous engine."""
-VLLM_GRAPHS = 1.0 * GIB
-"""Captured CUDA graphs, unless `enforce_eager`."""
-VLLM_LOGIT_COPIES = 4
+CUDA_GRAPHS = 1.0 * GIB
+"""Captured graphs of vLLM and SGLang, unless they are switched off."""
+LOGIT_COPIES = 4
 """float32 rows of the vocabulary for each running sequence: logits, log-probabilities, sorted ones, their order."""
+SGLANG_MAX_RUNNING = 256
+"""`max_running_requests`, unless the configuration says otherwise."""
+SGLANG_PREFILL = ((35, 2048), (60, 4096), (160, 8192))
+"""GiB of a GPU -> tokens that SGLang prefills at a time on a smaller one; on larger ones 16,384."""
 HF_MAX_RUNNING, HF_MAX_PREFILL = 256, 8192
 """Defaults of `HFInferConfig`."""
 HF_LOGIT_COPIES = 3
@@ -33,16 +37,54 @@ class EngineMemory:
 
     always: tuple[Part, ...]
     notes: tuple[str, ...]
-    least: float
-    """Bytes with room for one sequence of the longest length: with less the engine does not start."""
-    share: float | None
-    """Share of the device that the engine takes whatever it needs; None: it takes what is listed."""
+    least: Part
+    """What has to be in the share, with one sequence of the longest length: with less the engine does not start."""
+    share: Part | None
+    """What the engine takes of the device whatever it needs; None: it takes what is listed."""
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Keys and values of one device."""
+
+    token: float
+    """Bytes of one token."""
+    length: int
+    """Tokens of the longest sequence."""
+    sequences: int
+    """How many may run at a time."""
+
+    @property
+    def sequence(self) -> float:
+        """Bytes of one sequence of full length."""
+        return self.token * self.length
+
+    @property
+    def wanted(self) -> float:
+        """Bytes if all that may run are of full length."""
+        return self.sequence * self.sequences
+
+    def part(self, room: float) -> Part:
+        """So many bytes, and what fits into them."""
+        fit = f"room for {room / self.sequence:,.0f} sequences of {self.length:,} tokens"
+        how = f"{self.token / 1024:,.0f} KiB a token; {fit}; up to {self.sequences:,} run at a time"
+        return Part("keys and values", room, how)
+
+    def notes(self, room: float, engine: str) -> tuple[str, ...]:
+        """What to know where there is room for some of them only."""
+        if room >= self.wanted or room < self.sequence:
+            return ()
+        return (
+            f"keys and values of {count(self.sequences, 'sequence')} of full length want {self.wanted / GIB:.1f} GiB: "
+            f"beyond what there is, {engine} interrupts requests and computes them again",
+        )
 
 
 def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
     """Memory on GPUs of ``device_bytes`` each; None if that is not known."""
-    if config.actor_infer.strategy_args.strategy_name == "vllm" and config.cluster.device == "cuda":
-        return _vllm(config, shape, device_bytes)
+    shared = {"vllm": _vllm, "sglang": _sglang}.get(config.actor_infer.strategy_args.strategy_name)
+    if shared is not None and config.cluster.device == "cuda":
+        return shared(config, shape, device_bytes)
     return _embedded(config, shape)
 
 
@@ -55,32 +97,66 @@ def running_sequences(config: PipelineConfig, most: int) -> int:
 def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
     role = config.actor_infer
     options, tensor, element = role.strategy_args.strategy_config, role.num_gpus_per_engine, _element(role)
-    length = derived.sequence_length(config)
     weights = _weights(shape, element, tensor, role.model_args.dtype)
-    sequences = running_sequences(config, int(options.get("max_num_seqs") or VLLM_MAX_NUM_SEQS))
     tokens = max(int(options.get("max_num_batched_tokens") or VLLM_MAX_BATCHED_TOKENS), 1)
-    pass_bytes = element * tokens * (3 * _width(shape) / tensor + 6 * shape.hidden)
-    logits = 4 * VLLM_LOGIT_COPIES * shape.vocabulary * int(options.get("max_num_seqs") or VLLM_MAX_NUM_SEQS)
-    graphs = 0.0 if options.get("enforce_eager") else VLLM_GRAPHS
-    computing = Part("computing", pass_bytes + logits + graphs, f"{tokens:,} tokens at a time, logits, CUDA graphs")
-    cache_token = shape.cache_bytes_per_token(element) / min(tensor, shape.kv_heads)
+    places = int(options.get("max_num_seqs") or VLLM_MAX_NUM_SEQS)
+    token = shape.cache_bytes_per_token(element) / min(tensor, shape.kv_heads)
+    cache = _Cache(token, derived.sequence_length(config), running_sequences(config, places))
+    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("enforce_eager"))
     fixed = weights.size + computing.size + driver(tensor).size
-    least = fixed + cache_token * length
-    wanted = cache_token * length * sequences
     share = float(options.get("gpu_memory_utilization") or VLLM_MEMORY_SHARE)
+    room, taken = cache.wanted, None
     if "kv_cache_memory_bytes" in options:
-        cache, share_taken = float(options["kv_cache_memory_bytes"]), None
-    elif device_bytes is None:
-        cache, share_taken = wanted, None
-    else:
-        cache, share_taken = max(0.0, share * device_bytes - fixed), share
-    whole = f"{cache / (cache_token * length):,.0f} sequences of {length:,} tokens; up to {sequences:,} run at a time"
-    note = () if cache >= wanted or cache < cache_token * length else (
-        f"keys and values of {count(sequences, 'sequence')} of full length want {wanted / GIB:.1f} GiB: beyond what "
-        "there is, vLLM interrupts requests and computes them again",
-    )  # fmt: skip
-    how = f"{cache_token / 1024:,.0f} KiB a token; room for {whole}"
-    return EngineMemory((weights, Part("keys and values", cache, how), computing), note, least, share_taken)
+        room = float(options["kv_cache_memory_bytes"])
+    elif device_bytes is not None:
+        room = max(0.0, share * device_bytes - fixed)
+        taken = Part("gpu_memory_utilization", share * device_bytes, f"{share:g} x {device_bytes / GIB:.1f} GiB")
+    least = Part("least", fixed + cache.sequence, "weights, computing and one sequence")
+    return EngineMemory((weights, cache.part(room), computing), cache.notes(room, "vLLM"), least, taken)
+
+
+def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
+    """`mem_fraction_static` of what the driver leaves is for weights, keys and values; computing is beside that."""
+    role = config.actor_infer
+    options, tensor, element = role.strategy_args.strategy_config, role.num_gpus_per_engine, _element(role)
+    places = int(options.get("max_running_requests") or SGLANG_MAX_RUNNING)
+    token = shape.cache_bytes_per_token(element) / min(tensor, shape.kv_heads)
+    cache = _Cache(token, derived.sequence_length(config), running_sequences(config, places))
+    weights = _weights(shape, element, tensor, role.model_args.dtype)
+    tokens = int(options.get("chunked_prefill_size") or sglang_prefill(device_bytes))
+    tokens = tokens if tokens > 0 else cache.length
+    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("disable_cuda_graph"))
+    room, taken = cache.wanted, None
+    if device_bytes is not None:
+        share = float(options.get("mem_fraction_static") or sglang_share(device_bytes, tokens, places, tensor))
+        left = device_bytes - driver(tensor).size
+        taken = Part("mem_fraction_static", share * left, f"{share:.3g} x {left / GIB:.1f} GiB that the driver leaves")
+        room = max(0.0, taken.size - weights.size)
+    least = Part("least", weights.size + cache.sequence, "weights and one sequence")
+    return EngineMemory((weights, cache.part(room), computing), cache.notes(room, "SGLang"), least, taken)
+
+
+def sglang_prefill(device_bytes: float | None) -> int:
+    """Tokens that SGLang prefills at a time by default; on a GPU of unknown size those of 80 GiB."""
+    gib = 80.0 if device_bytes is None else device_bytes / GIB
+    return next((tokens for below, tokens in SGLANG_PREFILL if gib < below), 16384)
+
+
+def sglang_share(device_bytes: float, tokens: int, places: int, tensor: int) -> float:
+    """SGLang's default of `mem_fraction_static`: it keeps 1.5 MiB a token of a prefill, 2 for each request of a CUDA
+    graph, and on large GPUs at least 10 GiB."""
+    reserved = MIB * (512 + 1.5 * max(tokens, 2048) + 2 * places + 128 * tensor)
+    if device_bytes > 60 * GIB:
+        reserved = max(reserved, 10 * GIB)
+    return max(0.0, 1 - reserved / device_bytes)
+
+
+def _computing(shape: ModelShape, element: int, tensor: int, tokens: int, places: int, *, graphs: bool) -> Part:
+    """A forward pass over a prefill, the logits of all requests, and captured graphs."""
+    pass_bytes = element * tokens * (3 * _width(shape) / tensor + 6 * shape.hidden)
+    logits = 4 * LOGIT_COPIES * shape.vocabulary * places
+    captured, what = (CUDA_GRAPHS, "logits, CUDA graphs") if graphs else (0.0, "logits")
+    return Part("computing", pass_bytes + logits + captured, f"{tokens:,} tokens at a time, {what}")
 
 
 def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
@@ -102,7 +178,8 @@ def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
         Part("keys and values", cache, f"{count(sequences, 'request')} of {length:,} tokens"),
         Part("computing", max(prefill, logits), f"{prompts:,} prompt tokens at a time, or logits of all requests"),
     )
-    return EngineMemory(always, (), sum(part.size for part in always), None)
+    least = Part("least", sum(part.size for part in always), "all of it")
+    return EngineMemory(always, (), least, None)
 
 
 def _weights(shape: ModelShape, element: int, tensor: int, dtype: str) -> Part:

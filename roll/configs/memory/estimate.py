@@ -13,14 +13,18 @@ from roll.configs import derived
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.memory.activations import MicroBatch
 from roll.configs.memory.engines import EngineMemory, engine_memory
-from roll.configs.memory.records import CONTEXT, ELEMENT_BYTES, GIB, Part, RoleMemory, driver
+from roll.configs.memory.rank import Trainer
+from roll.configs.memory.records import CONTEXT, ELEMENT_BYTES, GIB, Part, Phase, RoleMemory, driver
+from roll.configs.memory.scorers import scorer_memory
 from roll.configs.memory.shapes import ModelShape, ShapeUnknown, find_shape
-from roll.configs.memory.trainers import Trainer, trainer_memory
-from roll.configs.schema import TRAINED_ROLES, PipelineConfig, WorkerConfig
+from roll.configs.memory.trainers import trainer_memory
+from roll.configs.schema import PipelineConfig, RewardConfig, WorkerConfig
 from roll.configs.wording import count
 
 LIBRARIES = 0.5 * GIB
 """Of a process on a CPU: Python, torch, transformers, Ray."""
+MOVED_STATES = ("weights", "adapters", "optimizer")
+"""What makes room on a device that others take."""
 TIGHT = 0.9
 """Share of a device above which an estimate that is a tenth too low, or memory in pieces, makes the difference."""
 
@@ -63,13 +67,15 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     roles: list[RoleMemory] = []
     unknown: dict[str, list[str]] = {}
     misfits: list[str] = []
-    for name, section in derived.present_roles(config).items():
+    for name, section in {**derived.present_roles(config), **derived.reward_models(config)}.items():
         try:
-            shape = find_shape(derived.model_path(config, section))
+            shape = find_shape(_model(config, section))
         except ShapeUnknown as reason:
             unknown.setdefault(str(reason), []).append(name)
             continue
-        if name == "actor_infer":
+        if isinstance(section, RewardConfig):
+            roles.append(_scorer_role(config, name, section, replace(shape, value_head=True)))
+        elif name == "actor_infer":
             engine = engine_memory(config, shape, device_bytes)
             misfits += _engine_misfits(engine, device_bytes)
             roles.append(_engine_role(config, shape, engine))
@@ -102,27 +108,39 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
+def _model(config: PipelineConfig, section: WorkerConfig | RewardConfig) -> str:
+    if isinstance(section, RewardConfig):
+        return derived.reward_model_path(config, section)
+    return derived.model_path(config, section)
+
+
+def _title(config: PipelineConfig, section: WorkerConfig | RewardConfig, shape: ModelShape) -> str:
+    size = f"{shape.parameters / 1e9:.2f} billion parameters"
+    return f"{section.strategy_args.strategy_name}, {_model(config, section)} ({size})"
+
+
 def _engine_misfits(engine: EngineMemory, device_bytes: float | None) -> list[str]:
-    """An engine that takes a share of its device needs room for weights, computing and one sequence in that share."""
-    if device_bytes is None or engine.share is None or engine.least <= engine.share * device_bytes:
+    """An engine that takes a share of its device needs room for one sequence in that share."""
+    if device_bytes is None or engine.share is None or engine.least.size <= engine.share.size:
         return []
-    share = f"{engine.share:g} x {_gib(device_bytes)} = {_gib(engine.share * device_bytes)}"
-    return [
-        f"actor_infer has {share} (gpu_memory_utilization), and weights, computing and one sequence need "
-        f"{_gib(engine.least)}"
-    ]
+    share = f"{engine.share.how} = {_gib(engine.share.size)}"
+    return [f"actor_infer has {share} ({engine.share.name}), and {engine.least.how} need {_gib(engine.least.size)}"]
 
 
 def _engine_role(config: PipelineConfig, shape: ModelShape, engine: EngineMemory) -> RoleMemory:
     role, on_gpu = config.actor_infer, config.cluster.device == "cuda"
     copy = shape.parameters * ELEMENT_BYTES[role.model_args.dtype]
-    second = Part("new weights", copy, "the next version beside the present one, mapped or staged")
+    how = "the next version beside the present one, mapped or staged"
+    if role.strategy_args.strategy_name == "sglang":
+        how = "files in memory, which SGLang reads while an update lasts"
+    staged = not on_gpu or role.strategy_args.strategy_name == "sglang"
     return RoleMemory(
         role="actor_infer",
-        title=f"{role.strategy_args.strategy_name}, {_model_text(config, role, shape)}",
+        title=_title(config, role, shape),
         devices=parse_device_mapping(role.device_mapping),
         always=(*engine.always, _overhead(on_gpu, role.num_gpus_per_engine)),
-        host=() if on_gpu else (second,),
+        processes=derived.engine_replicas(config),
+        host=(Part("new weights", copy, how),) if staged else (),
         notes=engine.notes,
     )
 
@@ -139,25 +157,53 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         train=_train_micro_batch(config, section),
         infer=_infer_micro_batch(config, section),
     )
-    always, phases = trainer_memory(trainer)
+    memory = trainer_memory(trainer)
     publication = _publication(config, shape) if name == "actor_train" else None
     pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
     reads_all = section.strategy_args.strategy_name != "megatron_train"
-    loading = shape.parameters * (4 if trainer.learns else trainer.element) if reads_all else 0.0
+    loading = Part("models while they load", shape.parameters * trainer.stored, f"{name}: each rank reads all weights")
+    saved = _saved_state(config, name, memory.state)
+    model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
+    exports = name == "actor_train"
+    # With checkpoints a model is written while training goes on, on GPUs in any case beside what the host has.
+    beside = exports and (on_gpu or config.save_steps > 0)
+    at_the_end = (Phase("the model is saved at the end", (model,)),) if exports and not beside else ()
     return RoleMemory(
         role=name,
-        title=f"{section.strategy_args.strategy_name}, {_model_text(config, section, shape)}",
+        title=_title(config, section, shape),
         devices=devices,
-        always=(*always, *((publication,) if pushed else ()), _overhead(on_gpu, len(devices))),
-        phases=phases,
-        host=(publication,) if publication is not None and not pushed else (),
-        start=Part("models while they load", loading, f"{name}: each rank reads all weights") if reads_all else None,
-        stays=publication.size if pushed else 0.0,
+        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, len(devices))),
+        phases=(*memory.phases, *at_the_end),
+        processes=len(devices),
+        host=(*(replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere), *saved),
+        host_of_first=(
+            *((publication,) if publication is not None and not pushed else ()),
+            *((model,) if beside else ()),
+        ),
+        start=loading if reads_all else None,
+        stays=publication.size if publication is not None and pushed else 0.0,
     )
 
 
-def _model_text(config: PipelineConfig, role: WorkerConfig, shape: ModelShape) -> str:
-    return f"{derived.model_path(config, role)} ({shape.parameters / 1e9:.2f} billion parameters)"
+def _saved_state(config: PipelineConfig, name: str, size: float) -> tuple[Part, ...]:
+    """Of a rank, from the moment a checkpoint is taken until it is written."""
+    if config.save_steps == 0 or size == 0:
+        return ()
+    return (Part("state being saved", size, f"{name}: 12 bytes for each weight that learns, shared out over ranks"),)
+
+
+def _scorer_role(config: PipelineConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:
+    weights, scoring = scorer_memory(config, reward, shape)
+    devices = parse_device_mapping(reward.device_mapping)
+    return RoleMemory(
+        role=name,
+        title=_title(config, reward, shape),
+        devices=devices,
+        always=(weights, _overhead(config.cluster.device == "cuda", 1)),
+        phases=(scoring,),
+        processes=len(devices),
+        start=replace(weights, name="models while they load", how=f"{name}: each process reads all weights"),
+    )
 
 
 def _overhead(on_gpu: bool, ranks: int) -> Part:
@@ -214,24 +260,40 @@ def _taking_turns(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
 
 def _together(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
     """Processes on CPU slots keep everything."""
-    processes = [(role.peak + role.host_bytes) * len(set(role.devices) & set(devices)) for role in roles]
-    return DeviceMemory(devices, [role.role for role in roles], sum(processes), "all processes together")
+    first = sum(part.size for role in roles if role.devices[0] in devices for part in role.host_of_first)
+    each = [
+        (role.peak + sum(part.size for part in role.host)) * len(set(role.devices) & set(devices)) for role in roles
+    ]
+    return DeviceMemory(devices, [role.role for role in roles], first + sum(each), "all processes together")
 
 
 def _host(config: PipelineConfig, roles: list[RoleMemory]) -> list[Part]:
-    """Of one node, on GPUs: what loads, what is published, and states that make room on a shared device."""
+    """Of the node that needs most, on GPUs: what loads, what is published, saved or kept there, and states that make
+    room on a shared device."""
     if config.cluster.device != "cuda":
         return []
+    nodes = [_host_of(config, roles, node) for node in range(config.cluster.num_nodes)]
+    return max(nodes, key=lambda parts: sum(part.size for part in parts))
+
+
+def _host_of(config: PipelineConfig, roles: list[RoleMemory], node: int) -> list[Part]:
     per_node = config.cluster.num_devices_per_node
-    parts = []
+    parts: list[Part] = []
     for role in roles:
-        here = min(per_node, len(role.devices))
-        if role.start is not None:
-            parts.append(replace(role.start, size=role.start.size * here, how=f"{role.start.how} ({here} on a node)"))
-        parts += role.host
-        if derived.shares_devices(config, role.role):
-            states = sum(part.size for part in role.always if part.name in ("weights", "optimizer"))
-            what = "weights and optimizer" if role.role in TRAINED_ROLES else "weights"
-            how = f"{role.role}: {what} on {count(here, 'GPU')}, while others have them"
-            parts.append(Part("states that made room", states * here, how))
+        gpus = sum(device // per_node == node for device in role.devices)
+        if not gpus:
+            continue
+        processes = -(-gpus * role.processes // len(role.devices))
+        start = (role.start,) if role.start is not None else ()
+        parts += [_times(part, processes) for part in (*start, *role.host)]
+        parts += role.host_of_first if role.devices[0] // per_node == node else ()
+        moved = [part for part in role.always if part.name in MOVED_STATES and part.size]
+        if moved and derived.shares_devices(config, role.role):
+            names = " and ".join(part.name for part in moved)
+            how = f"{role.role}: {names} on {count(gpus, 'GPU')}, while others have them"
+            parts.append(Part("states that made room", sum(part.size for part in moved) * gpus, how))
     return parts
+
+
+def _times(part: Part, processes: int) -> Part:
+    return replace(part, size=part.size * processes, how=f"{part.how} ({processes} on a node)")

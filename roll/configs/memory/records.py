@@ -54,8 +54,12 @@ class RoleMemory:
     always: tuple[Part, ...]
     """While the role has its devices."""
     phases: tuple[Phase, ...] = ()
+    processes: int = 1
+    """Ranks, or engine replicas."""
     host: tuple[Part, ...] = ()
-    """In the memory of the host, of this process."""
+    """In the memory of the host, of each process."""
+    host_of_first: tuple[Part, ...] = ()
+    """In the memory of the host, of the first process beside that."""
     start: Part | None = None
     """In the memory of the host while the process loads its model."""
     stays: float = 0.0
@@ -74,5 +78,5 @@ class RoleMemory:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of the host while the run goes on."""
-        return sum(part.size for part in self.host)
+        """Bytes of the host while the run goes on, of the process that has most."""
+        return sum(part.size for part in (*self.host, *self.host_of_first))

@@ -25,7 +25,7 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
         which = ("GPU " if estimate.on_gpu else "CPU slot ") + compact(devices.devices)
         yield f"  {which} ({', '.join(devices.roles)}): {_size(devices.peak).strip()} {devices.how}"
     if estimate.host:
-        yield "  memory of a node's host, beside the processes"
+        yield "  memory of the host of the node that needs most, beside the processes"
         yield from (_part_line(part) for part in estimate.host)
     yield from (f"  not estimated: {reason}" for reason in estimate.unknown)
     yield from (f"  tight: {reason}" for reason in estimate.tight)
@@ -36,12 +36,12 @@ def _role_lines(role: RoleMemory, on_gpu: bool) -> Iterator[str]:
     slots = "GPU" if on_gpu else "CPU slot"
     yield f"  {role.role} on {slots} {compact(role.devices)} ({count(len(role.devices), slots)}): {role.title}"
     largest = role.largest
-    yield from (_part_line(part) for part in role.always if part.size)
+    yield from (_part_line(part) for part in role.always)
     if largest.parts:
         yield f"    and when {largest.name}" if " " in largest.name else f"    and for {largest.name}"
         yield from (_part_line(part) for part in largest.parts if part.size)
     if not on_gpu:
-        yield from (_part_line(part) for part in role.host)
+        yield from (_part_line(part) for part in (*role.host, *role.host_of_first) if part.size)
     yield f"    {'together':<22}{_size(role.peak + (0.0 if on_gpu else role.host_bytes))}"
     yield from (f"    note: {note}" for note in role.notes)
 
