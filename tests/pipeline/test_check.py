@@ -71,7 +71,7 @@ def test_a_judge_and_a_reward_model_are_needs_where_the_run_is_not(capsys, monke
 
 
 def test_a_judge_that_does_not_answer_is_a_problem_where_the_run_is(run, capsys):
-    assert main(["check", run, JUDGED.replace("writing", "addition")]) == 2
+    assert main(["check", run, JUDGED.replace("writing", "addition"), "stall_timeout_seconds=900"]) == 2
     assert "rewards.addition.judge.base_url: the judge cannot be asked" in capsys.readouterr().err
 
 
