@@ -1,7 +1,7 @@
 """`roll init FILE`: a working configuration from a few answers, or from flags where nobody is there to answer.
 
-What it has written it loads and checks, and takes away again if it cannot work, so `roll check` passes what stays. It is
-a beginning: few keys, each with its reason, in the order in which a reader asks.
+What it has written it loads and checks, and takes away again if it cannot work, so `roll check` passes what stays. It
+is a beginning: few keys, each with its reason, in the order in which a reader asks.
 """
 
 from __future__ import annotations
