@@ -64,9 +64,9 @@ class Command:
         path = self.out / "metrics.jsonl"
         return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
 
-    def kill_when(self, reached) -> None:
+    def kill_when(self, reached, *overrides: str) -> None:
         """SIGKILL of the driver, so that it can clean up nothing."""
-        process = self.start()
+        process = self.start(*overrides)
         try:
             give_up = time.monotonic() + 150
             while not reached():
@@ -217,6 +217,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(tas
     assert_one_history(run)
     assert same_weights(final_weights(run), final_weights(undisturbed))
     assert (run.folder / "checkpoints" / "abandoned-step-6").is_dir()
+
+
+def test_a_killed_run_whose_weights_travel_as_files_goes_on_and_leaves_none(task, tmp_path):
+    """The same versions are published again; those of the killed process are deleted, wherever they were."""
+    config = tiny_config(task, max_steps=STEPS, save_steps=2, weight_update__transport="checkpoint")
+    command = Command(tmp_path, config)
+    command.kill_when(lambda: command.steps() >= 4 and any(command.out.glob("weights/*/version-*")))
+    shared = tmp_path / "shared"
+    command.kill_when(lambda: any(shared.glob("*/version-*")), f"weight_update.checkpoint_dir={shared}")
+    run = command.finish(f"weight_update.checkpoint_dir={shared}")
+    assert_one_history(run)
+    assert list(shared.iterdir()) == [] and not (run.folder / "weights").exists()
 
 
 def test_two_processes_never_work_on_one_run(task, tmp_path):
