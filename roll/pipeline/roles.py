@@ -95,18 +95,21 @@ class Roles:
         return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
 
     async def shutdown(self) -> None:
-        """End every process."""
-        self.pool.kill()
-        for group in self._groups:
-            group.kill()
+        """End every process. What cannot be ended in order ends with Ray, and must not hide why the run ends."""
         try:
+            self.pool.kill()
+            for group in self._groups:
+                group.kill()
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await self._workers.shutdown()
         except TimeoutError:
             logger.error("processes of rollouts did not end within %g s; they end with Ray", SHUTDOWN_SECONDS)
-        self._placement.release()
-        # The trainer was killed, and could not delete what it published last.
-        clear_weight_folder(self._run)
+        except Exception as failure:
+            logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
+        finally:
+            self._placement.release()
+            # The trainer was killed, and could not delete what it published last.
+            clear_weight_folder(self._run)
 
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
         config, role = self._config, self._config.actor_infer

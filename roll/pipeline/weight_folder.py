@@ -48,8 +48,11 @@ def clear_weight_folder(run: RunDirectory) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("published weights of an earlier process stay in %s: %s", folder, error)
-    run.weights_note.unlink(missing_ok=True)
+            logger.warning("published weights stay in %s: %s", folder, error)
+    try:
+        run.weights_note.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s stays, though nothing is there any more: %s", run.weights_note, error)
 
 
 def _noted_folder(run: RunDirectory) -> Path | None:
