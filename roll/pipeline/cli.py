@@ -189,14 +189,17 @@ def _run(
     from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
-    configure_logging(run.logs, "driver", console=True)
-    recorder = RunRecorder(
-        prepared.config,
-        run,
-        started=started,
-        decoder=prepared.tokenizer,
-        after_step=None if point is None else point.last_record,
-    )
+    try:
+        configure_logging(run.logs, "driver", console=True)
+        recorder = RunRecorder(
+            prepared.config,
+            run,
+            started=started,
+            decoder=prepared.tokenizer,
+            after_step=None if point is None else point.last_record,
+        )
+    except OSError as error:
+        raise RunUnusable(f"cannot write to {run.root}: {error}") from error
     if point is not None:
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
     cluster = prepared.config.cluster
