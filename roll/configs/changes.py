@@ -121,7 +121,7 @@ AFTER_THE_ROLLOUT = (
     "weight_update*",
 )
 """Patterns of keys of which a finished group is the same whatever they say. (Prompts and the model that a run begins
-with are judged by themselves.) What is missing here costs rollouts that are made again without need, and nothing else."""
+with are judged by themselves.) A key that is missing here costs rollouts that are made again without need."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ray.exceptions import (
 from roll.data.actor_deaths import ACTOR_GONE, is_gone_for_good, memory_death
 
 MEMORY_TEXT = """Task was killed due to the node running low on memory.
-Memory on the node (IP: 10.0.0.1, ID: 07f0) was 15.28GB used / 16.00GB limit (0.955), which exceeds the threshold of 0.95.
+Memory on the node (IP: 10.0.0.1, ID: 07f0) was 15.28GB used / 16.00GB limit (0.955), which exceeds the threshold.
 Ray killed 1 worker(s) based on the killing policy
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/. To disable worker killing,
 set the environment variable `RAY_memory_monitor_refresh_ms` to zero."""

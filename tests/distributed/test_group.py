@@ -79,7 +79,10 @@ def test_a_death_for_want_of_memory_says_so():
 
 @pytest.mark.parametrize(
     "error",
-    [RayTaskError("train", "trace", OutOfMemoryError("of its own")).as_instanceof_cause(), ObjectLostError("0", None, "f")],
+    [
+        RayTaskError("train", "trace", OutOfMemoryError("of its own")).as_instanceof_cause(),
+        ObjectLostError("0", None, "f"),
+    ],
 )
 def test_what_a_living_worker_raises_and_an_answer_that_got_lost_are_failures_of_the_call(error):
     failed = failure(lambda: handle(Actor(call=error)).call("train"))

@@ -4,8 +4,9 @@
 
 Victims are the driver, a trainer rank (whose peer may be in a collective with it), an engine, a reward worker, and
 everything at once; moments are within training steps, in the middle of writing a checkpoint, and while the run starts.
-Whether a checkpoint was really cut short is seen from what the kill left behind, and counted. At the end every prompt of the data order was
-trained on or dropped exactly once, and the policy is as good as that of a run that nobody disturbed.
+Whether a checkpoint was really cut short is seen from what the kill left behind, and counted. At the end every prompt
+of the data order was trained on or dropped exactly once, and the policy is as good as that of a run that nobody
+disturbed.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Report:
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
     checkpoints_cut_short: int = 0
-    """Kills in a checkpoint after which a part of one was there. (Not every kill in one ends the run, and some come when
-    its last file has just been written.)"""
+    """Kills in a checkpoint after which a part of one was there. (Not every kill in one ends the run, and some come
+    when its last file has just been written.)"""
     starts: int = 0
     resumed_at: list[int] = field(default_factory=list)
     ledger: dict[str, int] = field(default_factory=dict)

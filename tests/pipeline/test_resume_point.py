@@ -156,7 +156,8 @@ def cut_short(model: Path) -> None:
 
 
 def lacking_a_part(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}')
+    index = {"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def run(use):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("death", [MEMORY, NodeDiedError("its node died"), ActorDiedError(), ObjectLostError("0", None, "")])
+@pytest.mark.parametrize(
+    "death", [MEMORY, NodeDiedError("its node died"), ActorDiedError(), ObjectLostError("0", None, "")]
+)
 def test_a_process_that_is_gone_is_replaced_and_takes_no_later_call(death, monkeypatch):
     simulated = SimulatedRay(death)
     monkeypatch.setattr(pool_module, "ray", simulated)

@@ -81,7 +81,7 @@ class DeadActor:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nAdvice"), "15.28GB used / 16.0"),
+        (OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nAdvice"), "15.28GB used"),
         (NodeDiedError("The node is gone"), "The node is gone"),
     ],
 )
