@@ -117,7 +117,8 @@ def keep_lines(
     are any, are given to ``put_aside`` first. No file: nothing to do."""
     if not path.is_file():
         return
-    kept, others = [], []
+    kept: list[str] = []
+    others: list[str] = []
     for record in read_json_lines(path):
         (kept if wanted(record) else others).append(json.dumps(record, ensure_ascii=False) + "\n")
     if others:
