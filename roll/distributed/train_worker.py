@@ -24,7 +24,7 @@ from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
 from roll.strategies.train import build_train_strategy
-from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train.base import ForwardStrategy, TrainStrategy
 from roll.strategies.train.checkpoint import ModelKind
 from roll.strategies.train.microbatches import MicroBatchLimits
 from roll.strategies.train.setup import TrainerSetup
@@ -59,9 +59,9 @@ class TrainPlan:
 
 
 class TrainWorker(Worker):
-    """Wraps a `TrainStrategy`."""
+    """Wraps a `TrainStrategy`, or a `ForwardStrategy` of a role that is only asked for log-probabilities."""
 
-    _strategy: TrainStrategy
+    _strategy: TrainStrategy | ForwardStrategy
     _writing: list[asyncio.Task[object]]
     """What is on its way to the disk."""
 

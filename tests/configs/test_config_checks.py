@@ -285,6 +285,23 @@ WRONG = [
         "actor_train.strategy_args.strategy_name", "no strategy", "`fsdp2_train`",
     ),
     (
+        {"actor_train.strategy_args": {"strategy_name": "hf_infer"}},
+        "actor_train.strategy_args.strategy_name", "a role that learns needs an optimizer", "`fsdp2_train`",
+    ),
+    (
+        {"adv_estimator": "gae", "critic": {"device_mapping": [0], "strategy_args": {"strategy_name": "hf_infer"}}},
+        "critic.strategy_args.strategy_name", "a role that learns needs an optimizer", "`fsdp2_train`",
+    ),
+    (
+        {"reference": {"device_mapping": [0], "strategy_args": {"strategy_name": "vllm"}}, "use_kl_loss": True},
+        "reference.strategy_args.strategy_name", "no strategy", "`hf_infer`",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
+         "reference": {"strategy_args": {"strategy_name": "hf_infer"}}},
+        "reference.strategy_args.strategy_name", "no second model", "of its own",
+    ),
+    (
         {"actor_infer.strategy_args": {"strategy_name": "fsdp2_train"}},
         "actor_infer.strategy_args.strategy_name", "no strategy", "`hf_infer`",
     ),

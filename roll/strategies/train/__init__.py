@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.configs.errors import ConfigProblem
-    from roll.strategies.train.base import TrainStrategy
+    from roll.strategies.train.base import ForwardStrategy, TrainStrategy
     from roll.strategies.train.setup import TrainerSetup
 
 TRAIN_STRATEGIES = {
@@ -22,24 +22,29 @@ TRAIN_STRATEGIES = {
 }
 """Strategy name -> ``module:class``."""
 
+FORWARD_STRATEGIES = {"hf_infer": "roll.strategies.train.hf_replica:HfReplicaStrategy"}
+"""The same of what drives a forward-only role, and cannot train."""
+
 OPTION_CHECKS = {
     "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
     "deepspeed_train": "roll.strategies.train.deepspeed_options:check_options",
     "megatron_train": "roll.strategies.train.megatron_options:check_options",
+    "hf_infer": "roll.strategies.train.hf_replica_options:check_options",
 }
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
 def train_strategy_class(name: str) -> type:
     """The class registered as ``name``; ``ValueError`` with the valid names otherwise."""
-    if name not in TRAIN_STRATEGIES:
-        raise ValueError(f"unknown training strategy {name!r}; valid: {', '.join(sorted(TRAIN_STRATEGIES))}")
-    module, _, class_name = TRAIN_STRATEGIES[name].partition(":")
+    registered = {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}
+    if name not in registered:
+        raise ValueError(f"unknown training strategy {name!r}; valid: {', '.join(sorted(registered))}")
+    module, _, class_name = registered[name].partition(":")
     return getattr(importlib.import_module(module), class_name)
 
 
-def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy:
-    """One rank of the trainer ``name``, not yet initialised."""
+def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy | ForwardStrategy:
+    """One rank of the trainer ``name``, not yet initialised. ``ValueError`` if it is to train and cannot."""
     return train_strategy_class(name)(setup)
 
 
