@@ -716,7 +716,7 @@ def test_a_push_goes_to_other_gpus_with_nccl_and_stays_on_them_with_ipc(tree, mo
     ("role", "dtype", "zero", "key", "message", "remedy"),
     [
         ("actor_train", "bfloat16", {"stage": 1}, "stage", "stage 1 in bfloat16", "write stage 2"),
-        ("actor_train", "float32", {"stage": 3}, "stage", "no states of torch's AdamW", "offload_optimizer: {device: c"),
+        ("actor_train", "float32", {"stage": 3}, "stage", "no states of torch's AdamW", "offload_optimizer: {dev"),
         ("actor_train", "bfloat16", {"stage": 3, "offload_optimizer": {"device": "none"}}, "stage", "AdamW", "stage 2"),
         (
             "actor_train", "float32",

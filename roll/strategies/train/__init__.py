@@ -7,7 +7,7 @@ here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,17 +35,25 @@ OPTION_CHECKS = {
 
 
 def train_strategy_class(name: str) -> type:
-    """The class registered as ``name``; ``ValueError`` with the valid names otherwise."""
-    registered = {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}
+    """The trainer registered as ``name``; ``ValueError`` with the valid names otherwise."""
+    return _registered(name, TRAIN_STRATEGIES, "training")
+
+
+def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy:
+    """One rank of the trainer ``name``, not yet initialised."""
+    return train_strategy_class(name)(setup)
+
+
+def build_forward_strategy(name: str, setup: TrainerSetup) -> ForwardStrategy:
+    """One rank of a forward-only role that ``name`` drives: a trainer, or what cannot train. Not yet initialised."""
+    return _registered(name, {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}, "forward-only")(setup)
+
+
+def _registered(name: str, registered: Mapping[str, str], what: str) -> type:
     if name not in registered:
-        raise ValueError(f"unknown training strategy {name!r}; valid: {', '.join(sorted(registered))}")
+        raise ValueError(f"unknown {what} strategy {name!r}; valid: {', '.join(sorted(registered))}")
     module, _, class_name = registered[name].partition(":")
     return getattr(importlib.import_module(module), class_name)
-
-
-def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy | ForwardStrategy:
-    """One rank of the trainer ``name``, not yet initialised. ``ValueError`` if it is to train and cannot."""
-    return train_strategy_class(name)(setup)
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:

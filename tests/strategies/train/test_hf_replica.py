@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll.configs.schema import ModelArguments
-from roll.strategies.train import build_train_strategy, train_option_check
+from roll.strategies.train import build_forward_strategy, build_train_strategy, train_option_check
 from roll.strategies.train.base import ForwardStrategy
 from tests.strategies.train.ranks import Job, run_jobs
 from tests.strategies.train.tiny_models import make_batch, write_model
@@ -99,8 +99,11 @@ def test_replicas_share_the_samples_and_compute_no_stand_ins(seen):
 
 @pytest.mark.parametrize("changes", [{"forward_only": False}, {"forward_only": True, "kind": "value"}])
 def test_a_role_that_learns_is_refused(tmp_path, changes):
+    setup = trainer_setup(str(tmp_path), **changes)
+    with pytest.raises(ValueError, match="unknown training strategy 'hf_infer'; valid: deepspeed_train, fsdp2_train"):
+        build_train_strategy("hf_infer", setup)
     with pytest.raises(ValueError, match="a role that learns needs a trainer"):
-        build_train_strategy("hf_infer", trainer_setup(str(tmp_path), **changes))
+        build_forward_strategy("hf_infer", setup)
 
 
 def test_options_are_checked():
