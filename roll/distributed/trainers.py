@@ -21,8 +21,8 @@ from roll.distributed.writing import WritingProgress
 from roll.strategies.train.step import Objective
 from roll.tracking.driver_watch import Attention
 
-LOOK_SECONDS = 5.0
-"""Between two looks at what is being written."""
+LOOK_SECONDS = 30.0
+"""Between two looks at what is being written; its end is heard of at once."""
 
 
 class TrainerGroup:
@@ -97,8 +97,8 @@ class TrainerGroup:
         limit, folders = self._call_timeout_seconds, sorted(self._folders)
         interval = min(LOOK_SECONDS, limit / 4)
         attention = Attention(2 * interval, asyncio.get_running_loop().time)
-        before: list[list[WritingProgress]] = [[] for _ in self.workers.workers]
-        quiet = [0.0] * len(before)
+        before: dict[int, list[WritingProgress]] = {}
+        quiet: dict[int, float] = {}
         while True:
             self.unwritten = await self._call_beside("written", folders, interval)
             if not any(self.unwritten):
@@ -106,10 +106,10 @@ class TrainerGroup:
                 return
             seconds = attention.look()
             for rank, there in enumerate(self.unwritten):
-                quiet[rank] = quiet[rank] + seconds if there and there == before[rank] else 0.0
+                quiet[rank] = quiet[rank] + seconds if there and there == before.get(rank) else 0.0
                 if quiet[rank] > limit:
                     raise WritingStuck(self.workers.workers[rank].name, there[0], limit)
-            before = self.unwritten
+                before[rank] = there
 
     async def offload_states(self) -> None:
         await self._call("offload_states")

@@ -50,7 +50,7 @@ class Writing:
         """As of now."""
         size = allocated = 0
         for file in self._path.iterdir() if self._path.is_dir() else (self._path,):
-            with suppress(FileNotFoundError):  # not begun, or it got another name meanwhile
+            with suppress(FileNotFoundError, NotADirectoryError):  # not begun, or it got another name meanwhile
                 facts = file.stat()
                 size, allocated = size + facts.st_size, allocated + 512 * facts.st_blocks
         return WritingProgress(str(self._path), size, allocated, self._synced)

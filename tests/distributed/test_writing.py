@@ -77,7 +77,7 @@ def test_a_file_that_stands_still_ends_the_wait_with_its_name_and_size():
             await saved(group_of(disks))
         return asyncio.get_running_loop().time()
 
-    assert 6 * LIMIT <= run_virtual(scenario()) <= 6.2 * LIMIT
+    assert 6 * LIMIT <= run_virtual(scenario()) <= 6.5 * LIMIT
 
 
 def test_what_is_saved_later_is_waited_for_by_whoever_saved_it():
@@ -140,7 +140,8 @@ def test_a_worker_says_what_is_not_on_the_disk_yet_and_how_much_of_it_is(tmp_pat
         assert await worker.written([state], 60) == []
         await worker.export(model)
         assert await worker.written([state], 60) == [], "nobody asked for the export"
-        while not (tmp_path / "model" / "model.safetensors").is_file():
+        file = tmp_path / "model" / "model.safetensors"
+        while not (file.is_file() and file.stat().st_size):
             await asyncio.sleep(0.01)
         (unfinished,) = await worker.written([model, state], 0.01)
         assert (unfinished.path, unfinished.size, unfinished.synced) == (model, 4, 0)
