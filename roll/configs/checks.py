@@ -14,6 +14,7 @@ from typing import Any
 from roll.configs import (
     rules_chaos,
     rules_data,
+    rules_deepspeed,
     rules_devices,
     rules_envs,
     rules_keys,
@@ -44,6 +45,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_lora.adapters_are_trained,
     rules_lora.base_reference_sets_nothing,
     rules_training.gradients_are_added_up_in_float32,
+    rules_deepspeed.states_can_leave_shared_devices,
     rules_devices.sglang_has_gpus,
     rules_devices.sglang_records_what_it_samples,
     rules_training.staleness_is_possible,

@@ -14,6 +14,7 @@ from roll.configs.checks import config_warnings
 from roll.configs.device_mapping import compact, parse_device_mapping
 from roll.configs.rules_data import files_of
 from roll.configs.schema import (
+    FORWARD_STRATEGIES,
     AgenticConfig,
     DataArguments,
     EnvManagerConfig,
@@ -128,13 +129,14 @@ def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig | RewardCon
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
     devices = owned[name]
     generates, scores = name == "actor_infer", isinstance(role, RewardConfig)
+    holds_whole_model = role.strategy_args.strategy_name in FORWARD_STRATEGIES
     return RolePlan(
         name=name,
         strategy=role.strategy_args.strategy_name,
         model=derived.reward_model_path(config, role) if scores else derived.model_path(config, role),
         devices=devices,
         workers=derived.engine_replicas(config) if generates else len(devices),
-        worker_word="replica" if generates or scores else "rank",
+        worker_word="replica" if generates or scores or holds_whole_model else "rank",
         shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
         adapters=_adapters(role.model_args),
     )

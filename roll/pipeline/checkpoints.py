@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.files import naming, write_atomically
+from roll.tracking.files import naming, sync_file, write_atomically
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
@@ -163,7 +163,13 @@ class Checkpointer:
         self._copied: set[str] = set()
         self._pending: dict[int, _Pending] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._synced = 0
+        """Bytes that this process has waited for."""
         discard_partial(folder)
+
+    def progress(self) -> tuple[object, ...]:
+        """What changes while a checkpoint reaches the disk."""
+        return self._synced, *([*trainer.unwritten] for trainer in self._trainers.values())
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this training step."""
@@ -224,11 +230,15 @@ class Checkpointer:
         final = checkpoint_folder(self._folder, pending.step)
         await self._written()
         with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
-            await asyncio.to_thread(_publish, pending, final)
+            await asyncio.to_thread(_publish, pending, final, self._count_synced)
         if pending.facts is not None:
             with waiting(f"disk/{self._folder}", "older checkpoints to be deleted"):
                 oldest = await asyncio.to_thread(prune, self._folder, self._keep)
             self._on_oldest(oldest)
+
+
+    def _count_synced(self, size: int) -> None:
+        self._synced += size
 
 
 def prune(folder: Path, keep: int) -> RolloutProgress:
@@ -272,8 +282,8 @@ def discard_partial(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _publish(pending: _Pending, final: Path) -> None:
-    """Say what a complete folder holds, and give it its name."""
+def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:
+    """Say what a complete folder holds, and give it its name. ``on_synced`` hears of the bytes that are on the disk."""
     partial = pending.partial
     with naming(final):
         if pending.facts is not None:
@@ -281,15 +291,19 @@ def _publish(pending: _Pending, final: Path) -> None:
                 str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()
             }
             write_atomically(partial / STATE / FACTS, json.dumps(pending.facts | {"files": files}, indent=1))
-        for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                sync_file(path, on_synced)
+            else:
+                _sync_folder(path)
+        _sync_folder(partial)
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        _sync(final.parent)
+        _sync_folder(final.parent)
 
 
-def _sync(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

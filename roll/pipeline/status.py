@@ -40,7 +40,7 @@ LISTED_GROUPS = 32
 
 
 class SignsOfLife:
-    """When anything last moved: a stage, a group, a request, an environment."""
+    """When anything last moved: a stage, a group, a request, an environment, bytes of a checkpoint."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -169,7 +169,7 @@ def _counts(context: RunContext) -> tuple[object, ...]:
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
     side = tuple(sorted(context.side.metrics().items()))
-    return states, counts, context.pool.completed, context.pool.restarts, side
+    return states, counts, context.pool.completed, context.pool.restarts, side, context.checkpoints.progress()
 
 
 def _waits(waits: Sequence[Wait]) -> dict[str, object]:

@@ -6,14 +6,19 @@ each flushed. A reader therefore meets at most one torn line, at the end, and kn
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+SYNC_PIECE = 64 * 1024 * 1024
+"""Bytes that are waited for at a time."""
 
 
 @contextmanager
@@ -42,6 +47,40 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
+    """Wait until a file is on the disk; ``on_synced`` hears of its bytes, a large file's piece by piece. A single call
+    for all of it may take half an hour on a slow disk, in which nobody could tell it from a dead one.
+
+    Raises `OSError` with the path.
+    """
+    with naming(path):
+        size = path.stat().st_size
+        synced = _sync_pieces(path, size, on_synced) if size > SYNC_PIECE else 0
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    on_synced(size - synced)
+
+
+def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int:
+    """Bytes that are on the disk then: 0 where the file system has no shared mappings, whose parts could be synced."""
+    with open(path, "r+b") as file:
+        try:
+            view = mmap.mmap(file.fileno(), size)
+        except OSError as refusal:
+            if refusal.errno != errno.ENODEV:
+                raise
+            return 0
+        with view:
+            for start in range(0, size, SYNC_PIECE):
+                piece = min(SYNC_PIECE, size - start)
+                view.flush(start, piece)
+                on_synced(piece)
+    return size
 
 
 def remove_partials(path: Path) -> None:

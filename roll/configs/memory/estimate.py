@@ -18,7 +18,7 @@ from roll.configs.memory.records import CONTEXT, ELEMENT_BYTES, GIB, Part, Phase
 from roll.configs.memory.scorers import scorer_memory
 from roll.configs.memory.shapes import ModelShape, ShapeUnknown, find_shape
 from roll.configs.memory.trainers import trainer_memory
-from roll.configs.schema import PipelineConfig, RewardConfig, WorkerConfig
+from roll.configs.schema import FORWARD_STRATEGIES, PipelineConfig, RewardConfig, WorkerConfig
 from roll.configs.wording import count
 
 LIBRARIES = 0.5 * GIB
@@ -158,6 +158,8 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         infer=_infer_micro_batch(config, section),
     )
     memory = trainer_memory(trainer)
+    # Replicas join their results on the hosts; only trainers talk from device to device.
+    talking = 1 if section.strategy_args.strategy_name in FORWARD_STRATEGIES else len(devices)
     publication = _publication(config, shape) if name == "actor_train" else None
     pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
     reads_all = section.strategy_args.strategy_name != "megatron_train"
@@ -172,7 +174,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         role=name,
         title=_title(config, section, shape),
         devices=devices,
-        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, len(devices))),
+        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, talking)),
         phases=(*memory.phases, *at_the_end),
         processes=len(devices),
         host=(*(replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere), *saved),

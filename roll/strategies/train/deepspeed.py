@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roll.configs.rules_deepspeed import obstacle_to_moving
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights
 from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
@@ -328,16 +329,10 @@ class DeepSpeedTrainStrategy:
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
     def _require_movable_states(self) -> None:
-        if not self.trains:
-            raise RuntimeError(
-                "DeepSpeed cannot move the weights of a forward-only role at ZeRO stage 3; give the role devices of "
-                "its own, or another stage"
-            )
-        if self.options.zero_stage == 1 and self.bfloat16:
-            raise RuntimeError(
-                "DeepSpeed cannot move the states of ZeRO stage 1 in bfloat16; write `zero_optimization: {stage: 2}`, "
-                "or give the trainer devices of its own"
-            )
+        zero = self.setup.strategy_config.get("zero_optimization")
+        obstacle = obstacle_to_moving(zero, bfloat16=self.bfloat16, learns=self.trains)
+        if obstacle is not None:
+            raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)
