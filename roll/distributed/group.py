@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -119,10 +119,11 @@ class WorkerGroup:
                 tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
         except ExceptionGroup as failures:
             deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
-            raise (deaths or await self._recent_deaths() or list(failures.exceptions))[0] from None
+            causes: Sequence[Exception] = deaths or await self._recent_deaths() or failures.exceptions
+            raise causes[0] from None
         return [task.result() for task in tasks]
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Raise `WorkerDied` as soon as any rank dies."""
         deaths = [asyncio.ensure_future(worker.wait_for_death()) for worker in self.workers]
         try:

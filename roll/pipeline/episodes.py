@@ -62,7 +62,7 @@ class EnginePolicy:
     sampling: SamplingParams
     name: str
     """Of the episode, unique among those that run."""
-    seed_parts: tuple[int | str, ...]
+    seed_parts: tuple[int, *tuple[int | str, ...]]
     min_version: int | None
 
     async def __call__(self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:

@@ -60,7 +60,10 @@ class Validator(Protocol):
 class RolloutSide(Protocol):
     """The rollout side of a running pipeline."""
 
-    workers: WorkerProcesses
+    @property
+    def workers(self) -> WorkerProcesses:
+        """What runs beside the driver."""
+
     sample_metrics: str
     """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
 

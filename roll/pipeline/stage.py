@@ -76,7 +76,7 @@ class Stage:
         """Work on one item and return what the next stage gets."""
         raise NotImplementedError
 
-    async def deliver(self, result: StageItem) -> None:
+    async def deliver(self, result: Any) -> None:
         """Pass on an item that is finished here, its time noted."""
         if self.outbox is not None:
             self.enter(StageState.WAITING_OUTPUT)

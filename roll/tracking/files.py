@@ -50,7 +50,7 @@ def remove_partials(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def json_number(value: float) -> float | int | None:
+def json_number(value: object) -> float | int | None:
     """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
 
     Raises `TypeError` for anything else.

@@ -94,7 +94,7 @@ async def _play(
     observation = await session.reset(seed)
     if observation.done:
         raise EnvironmentFailed(f"environment {tag!r}, seed {seed}: the reset answered that the episode is over")
-    prompt: np.ndarray | None = prompter.first(observation)
+    prompt = prompter.first(observation)
     if len(prompt) > settings.prompt_limit:
         raise EpisodeRefused(_too_long(tag, seed, len(prompt), settings))
     turns: list[PlayedTurn] = []
@@ -107,12 +107,12 @@ async def _play(
         penalty = 0.0 if answer.action_is_valid else settings.format_penalty
         turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
         end = _end(answer, len(turns), settings.max_steps)
-        if end is None:
-            prompt = prompter.following(turns)
-            end = "sequence_length" if prompt is None else None
         if end is not None:
             return PlayedEpisode(tag, seed, tuple(turns), end)
-        observation = answer
+        following = prompter.following(turns)
+        if following is None:
+            return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
+        prompt, observation = following, answer
 
 
 async def _sample(policy: Policy, prompt: np.ndarray, turn: int, max_new_tokens: int, where: str) -> SampledTurn:
