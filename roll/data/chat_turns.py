@@ -99,6 +99,7 @@ class ChatTurns:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out, see `special_token_ids`."""
         return special_token_ids(self._tokenizer)
 
     @cached_property
@@ -217,6 +218,7 @@ class RawTurns:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out, see `special_token_ids`."""
         return special_token_ids(self.tokenizer)
 
 

@@ -43,6 +43,7 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
         return self.identity.name
 
     @property
@@ -97,6 +98,7 @@ class WorkerHandle:
         return WorkerDied(self.name, "its watch call returned")
 
     def died(self, error: BaseException) -> WorkerDied:
+        """What is known of the end of this worker, from Ray's error."""
         process = f"process {self.pid}, " if self.pid is not None else ""
         return WorkerDied(self.name, f"{process}{_death_cause(error)}")
 
@@ -146,6 +148,7 @@ class WorkerGroup:
             return []
 
     def kill(self) -> None:
+        """End all processes now."""
         for worker in self.workers:
             worker.kill()
 

@@ -199,12 +199,15 @@ class InferWorker(Worker):
             yield from split_bucket(bucket, plan.bucket_bytes)
 
     async def sleep(self) -> None:
+        """Give the devices up; requests wait, and are computed anew where their caches were."""
         await self._strategy.pause("resume")
         await self._strategy.sleep()
 
     async def wake(self) -> None:
+        """Take the devices back and go on."""
         await self._strategy.wake()
         await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
+        """See `InferStrategy.stats`."""
         return self._strategy.stats()

@@ -31,6 +31,7 @@ class PartialResponse:
 
     @property
     def request_id(self) -> str:
+        """Of the request as its owner knows it."""
         return self._request.request_id
 
     @property

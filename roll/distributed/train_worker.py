@@ -177,9 +177,11 @@ class TrainWorker(Worker):
         self._writing.append(asyncio.create_task(asyncio.to_thread(work, *arguments)))
 
     async def offload_states(self) -> None:
+        """Move what is on the device to the host's memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self.in_thread(self._strategy.load_states)
 
 

@@ -85,9 +85,11 @@ class TrainerGroup:
         await self._call_beside("written")
 
     async def offload_states(self) -> None:
+        """Move the states of all ranks to their hosts' memory, for another role on the same devices."""
         await self._call("offload_states")
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self._call("load_states")
 
     async def watch(self) -> None:

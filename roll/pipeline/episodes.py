@@ -41,6 +41,7 @@ class EpisodeTask:
 
     @property
     def name(self) -> str:
+        """The first part of its episodes' names."""
         return f"{self.tag}:{self.seed}"
 
 
@@ -51,7 +52,8 @@ class EpisodesFailed(RuntimeError):
 class Environments(Protocol):
     """Where episodes get their environments."""
 
-    def session(self, tag: str, *, frames: bool = False) -> EnvSession: ...
+    def session(self, tag: str, *, frames: bool = False) -> EnvSession:
+        """A place for one episode of an environment; ``frames``: pictures of it are kept."""
 
 
 @dataclass(frozen=True)

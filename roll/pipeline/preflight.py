@@ -59,6 +59,7 @@ class Problems:
         self.found: list[ConfigProblem] = []
 
     def attempt(self, look_up: Callable[[], Value]) -> Value | None:
+        """What is found; None, and its problems noted, if that raised `ConfigError`."""
         try:
             return look_up()
         except ConfigError as error:
@@ -66,6 +67,7 @@ class Problems:
             return None
 
     def raise_any(self) -> None:
+        """Raise `ConfigError` with all problems so far, if there are any."""
         if self.found:
             raise ConfigError(self.found)
 

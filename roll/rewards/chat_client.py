@@ -75,6 +75,7 @@ class ChatClient:
         self._timeout_seconds = timeout_seconds
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._session.close()
 
     async def chat(self, body: Mapping[str, Any]) -> Reply:

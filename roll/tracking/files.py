@@ -90,6 +90,7 @@ class JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file. Raises `OSError` with its path if what was written did not arrive."""
         with naming(self.path):
             self._file.close()
 

@@ -69,10 +69,12 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     @property
     def render_mode(self) -> str | None:  # type: ignore[override]  # a property in gymnasium's own wrapper, too
+        """`ansi`, whatever the game's own mode is."""
         return "ansi"
 
     @property
     def example_actions(self) -> tuple[str, ...]:
+        """An answer for each action, in the form that is asked for."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

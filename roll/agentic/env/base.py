@@ -53,6 +53,7 @@ class AnyText(spaces.Space[str]):
 
     @property
     def is_np_flattenable(self) -> bool:
+        """False: texts have no fixed size."""
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
@@ -60,6 +61,7 @@ class AnyText(spaces.Space[str]):
         return "".join(chr(code) for code in self.np_random.integers(32, 127, size=self.np_random.integers(0, 21)))
 
     def contains(self, x: Any) -> bool:
+        """Whether it is a text."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:

@@ -20,7 +20,8 @@ from roll.agentic.episode import EnvironmentFailed, EnvSession, EpisodeEnd, Obse
 class Decoder(Protocol):
     """The part of a tokenizer that turns a response into text."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; special ones left out if asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class PlayedTurn:
 
     @property
     def reward(self) -> float:
+        """The environment's reward and the penalty."""
         return self.answer.reward + self.penalty
 
 

@@ -49,6 +49,7 @@ class Calculator:
     }
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
+        """See `Tool.call`; ``expression`` is the text to calculate."""
         try:
             return Answer(calculate(arguments["expression"]))
         except CannotCalculate as error:

@@ -43,6 +43,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """What is to go on, and how it is sampled."""
+
     request_id: str
     prompt_token_ids: np.ndarray
     """int32 ``[prompt]``. At a re-issue after a dead engine: prompt plus the partial response."""

@@ -106,7 +106,7 @@ WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine
 
 
 class WorkerCalls:
-    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker, which has the attributes."""
+    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker, which has these."""
 
     weight_transfer_engine: Any
     model_config: Any
