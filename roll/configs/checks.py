@@ -22,6 +22,7 @@ from roll.configs import (
     rules_rewards,
     rules_training,
 )
+from roll.configs.derived import rlvr
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.memory import estimate_memory
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
@@ -124,7 +125,10 @@ def _faults(config: PipelineConfig) -> list[ConfigProblem]:
 
 def config_warnings(config: PipelineConfig) -> list[str]:
     """What works but is often not meant, for a configuration that passed `check_config`."""
-    own = rules_envs.env_warnings(config) if isinstance(config, AgenticConfig) else rules_data.data_warnings(config)
+    if isinstance(config, AgenticConfig):
+        own = rules_envs.env_warnings(config)
+    else:
+        own = rules_data.data_warnings(rlvr(config))
     return [
         *rules_devices.device_warnings(config),
         *own,

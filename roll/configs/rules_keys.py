@@ -166,8 +166,8 @@ def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigP
                 value, remedy = vars(config.validation)[item.name], "add `val_env_manager`"
                 yield _inert(f"validation.{item.name}", value, "there is no `val_env_manager`", remedy)
     elif config.val_env_manager.max_traj_per_env is not None:
-        value = config.val_env_manager.max_traj_per_env
-        yield _inert("val_env_manager.max_traj_per_env", value, "validation plays each group once", "set the groups")
+        played = config.val_env_manager.max_traj_per_env
+        yield _inert("val_env_manager.max_traj_per_env", played, "validation plays each group once", "set the groups")
 
 
 def _inert_straight_through(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -44,6 +44,7 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
         return self.identity.name
 
     @property
@@ -100,6 +101,7 @@ class WorkerHandle:
         return WorkerDied(self.name, "its watch call returned")
 
     def died(self, error: BaseException) -> WorkerDied:
+        """What is known of the end of this worker, from Ray's error."""
         process = f"process {self.pid}, " if self.pid is not None else ""
         return WorkerDied(self.name, f"{process}{_death_cause(error)}")
 
@@ -122,10 +124,11 @@ class WorkerGroup:
                 tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
         except ExceptionGroup as failures:
             deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
-            raise (deaths or await self._recent_deaths() or list(failures.exceptions))[0] from None
+            causes: Sequence[Exception] = deaths or await self._recent_deaths() or failures.exceptions
+            raise causes[0] from None
         return [task.result() for task in tasks]
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Raise `WorkerDied` as soon as any rank dies."""
         deaths = [asyncio.ensure_future(worker.wait_for_death()) for worker in self.workers]
         try:
@@ -148,6 +151,7 @@ class WorkerGroup:
             return []
 
     def kill(self) -> None:
+        """End all processes now."""
         for worker in self.workers:
             worker.kill()
 

@@ -195,9 +195,11 @@ class TrainWorker(Worker):
         return await asyncio.to_thread(lambda: [writing.progress() for writing in unfinished])
 
     async def offload_states(self) -> None:
+        """Move what is on the device to the host's memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self.in_thread(self._strategy.load_states)
 
 

@@ -7,6 +7,7 @@ meet go out one after the other, so that whoever makes them, all ranks get them 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import ray
@@ -112,20 +113,22 @@ class TrainerGroup:
                 before[rank] = there
 
     async def offload_states(self) -> None:
+        """Move the states of all ranks to their hosts' memory, for another role on the same devices."""
         await self._call("offload_states")
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self._call("load_states")
 
     async def watch(self) -> None:
         """Raise `WorkerDied` as soon as a rank dies."""
         await self.workers.watch()
 
-    async def _call(self, method: str, *args: object) -> list:
+    async def _call(self, method: str, *args: object) -> list[Any]:
         async with self._together:
             return await self._call_beside(method, *args)
 
-    async def _call_beside(self, method: str, *args: object) -> list:
+    async def _call_beside(self, method: str, *args: object) -> list[Any]:
         """What does not use the model of the ranks, and so need not wait for what does."""
         return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)
 

@@ -60,6 +60,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Training steps done when it was made."""
         return self.state.progress.steps_done
 
     def role(self, name: str) -> Path:
@@ -68,6 +69,7 @@ class Checkpoint:
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint after so many training steps is, or will be."""
     return checkpoints / f"step-{step}"
 
 

@@ -73,10 +73,12 @@ class ResumePoint:
 
     @property
     def progress(self) -> RolloutProgress:
+        """Where the rollouts go on; at their start if there is no checkpoint."""
         return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
 
     @property
     def memory(self) -> dict[str, Any]:
+        """What the stages remember; nothing if there is no checkpoint."""
         return {} if self.checkpoint is None else dict(self.checkpoint.state.memory)
 
     def role(self, name: str) -> Path | None:

@@ -267,9 +267,9 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
     present = derived.present_roles(context.config).keys() | ({"reference"} if context.reference is not None else set())
     names = [name for name in STAGE_ORDER if NEEDED_ROLES.get(name, "actor_train") in present]
     stages: list[Stage] = []
-    inbox: Channel | None = None
+    inbox: Channel[Any] | None = None
     for name in names:
-        outbox = Channel(f"after {name}") if name != names[-1] else None
+        outbox: Channel[Any] | None = Channel(f"after {name}") if name != names[-1] else None
         stages.append(prepared.stage_classes[name](context, inbox, outbox))
         inbox = outbox
     return stages

@@ -98,6 +98,7 @@ class StatusKeeper:
         """The run at this instant."""
         context, at = self._context, self._clock()
         self._life.look(context)
+        waits, groups_by_wait = _waits(self._recorder.waits.waits())
         status = RunStatus(
             driver=self._driver,
             phase="starting" if context is None else "running",
@@ -108,7 +109,8 @@ class StatusKeeper:
             max_steps=self._config.max_steps,
             workers=tuple(self._workers()),
             holdings=tuple(self._recorder.waits.holdings()),
-            **_waits(self._recorder.waits.waits()),
+            waits=waits,
+            groups_by_wait=groups_by_wait,
         )
         if context is None:
             return status
@@ -172,17 +174,14 @@ def _counts(context: RunContext) -> tuple[object, ...]:
     return states, counts, context.pool.completed, context.pool.restarts, side, context.checkpoints.progress()
 
 
-def _waits(waits: Sequence[Wait]) -> dict[str, object]:
+def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
     """Each wait once, however many tasks of an actor are in it; of groups the oldest ones, and how many wait where."""
     first: dict[tuple[str, str, str], Wait] = {}
     for wait in waits:
         first.setdefault((wait.who, wait.on, wait.what), wait)
     groups = [wait for wait in first.values() if wait.who.startswith(GROUP)]
     others = [wait for wait in first.values() if not wait.who.startswith(GROUP)]
-    return {
-        "waits": tuple(others + groups[:LISTED_GROUPS]),
-        "groups_by_wait": dict(Counter(wait.on for wait in groups)),
-    }
+    return tuple(others + groups[:LISTED_GROUPS]), dict(Counter(wait.on for wait in groups))
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:

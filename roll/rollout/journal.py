@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -57,7 +57,7 @@ class RolloutProgress:
     steps_done: int
     issued: int
     """Groups issued: those with ids below this. A group is made of the source's item of the same number."""
-    dropped: dict[str, int]
+    dropped: Mapping[DropReason, int]
     """Reason -> groups."""
     open_groups: tuple[int, ...]
     """Ids of issued groups that no completed training step was on and that were not dropped, ascending."""

@@ -89,7 +89,7 @@ def remove_partials(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def json_number(value: float) -> float | int | None:
+def json_number(value: object) -> float | int | None:
     """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
 
     Raises `TypeError` for anything else.
@@ -129,6 +129,7 @@ class JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file. Raises `OSError` with its path if what was written did not arrive."""
         with naming(self.path):
             self._file.close()
 

@@ -77,10 +77,12 @@ class EnvProcess:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the process has ended, or no longer answers."""
         return self._lost_because is not None
 
     @property
     def takes_sessions(self) -> bool:
+        """Whether new episodes may begin in it."""
         return not self.is_lost and not self._retiring
 
     async def start(self, timeout_seconds: float) -> None:

@@ -67,9 +67,9 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     roles: list[RoleMemory] = []
     unknown: dict[str, list[str]] = {}
     misfits: list[str] = []
-    for name, section in {**derived.present_roles(config), **derived.reward_models(config)}.items():
+    for name, section in derived.roles_and_reward_models(config).items():
         try:
-            shape = find_shape(_model(config, section))
+            shape = find_shape(derived.role_model_path(config, section))
         except ShapeUnknown as reason:
             unknown.setdefault(str(reason), []).append(name)
             continue
@@ -84,7 +84,9 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     devices = _devices(config, roles, on_gpu)
     needs = {_named(each): each.peak for each in devices}
     tight: list[str] = []
-    for name, peak in needs.items() if device_bytes is not None else ():
+    for name, peak in needs.items():
+        if device_bytes is None:
+            break
         said = f"{name} needs {_gib(peak)} of {_gib(device_bytes)}"
         if peak > device_bytes:
             misfits.append(said)
@@ -108,15 +110,9 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _model(config: PipelineConfig, section: WorkerConfig | RewardConfig) -> str:
-    if isinstance(section, RewardConfig):
-        return derived.reward_model_path(config, section)
-    return derived.model_path(config, section)
-
-
 def _title(config: PipelineConfig, section: WorkerConfig | RewardConfig, shape: ModelShape) -> str:
     size = f"{shape.parameters / 1e9:.2f} billion parameters"
-    return f"{section.strategy_args.strategy_name}, {_model(config, section)} ({size})"
+    return f"{section.strategy_args.strategy_name}, {derived.role_model_path(config, section)} ({size})"
 
 
 def _engine_misfits(engine: EngineMemory, device_bytes: float | None) -> list[str]:

@@ -74,7 +74,8 @@ class SGLangInferStrategy:
         that shares them is started so that it can sleep. Weights are loaded from buckets, whatever ``transport``
         brought them."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
+        self._own_eos_token_ids = eos_token_ids
+        self._eos_token_ids: Sequence[int] = eos_token_ids or ()
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices
         self._strategy_config = strategy_config
@@ -101,7 +102,7 @@ class SGLangInferStrategy:
         config = load_config(spec.model_path, spec.trust_remote_code)
         self._shapes = parameter_shapes(config, spec.trust_remote_code)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        if self._eos_token_ids is None:
+        if self._own_eos_token_ids is None:
             self._eos_token_ids = eos_token_ids(spec, config)
         arguments = server_arguments(
             self._strategy_config,
@@ -289,7 +290,7 @@ class SGLangInferStrategy:
                 message = await inside.messages.get()
                 if response.begins_again and not response.aborted:
                     return
-                if response.aborted:
+                if response.aborted or message is None:
                     response.finish_reason = "abort"
                     yield response
                     return

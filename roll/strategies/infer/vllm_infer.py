@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from roll.strategies.infer.base import (
     GenerateRequest,
     PauseMode,
     TokenChunk,
+    TransferStep,
     WeightBucket,
     WeightMismatch,
     WeightReceipt,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 _FAREWELL_SECONDS = 5.0
 """Most that a shutdown waits for aborted requests to end."""
 Result = TypeVar("Result")
-TransferStep = Literal["init", "start", "update", "finish"]
 
 
 class VLLMInferStrategy:
@@ -83,7 +83,8 @@ class VLLMInferStrategy:
         that shares them is started so that it can sleep. With the transports ``nccl`` and ``cuda_ipc`` weights are
         pushed (`transfer_step`), with all others they are loaded from buckets."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
+        self._own_eos_token_ids = eos_token_ids
+        self._eos_token_ids: Sequence[int] = eos_token_ids or ()
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices and device == "cuda"
         self._weight_backend = WEIGHT_BACKENDS.get(transport, BUCKET_BACKEND)
@@ -108,7 +109,7 @@ class VLLMInferStrategy:
         config = load_config(spec.model_path, spec.trust_remote_code)
         self._shapes = parameter_shapes(config, spec.trust_remote_code)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        if self._eos_token_ids is None:
+        if self._own_eos_token_ids is None:
             self._eos_token_ids = eos_token_ids(spec, config)
         arguments = engine_arguments(
             self._strategy_config,

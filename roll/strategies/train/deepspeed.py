@@ -22,7 +22,7 @@ from roll.strategies.train.checkpoint import load_weights
 from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
 from roll.strategies.train.deepspeed_options import engine_config, parse_options
 from roll.strategies.train.export import ModelExport, build_export, copied_weights
-from roll.strategies.train.hf_forward import hf_forward
+from roll.strategies.train.hf_forward import hf_forward, policy_forward, value_forward
 from roll.strategies.train.hf_model import prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
@@ -83,11 +83,13 @@ class DeepSpeedTrainStrategy:
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         rows = self._rows(batch, self.setup.infer_limits)
-        return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
+        return joined_over_ranks(policy_forward(self.forward).token_logprobs(batch, rows, temperature))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
         """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        return joined_over_ranks(self.forward.token_values(batch, self._rows(batch, self.setup.infer_limits)))
+        return joined_over_ranks(
+            value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
+        )
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
