@@ -23,8 +23,8 @@ LOOK_SECONDS = 0.5
 
 
 def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent]:
-    """Those that have not happened yet in this run, the earliest first."""
-    if not config.chaos.events:
+    """Those that have not happened yet in this run, the earliest first; none unless `chaos` is enabled."""
+    if not config.chaos.enabled or not config.chaos.events:
         return []
     done = read_json_lines(run.chaos) if run.chaos.exists() else []
     to_come = [event for event in config.chaos.events if _record(event) not in done]

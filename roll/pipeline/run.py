@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from roll.configs import derived
 from roll.configs.changes import rollout_settings
@@ -53,6 +53,9 @@ from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, GROUP, SCHEDULER, START, WaitBoard, acting
 
 MOST_KEYS_NAMED = 5
+
+StageMaker = Callable[[RunContext, Channel[Any] | None, Channel[Any] | None], Stage]
+"""How the class of a stage is called. Custom ones are subclasses of the built-in ones, so this is true of them, too."""
 
 
 async def run_pipeline(
@@ -270,7 +273,8 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
     inbox: Channel[Any] | None = None
     for name in names:
         outbox: Channel[Any] | None = Channel(f"after {name}") if name != names[-1] else None
-        stages.append(prepared.stage_classes[name](context, inbox, outbox))
+        make = cast(StageMaker, prepared.stage_classes[name])
+        stages.append(make(context, inbox, outbox))
         inbox = outbox
     return stages
 

@@ -58,12 +58,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Gradients may be sharded; the norm is that of the whole model, equal on all ranks. A norm that is not finite leaves
     gradients unfit for use, and the caller must not step.
     """
-    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    norm = nn.utils.get_total_norm(list(gradients.values()))
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in owners if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(list(gradients), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(owners, max_norm, norm)
     return norm
 
 
