@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from roll.data.actor_deaths import ACTOR_GONE, memory_death
 from roll.distributed.chaos import Harm
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.heartbeat import Beat
@@ -83,8 +84,10 @@ class WorkerHandle:
             # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
             cause = error.cause if error.cause is not None else error
             raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
-        except RayActorError as error:
+        except ACTOR_GONE as error:
             raise self.died(error) from error
+        except RayError as error:  # the answer got lost, with its node, say
+            raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
         except TimeoutError:
             raise WorkerTimeout(self.name, method, timeout or 0.0) from None
 
@@ -92,7 +95,7 @@ class WorkerHandle:
         """Return when the process has ended, with the cause."""
         try:
             await self._actor.watch.remote()
-        except RayActorError as error:
+        except ACTOR_GONE as error:
             return self.died(error)
         return WorkerDied(self.name, "its watch call returned")
 
@@ -186,6 +189,9 @@ async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: 
 
 
 def _death_cause(error: BaseException) -> str:
+    of_memory = memory_death(error)
+    if of_memory is not None:
+        return of_memory
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
     return (wanted or lines or ["no cause given"])[-1]

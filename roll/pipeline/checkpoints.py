@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import naming, sync_file, write_atomically
 from roll.tracking.waits import waiting
@@ -102,6 +104,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             there = "is missing" if found is None else f"has {found} bytes"
             raise DamagedCheckpoint(f"{folder / name} {there}, not {size}")
     return Checkpoint(folder, state)
+
+
+def check_model(folder: Path) -> None:
+    """Raises `DamagedCheckpoint` unless the folder holds a model with all of its weights. Reads headers only."""
+    try:
+        json.loads((folder / "config.json").read_text())
+        index = folder / "model.safetensors.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise DamagedCheckpoint(f"{folder} holds no model that can be read: {cause!r}") from cause
+    for name in sorted(names):
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass  # it compares what the header says with the size of the file
+        except (OSError, SafetensorError) as cause:
+            raise DamagedCheckpoint(f"{folder / name} cannot be read: {cause}") from cause
 
 
 @dataclass(frozen=True)
@@ -239,8 +257,27 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
     raise DamagedCheckpoint(f"no checkpoint in {folder} is whole")
 
 
+def abandon(folder: Path, step: int) -> Path:
+    """Put the checkpoint of this step aside: it is no part of the run any more. Returns where it is now."""
+    number, name = 1, f"abandoned-step-{step}"
+    while (folder / name).exists():
+        number += 1
+        name = f"abandoned-step-{step}-{number}"
+    os.replace(checkpoint_folder(folder, step), folder / name)
+    return folder / name
+
+
+def prune_abandoned(folder: Path, keep: int) -> None:
+    """Delete all but the ``keep`` of the abandoned checkpoints that were written last (0: none)."""
+    abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
+    for path in abandoned[:-keep] if keep else []:
+        partial = folder / f".step-{path.name}.partial"
+        os.replace(path, partial)
+        shutil.rmtree(partial)
+
+
 def discard_partial(folder: Path) -> None:
-    """Remove what an earlier run was writing when it ended."""
+    """Remove what an earlier run was writing, or deleting, when it ended."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
 

@@ -34,7 +34,8 @@ class RecordKind(IntEnum):
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A run began again after training step ``version``."""
+    """A run began again after training step ``version``; of what was before only that counts which does not depend on a
+    later version."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,11 @@ def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRe
 def went_back_record(step: int) -> JournalRecord:
     """A run begins again after training step ``step``."""
     return JournalRecord(RecordKind.WENT_BACK, -1, step)
+
+
+def made_anew_record() -> JournalRecord:
+    """From here on groups are made in another way: nothing before it counts, as there is no version below 0."""
+    return went_back_record(-1)
 
 
 def _reason(record: JournalRecord) -> DropReason:

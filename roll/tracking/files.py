@@ -149,12 +149,20 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records if last is None else [*records, last]
 
 
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of `JsonLines` with the records that are wanted, in one step. No file: nothing to do."""
+def keep_lines(
+    path: Path, wanted: Callable[[dict[str, Any]], bool], put_aside: Callable[[str], None] = lambda text: None
+) -> None:
+    """Rewrite a file of `JsonLines` with the records that are wanted, in one step; the lines of the others, if there
+    are any, are given to ``put_aside`` first. No file: nothing to do."""
     if not path.is_file():
         return
-    records = [record for record in read_json_lines(path) if wanted(record)]
-    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    kept: list[str] = []
+    others: list[str] = []
+    for record in read_json_lines(path):
+        (kept if wanted(record) else others).append(json.dumps(record, ensure_ascii=False) + "\n")
+    if others:
+        put_aside("".join(others))
+    write_atomically(path, "".join(kept))
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

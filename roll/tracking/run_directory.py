@@ -137,6 +137,11 @@ class RunDirectory:
         return self.root / "weights"
 
     @property
+    def weights_note(self) -> Path:
+        """Where they are instead, if the configuration names another folder for them."""
+        return self.root / "weights.json"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -37,3 +37,16 @@ def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
     assert {name: [round((span.end - span.start) / 1e6, 3) for span in spans] for name, spans in lanes.items()} == {
         "actor_infer/1": [1.0, 1.0, 1.0], "rewards.sums/all": [0.5],
     }  # fmt: skip
+
+
+def test_an_end_that_cannot_be_written_is_told_and_no_success(tmp_path, capsys):
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    for status, error in (("success", None), ("failed", RuntimeError("the engine broke"))):
+        recorder = RunRecorder(RLVRConfig(trackers=[]), directory, started=time.monotonic(), decoder=Letters())
+        directory.summary.unlink()
+        directory.summary.mkdir()  # nothing can take its place any more
+        recorder.ended(status, error)
+        assert recorder.close(status, error) == "failed"
+        told = capsys.readouterr()
+        assert ("the engine broke" if error else str(directory.summary)) in told.out + told.err
+        directory.summary.rmdir()

@@ -68,6 +68,8 @@ class CheckpointSender:
         names = [f"bucket-{index:05d}.safetensors" for index in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
             save_file(dict(views(bucket)), unfinished / name, metadata={"version": str(version)})
+        if folder.exists():  # of an earlier process that published this version here and was killed
+            shutil.rmtree(folder)
         unfinished.rename(folder)
         return [FileHandle(str(folder / name)) for name in names]
 
