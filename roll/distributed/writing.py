@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from roll.configs.memory.records import GIB
 
@@ -52,7 +53,8 @@ class Writing:
         for file in self._path.iterdir() if self._path.is_dir() else (self._path,):
             with suppress(FileNotFoundError, NotADirectoryError):  # not begun, or it got another name meanwhile
                 facts = file.stat()
-                size, allocated = size + facts.st_size, allocated + 512 * facts.st_blocks
+                if S_ISREG(facts.st_mode):
+                    size, allocated = size + facts.st_size, allocated + 512 * facts.st_blocks
         return WritingProgress(str(self._path), size, allocated, self._synced)
 
     def _count(self, synced: int) -> None:
