@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import itertools
+import os
 import shutil
 
 import pytest
@@ -164,6 +165,7 @@ def test_a_run_that_another_process_ends_before_this_one_holds_it_is_left_as_it_
     lock = fcntl.flock
 
     def lock_after_the_others_end(descriptor, operation):
+        assert os.readlink(f"/proc/self/fd/{descriptor}") == str(run.root / ".lock")
         shutil.copytree(tmp_path / "model", run.checkpoints / "step-3")
         run.metrics.write_text('{"step": 3}\n')
         lock(descriptor, operation)

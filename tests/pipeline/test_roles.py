@@ -44,8 +44,12 @@ def test_devices_and_published_weights_go_although_a_process_does_not_end_in_ord
     prepared = Prepared(config=config, stage_classes={}, worker_classes={}, **nothing)
     run = RunDirectory.create(str(tmp_path / "run"), "addition")
     placement = NotedPlacement(config.cluster)
-    roles = Roles(prepared, placement, {}, Workers(failure), run, lambda event: None)
-    (run.weights / "own" / "version-000001").mkdir(parents=True)
-    asyncio.run(roles.shutdown())
+
+    async def main() -> None:
+        roles = Roles(prepared, placement, {}, Workers(failure), run, lambda event: None)
+        (run.weights / "own" / "version-000001").mkdir(parents=True)
+        await roles.shutdown()
+
+    asyncio.run(main())
     assert placement.released == 1 and not run.weights.exists()
     assert "end with Ray" in caplog.text
