@@ -30,10 +30,14 @@ venv: $(INSTALLED)
 
 venv-for-tests: $(INSTALLED_FOR_TESTS)
 
-# $(call install,<requirements>,<packages without their dependencies>)
-define install
+define make_venv
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+endef
+
+# $(call install,<requirements>,<packages without their dependencies>)
+define install
+	$(make_venv)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(RUN) -m pip install --quiet "setuptools>=77" $(1)
 	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable . $(2)
@@ -63,8 +67,7 @@ soak: venv-for-tests
 
 # Needs nothing of what runs need, so it installs nothing of that.
 $(INSTALLED_FOR_DOCS): requirements/docs.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
-	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(make_venv)
 	@$(RUN) -m pip install --quiet -r requirements/docs.txt
 	@touch $@
 

@@ -1,15 +1,15 @@
 """Pages of the site that are written elsewhere in the repository: the READMEs of examples and benchmarks.
 
-Nothing is copied by hand: the files are taken in while the site is built, at the paths that they have in the repository.
-A link between a page and a file outside of docs/ therefore means the same on the site and in the repository. A file that
-is linked and is no page (a configuration, a script) is taken in as it is.
+Nothing is copied by hand: the files are taken in while the site is built, at the paths that they have in the
+repository. So a link between a page and a file outside of docs/ means the same on the site and in the repository. A
+file that is linked and is no page (a configuration, a script) is taken in as it is.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -74,7 +74,7 @@ def _outside(text: str, place: str) -> Iterator[str]:
             yield target
 
 
-def _outside_of_fences(markdown: str, change) -> str:
+def _outside_of_fences(markdown: str, change: Callable[[str], str]) -> str:
     pieces, copied = [], 0
     for fence in _FENCED.finditer(markdown):
         pieces += [change(markdown[copied : fence.start()]), fence[0]]

@@ -1,7 +1,7 @@
 """Judges commands: each is one that exists, with files, sub-commands, flags, targets and keys that exist.
 
-A command that is cheap is really run, by `run_for_real`. One that takes long stands in `INSTEAD`, with what is done in its
-place and why.
+A command that is cheap is really run, by `test_commands.py`. One that takes long stands in `INSTEAD`, with what is done
+in its place and why.
 """
 
 from __future__ import annotations

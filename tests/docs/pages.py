@@ -10,9 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("README.md", "docs/**/*.md", "examples/README.md", "examples/*/README.md", "benchmarks/README.md")
 
-_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<info>[^\n`]*)\n(?P<text>.*?)^ *(?P=fence)[ ]*$", re.M | re.S)
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<info>[^\n`]*)\n(?P<text>.*?)^ *(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL
+)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_SAVED = re.compile(r"[Ss]ave (?:this|it|both|the second one) as `([^`]+)`")
+_SAVED = re.compile(r"[Ss]ave this as `([^`]+)`")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Runs the Python of a page as its reader would: files that it says to save are there to be imported, the other blocks
 run one after the other in one namespace, in a process of their own.
 
-`python tests/docs/programs.py FILE` in the reader's folder, FILE being JSON: a list of `[where, code]`. A block that fails
-is named, with its traceback.
+`python tests/docs/programs.py FILE` in the reader's folder, FILE being JSON: a list of `[where, code]`. A block that
+fails is named, with its traceback.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import sys
 import traceback
 import types
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.docs.pages import Block, Page
 
 NAMESPACE = "page"
 """Not `__main__`: what a block does only when it is run as a script is left out."""
 LONGEST_SECONDS = 240
 
 
-def problems_of_programs(page, folder: Path) -> list[str]:
-    """What is wrong with the Python of a page, of which nothing is wrong if all of it runs."""
+def problems_of_programs(page: Page, folder: Path) -> list[str]:
+    """What goes wrong when the Python of a page runs in ``folder``, where its reader is."""
     blocks = [block for block in page.blocks if block.language == "python"]
     steps = [[block.where, _code(block)] for block in blocks]
     (folder / "blocks.json").write_text(json.dumps(steps), encoding="utf-8")
@@ -37,7 +41,7 @@ def problems_of_programs(page, folder: Path) -> list[str]:
     return [] if ended.returncode == 0 else [ended.stderr.strip()[-2000:]]
 
 
-def _code(block) -> str:
+def _code(block: Block) -> str:
     """A block that is saved as a file is imported, so that later ones, and configurations, find the same objects."""
     if block.saved_as is None:
         return block.text

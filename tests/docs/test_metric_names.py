@@ -1,7 +1,7 @@
 """Every metric that the documentation names is one that the product can report, as far as its sources tell.
 
-Metric names are texts in the sources, some with places to be filled in (`weights/{name}_seconds`). A documented name must
-fit one of them, and what fills a place must itself be a text there, or else be marked as the reader's own (`<domain>`).
+Metric names are texts in the sources, some with places to be filled in (`weights/{name}_seconds`). A documented name
+must fit one of them, and what fills a place must itself be a text there, or be marked as the reader's own (`<domain>`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_metrics_that_are_named_exist(page):
 
 @pytest.mark.parametrize(
     "name",
-    ["actor/gradient_norm", "ledger/misplaced", "weights/unload_seconds", "response/length_median", "reward/<domain>/medium"],
+    ["actor/gradient_norm", "ledger/misplaced", "weights/unload_seconds", "response/length_median", "val/<tag>/medium"],
 )
 def test_a_metric_that_does_not_exist_is_found(name):
     page = Page("docs/a.md", f"Look at `{name}` and at `lag/max`.\n")

@@ -37,6 +37,6 @@ def test_a_file_that_the_page_saves_can_be_imported_and_a_wrong_one_is_named(sit
 
 
 def test_blocks_share_a_namespace_and_what_is_for_scripts_is_left_out(sit_down):
-    text = "```python\nsize = 3\n```\n\n```python\nassert size == 3\nif __name__ == '__main__':\n    raise ValueError\n```\n"
-    page = Page("docs/a.md", text)
+    second = "assert size == 3\nif __name__ == '__main__':\n    raise ValueError"
+    page = Page("docs/a.md", f"```python\nsize = 3\n```\n\n```python\n{second}\n```\n")
     assert problems_of_programs(page, sit_down(page)) == []
