@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 PAGES = ("examples/README.md", "examples/*/README.md", "benchmarks/README.md")
@@ -54,7 +54,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _take_in(files: Files, config: MkDocsConfig, path: str, root: Path) -> None:
     if files.get_file_from_path(path) is None:
-        files.append(File.generated(config, path, abs_src_path=str(root / path)))
+        # Examples are found through their list, and need no place each in the navigation.
+        found = File.generated(config, path, abs_src_path=str(root / path), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(found)
 
 
 def _place(file: File) -> str:
