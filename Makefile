@@ -23,7 +23,7 @@ TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/ch
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo test soak docs bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+.PHONY: venv venv-for-tests demo check test soak docs bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
@@ -58,7 +58,6 @@ demo: venv
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
 # In the environment of the tests, which has all that is imported anywhere. About two minutes the first time.
-.PHONY: check
 check: venv-for-tests
 	$(RUN) -m ruff check roll tests examples benchmarks
 	$(RUN) -m mypy
