@@ -80,7 +80,7 @@ $(INSTALLED_FOR_DOCS): requirements/docs.txt
 	@touch $@
 
 docs: $(INSTALLED_FOR_DOCS)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py
