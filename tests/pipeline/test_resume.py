@@ -163,7 +163,7 @@ def test_episodes_go_on_to_the_bit_as_well(task, ray_cluster, tmp_path):
     config = agentic_config(task, max_steps=STEPS, save_steps=3, group_filter="zero_variance")
     undisturbed = run_pipeline(task, ray_cluster, config)
     command = Command(tmp_path, config)
-    command.kill_when(lambda: command.steps() >= 4)
+    command.kill_when(lambda: saved_steps(command.out / "checkpoints")[-1:] == [3])
     run = command.finish()
     assert "the run goes on after step 3" in command.output
     assert_one_history(run)
