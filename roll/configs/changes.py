@@ -35,6 +35,7 @@ HARMLESS = (
     "max_ckpt_to_keep",
     "eval_steps",
     "logging_steps",
+    "console_output",
     "trackers*",
     "num_logged_samples",
     "resume_from_checkpoint",

@@ -741,6 +741,11 @@ class PipelineConfig:
     logging_steps: int = option(
         1, help="Print a console line every n steps. `metrics.jsonl` always has each step.", range=COUNT
     )
+    console_output: Literal["warnings", "all"] = option(
+        "warnings",
+        help="What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` "
+        "that they and their libraries write. It is in files in the run's `logs/` in either case.",
+    )
     trackers: list[Literal["tensorboard"]] = option(
         factory=lambda: ["tensorboard"], help="Trackers beside `metrics.jsonl`."
     )

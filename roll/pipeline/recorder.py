@@ -21,7 +21,8 @@ from roll.pipeline.readable import TokenDecoder, readable, readable_validation
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
-from roll.tracking.console import Console
+from roll.tracking.console import Console, say_beside
+from roll.tracking.log_watch import LogWatch
 from roll.tracking.metrics import MetricsLog, read_metrics
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import SampleLog
@@ -60,6 +61,7 @@ class RunRecorder:
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
         self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
+        self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._decoder = decoder
@@ -115,8 +117,10 @@ class RunRecorder:
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
         engines = await pool.stats()
+        spans = workers.busy_spans()
+        self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})
         batch.metrics.update(self._rates(engines, window, others))
-        self._draw({**workers.busy_spans(), **{engine["name"]: engine["busy_spans"] for engine in engines}})
+        batch.metrics.update({f"idle/{role}": self.timeline.idle_share(role, window) for role in spans})
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
         batch.metrics["engine/reissued"] = float(pool.reissued)
@@ -147,6 +151,7 @@ class RunRecorder:
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
         (a full disk) make a failure of a success."""
+        self._log_watch.close()
         try:
             self.timeline.close()
             self._samples.close()
