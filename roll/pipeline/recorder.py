@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from roll.configs.loader import told_config
+from roll.configs.rules_trackers import tracker_list
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.inference import InferencePool
@@ -24,11 +26,14 @@ from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console, say_beside
 from roll.tracking.log_watch import LogWatch
 from roll.tracking.metrics import MetricsLog, read_metrics
+from roll.tracking.plugins.contract import Ending
+from roll.tracking.plugins.opening import open_plug_ins
+from roll.tracking.plugins.process import PlugIns
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import SampleLog
 from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
-from roll.tracking.trackers import Trackers, open_trackers
+from roll.tracking.trackers import TensorBoardTracker, Trackers
 from roll.tracking.waits import WaitBoard
 
 FinalStatus = Literal["success", "failed", "interrupted"]
@@ -60,7 +65,12 @@ class RunRecorder:
             )
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
-        self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
+        events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
+        self._trackers = Trackers([self._metrics, *events])
+        plug_ins = open_plug_ins(
+            tracker_list(config), config.tracker_kwargs, run, config.exp_name, told_config(config)
+        )
+        self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
@@ -159,11 +169,14 @@ class RunRecorder:
         except OSError as unwritten:
             status, error = "failed", error or unwritten
         self.summary.finish(status, error, ledger=self.ledger)
-        self.console.close(self.summary.as_dict())
+        summary = self.summary.as_dict()
+        self._plug_ins.end(Ending(summary["status"], summary, summary.get("error")))
+        self.console.close(summary)
         return status
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self._trackers.log(metrics, step)
+        self._plug_ins.log(metrics, step)
         self.summary.update(metrics, step, self.ledger)
         self.console.step(metrics, step)
 
