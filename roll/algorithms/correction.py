@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ def parse_correction(args: Mapping[str, Any]) -> Correction:
         problems.append(KnobProblem("normalize", f"'normalize' is {normalize!r}", "it must be true or false"))
     if reject is not None and not _is_list(reject):
         problems.append(KnobProblem("reject", f"'reject' is {reject!r}", "give a list, one item for each rejection"))
-    items = reject if _is_list(reject) else []
+    items: Sequence[Any] = reject if _is_list(reject) else []
     rejections = [_build_rejection(item, f"reject[{index}]", problems) for index, item in enumerate(items)]
     valid = [item.name for item in fields(Correction)]
     problems += [
@@ -243,7 +243,7 @@ def _build(
         return None
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 

@@ -7,11 +7,12 @@ their gradient: for 4,096 positions and 150,000 tokens each of these would take 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +99,13 @@ def linear_logprobs_and_entropy(
     return logprobs, entropy
 
 
-def _in_chunks(logits: Tensor, targets: Tensor, temperature: float, chunk_elements: int, function) -> list[Tensor]:
+def _in_chunks(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    function: Callable[[Tensor, Tensor, float], tuple[Tensor, ...]],
+) -> list[Tensor]:
     _check_temperature(temperature)
     vocabulary = logits.shape[-1]
     rows = _rows_of(vocabulary, chunk_elements)
@@ -194,7 +201,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -242,13 +249,13 @@ class _ChunkedHead(torch.autograd.Function):
             )
             del log_probabilities
             gradient = gradient.div_(ctx.temperature).to(weight.dtype)
-            if wants_hidden:
+            if hidden_gradient is not None:
                 hidden_gradient += gradient @ weight[part]
-            if wants_weight:
+            if weight_gradient is not None:
                 torch.mm(gradient.T, hidden, out=weight_gradient[part])
-            if wants_bias:
+            if bias_gradient is not None:
                 bias_gradient[part] = gradient.sum(0)
-        if wants_hidden:
+        if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
@@ -271,7 +278,7 @@ def _scaled_logit_gradient(
     d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H). ``targets`` count from the first column
     and may lie outside.
     """
-    if entropy is None:
+    if entropy is None or entropy_gradient is None:
         gradient = log_probabilities.exp_().mul_(-logprob_gradient[:, None])
     else:
         gradient = log_probabilities.exp().neg_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -126,7 +127,14 @@ def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     return sum(values) / sum(shares)
 
 
-def combine(parts: Sequence[LossMetrics]) -> tuple[Tensor, Tensor]:
+class PartMetrics(Protocol):
+    """Sums and maxima over a part of a batch: `LossMetrics`, or those of a critic."""
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """What adds up over parts, and what takes the maximum; 1-d."""
+
+
+def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
     """The vectors of several parts of a batch as those of one."""
     vectors = [part.vectors() for part in parts]
     return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)

@@ -143,6 +143,7 @@ def _shown(value: Any) -> str:
 
 
 def main() -> None:
+    """Write the pages into the folder given as the first argument."""
     folder = Path(sys.argv[1])
     for name, text in pages().items():
         (folder / name).write_text(text)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.moments import Groups, RunningMoments, group_deviation, group_mean, group_range, group_tensor
+from roll.algorithms.needed import needed
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
 """Whose mean or deviation rewards are normalised by."""
@@ -203,7 +204,12 @@ def zero_variance_mask(scores: Tensor, groups: Groups) -> Tensor:
 
 def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, settings: LengthPenalty) -> Tensor:
     if settings.kind == "overlong":
-        return overlong_penalty(lengths.double(), settings.max_length, settings.buffer, settings.weight)
+        return overlong_penalty(
+            lengths.double(),
+            needed(settings.max_length, "max_length"),
+            needed(settings.buffer, "buffer"),
+            settings.weight,
+        )
     return relative_length_reward(lengths.double(), scores > settings.correct_above, groups, settings.weight)
 
 
@@ -228,10 +234,12 @@ def _moments(
         return torch.full_like(values, running.mean), torch.full_like(values, running.deviation)
     if of not in ("batch", "group", "tag"):
         raise ValueError(f"unknown moments {of!r}; valid: none, batch, group, tag, running")
-    if of == "tag" and tags is None:
-        raise ValueError("moments by tag are asked for, but no tags are given")
-    together = {"batch": torch.zeros_like(groups), "group": groups, "tag": tags}[of]
-    together = group_tensor(together, values)
+    if of == "tag":
+        if tags is None:
+            raise ValueError("moments by tag are asked for, but no tags are given")
+        together = group_tensor(tags, values)
+    else:
+        together = group_tensor(groups if of == "group" else torch.zeros_like(groups), values)
     return group_mean(values, together), group_deviation(values, together)
 
 

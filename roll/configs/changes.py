@@ -7,6 +7,7 @@ other values they would mean something else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -86,6 +87,45 @@ HARMLESS = (
 """Patterns of keys that change how a run is carried out, and not what it learns."""
 
 
+AFTER_THE_ROLLOUT = (
+    "pretrain",
+    "actor_train*",
+    "reference*",
+    "critic*",
+    "value_clip",
+    "old_logprobs",
+    "train_infer_correction*",
+    "allow_uncorrected_off_policy",
+    "reward_clip",
+    "norm_mean_type",
+    "norm_std_type",
+    "length_penalty*",
+    "max_len_mask",
+    "difficulty_*",
+    "zero_variance_mask",
+    "adv_estimator_args*",
+    "whiten_advantages",
+    "advantage_clip",
+    "ppo_epochs",
+    "loss_agg_mode",
+    "use_kl_loss",
+    "kl_*",
+    "add_token_level_kl",
+    "init_kl_coef",
+    "target_kl",
+    "entropy_loss_coef",
+    "episode_reward_weight",
+    "step_reward_weight",
+    "async_generation_ratio",
+    "max_staleness",
+    "consumption",
+    "staleness_policy",
+    "weight_update*",
+)
+"""Patterns of keys of which a finished group is the same whatever they say. (Prompts and the model that a run begins
+with are judged by themselves.) A key that is missing here costs rollouts that are made again without need."""
+
+
 @dataclass(frozen=True)
 class Change:
     """One key whose value differs."""
@@ -109,6 +149,18 @@ def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
+
+
+def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
+    """The keys that decide what a finished group is: how it was sampled, judged and filtered. As JSON can hold them;
+    secrets are masked."""
+    settings = {
+        path: value
+        for path, value in _leaves(masked(asdict(config)), "")
+        if not any(fnmatchcase(path, pattern) for pattern in (*HARMLESS, *AFTER_THE_ROLLOUT))
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
 
 
 def _everything(config: PipelineConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from roll.configs import (
     rules_chaos,
     rules_data,
+    rules_deepspeed,
     rules_devices,
     rules_envs,
     rules_keys,
@@ -22,6 +23,7 @@ from roll.configs import (
     rules_trackers,
     rules_training,
 )
+from roll.configs.derived import rlvr
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.memory import estimate_memory
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
@@ -47,6 +49,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_lora.adapters_are_trained,
     rules_lora.base_reference_sets_nothing,
     rules_training.gradients_are_added_up_in_float32,
+    rules_deepspeed.states_can_leave_shared_devices,
     rules_devices.sglang_has_gpus,
     rules_devices.sglang_records_what_it_samples,
     rules_training.staleness_is_possible,
@@ -130,7 +133,10 @@ def _faults(config: PipelineConfig) -> list[ConfigProblem]:
 
 def config_warnings(config: PipelineConfig) -> list[str]:
     """What works but is often not meant, for a configuration that passed `check_config`."""
-    own = rules_envs.env_warnings(config) if isinstance(config, AgenticConfig) else rules_data.data_warnings(config)
+    if isinstance(config, AgenticConfig):
+        own = rules_envs.env_warnings(config)
+    else:
+        own = rules_data.data_warnings(rlvr(config))
     return [
         *rules_devices.device_warnings(config),
         *own,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from roll.configs.device_mapping import DeviceMappingError, parse_device_mapping
 from roll.configs.schema import (
@@ -33,6 +33,20 @@ REWARD_TIMEOUT_SECONDS = {"reward_model": 120.0, "judge": 600.0}
 """Where they differ from the one of other verifiers."""
 LONGEST_CANARY = 64
 """Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
+
+
+def rlvr(config: PipelineConfig) -> RLVRConfig:
+    """The configuration as that of `pipeline: rlvr`. `TypeError` if it is that of another pipeline."""
+    if not isinstance(config, RLVRConfig):
+        raise TypeError(f"a configuration of `pipeline: rlvr` is needed here, not a {type(config).__name__}")
+    return config
+
+
+def agentic(config: PipelineConfig) -> AgenticConfig:
+    """The configuration as that of `pipeline: agentic`. `TypeError` if it is that of another pipeline."""
+    if not isinstance(config, AgenticConfig):
+        raise TypeError(f"a configuration of `pipeline: agentic` is needed here, not a {type(config).__name__}")
+    return config
 
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -68,6 +82,11 @@ def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
         return False
 
 
+def roles_and_reward_models(config: PipelineConfig) -> dict[str, WorkerConfig | RewardConfig]:
+    """Whatever runs a model on devices, by the name of its role."""
+    return {**present_roles(config), **reward_models(config)}
+
+
 def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
     """The rewards that run a model on devices, by the name of their role."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
@@ -76,12 +95,17 @@ def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
 
 def device_mappings(config: PipelineConfig) -> dict[str, DeviceMapping]:
     """What each role says of its devices, reward models included."""
-    return {name: role.device_mapping for name, role in {**present_roles(config), **reward_models(config)}.items()}
+    return {name: role.device_mapping for name, role in roles_and_reward_models(config).items()}
 
 
 def reward_model_path(config: PipelineConfig, reward: RewardConfig) -> str:
     """Folder or hub name of a reward model."""
     return reward.model_args.model_name_or_path or config.reward_pretrain or ""
+
+
+def role_model_path(config: PipelineConfig, role: WorkerConfig | RewardConfig) -> str:
+    """Folder or hub name of the model of any role."""
+    return reward_model_path(config, role) if isinstance(role, RewardConfig) else model_path(config, role)
 
 
 def reward_timeout(reward: RewardConfig) -> float:
@@ -173,7 +197,7 @@ def group_size(config: PipelineConfig) -> int:
     """Samples of one group: responses to a prompt, or episodes of a seed."""
     if isinstance(config, AgenticConfig):
         return config.train_env_manager.group_size
-    return config.num_return_sequences_in_group
+    return rlvr(config).num_return_sequences_in_group
 
 
 def group_size_key(config: PipelineConfig) -> str:
@@ -203,7 +227,7 @@ def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
     """Sampling of validation; None without it."""
     if isinstance(config, AgenticConfig):
         return config.validation if config.val_env_manager is not None else None
-    return config.validation
+    return rlvr(config).validation
 
 
 def reward_weights(config: AgenticConfig, counted_in_turns: bool) -> tuple[float, float]:
@@ -270,8 +294,8 @@ def resolved_max_staleness(config: PipelineConfig) -> int:
     return least_staleness(config) if config.max_staleness is None else config.max_staleness
 
 
-def resolved_consumption(config: PipelineConfig) -> str:
-    """``fifo`` or ``ready_first``."""
+def resolved_consumption(config: PipelineConfig) -> Literal["ready_first", "fifo"]:
+    """In which order finished groups are trained on."""
     return config.consumption or ("ready_first" if config.async_generation_ratio > 0 else "fifo")
 
 

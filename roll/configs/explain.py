@@ -7,6 +7,7 @@ gets the type that is expected. Wherever several readings of one value fail, one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from types import GenericAlias
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -85,9 +86,13 @@ def _path_in_tree(location: Sequence[PathPart], tree: Any) -> tuple[PathPart, ..
     """The part of an error's location that leads through the tree; names of union members are left out."""
     parts: list[PathPart] = []
     for part in location:
-        if (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int)):
+        if isinstance(tree, dict) and part in tree:
             tree = tree[part]
-            parts.append(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        else:
+            continue
+        parts.append(part)
     return tuple(parts)
 
 
@@ -113,7 +118,7 @@ def _value_remedy(kind: Any, expected: str, value: Any) -> str:
         return "write its value, or leave the key out for its default"
     if alternatives(kind) == (str,) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return f'text is expected; in quotes it would be: "{value}"'
-    if list[type(value)] in alternatives(kind):
+    if GenericAlias(list, (type(value),)) in alternatives(kind):
         return f"write it as a list: {shown([value])}"
     nothing = " (leave the key out for its default)" if is_optional(kind) else ""
     return f"write {expected}{nothing}"

@@ -74,7 +74,7 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     problems += references.problems + truth_value_problems(cls, tree)
     known = {problem.path for problem in problems}
     try:
-        valid = _adapter(cls).validate_python(tree)
+        valid = _adapter(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: a dataclass is as unhashable as its instances
     except ValidationError as error:
         problems += [item for item in validation_problems(error, cls, tree) if item.path not in known]
         raise ConfigError(problems) from None

@@ -15,6 +15,7 @@ from roll.configs.device_mapping import compact, parse_device_mapping
 from roll.configs.rules_data import files_of
 from roll.configs.rules_trackers import tracker_words
 from roll.configs.schema import (
+    FORWARD_STRATEGIES,
     AgenticConfig,
     DataArguments,
     EnvManagerConfig,
@@ -94,7 +95,7 @@ def plan(config: PipelineConfig) -> Plan:
         reference_is_base=derived.reference_is_base(config),
         roles=[
             _role_plan(config, name, role)
-            for name, role in {**derived.present_roles(config), **derived.reward_models(config)}.items()
+            for name, role in derived.roles_and_reward_models(config).items()
         ],
         training_data=_training_data(config),
         validation_data=_validation_data(config),
@@ -131,13 +132,14 @@ def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig | RewardCon
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
     devices = owned[name]
     generates, scores = name == "actor_infer", isinstance(role, RewardConfig)
+    holds_whole_model = role.strategy_args.strategy_name in FORWARD_STRATEGIES
     return RolePlan(
         name=name,
         strategy=role.strategy_args.strategy_name,
-        model=derived.reward_model_path(config, role) if scores else derived.model_path(config, role),
+        model=derived.role_model_path(config, role),
         devices=devices,
         workers=derived.engine_replicas(config) if generates else len(devices),
-        worker_word="replica" if generates or scores else "rank",
+        worker_word="replica" if generates or scores or holds_whole_model else "rank",
         shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
         adapters=_adapters(role.model_args),
     )
@@ -163,7 +165,8 @@ def _validation_data(config: PipelineConfig) -> str:
             return ""
         groups, size = manager.num_env_groups or 0, manager.group_size
         return f"{count(groups, 'seed')} x {count(size, 'episode')}: {_environments(config, manager)}"
-    return _sources(config.validation.data_args) if config.validation is not None else ""
+    validation = derived.rlvr(config).validation
+    return _sources(validation.data_args) if validation is not None else ""
 
 
 def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from roll.configs.derived import (
     device_mappings,
-    present_roles,
     publication_nodes,
-    reward_models,
+    roles_and_reward_models,
     total_devices,
     validation_settings,
 )
@@ -51,7 +50,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.device == "cpu" and cluster.device_memory_gib is not None:
         message = f"{cluster.device_memory_gib:g} has no effect: it is the memory of a GPU, and cluster.device is cpu"
         yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
-    for name, role in {**present_roles(config), **reward_models(config)}.items():
+    for name, role in roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
         if role.strategy_args.strategy_name == "megatron_train" and chosen != ModelArguments().attn_implementation:
             message = f"{shown(chosen)} has no effect: megatron-core has its own attention"

@@ -12,10 +12,11 @@ from typing import Any
 from roll.configs.derived import present_roles, reward_models, trained_roles, uses_kl
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import (
-    INFER_STRATEGIES,
+    FORWARD_STRATEGIES,
     LARGEST_NUMBER,
     ROLL_KNOBS,
-    TRAIN_STRATEGIES,
+    STRATEGIES_OF_ROLES,
+    TRAINED_ROLES,
     UNREAD_KEYS,
     AgenticConfig,
     PipelineConfig,
@@ -165,8 +166,8 @@ def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigP
                 value, remedy = vars(config.validation)[item.name], "add `val_env_manager`"
                 yield _inert(f"validation.{item.name}", value, "there is no `val_env_manager`", remedy)
     elif config.val_env_manager.max_traj_per_env is not None:
-        value = config.val_env_manager.max_traj_per_env
-        yield _inert("val_env_manager.max_traj_per_env", value, "validation plays each group once", "set the groups")
+        played = config.val_env_manager.max_traj_per_env
+        yield _inert("val_env_manager.max_traj_per_env", played, "validation plays each group once", "set the groups")
 
 
 def _inert_straight_through(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -267,10 +268,12 @@ def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Strategies are registered for their role, import paths have their form."""
     for name, role in present_roles(config).items():
-        known = INFER_STRATEGIES if name == "actor_infer" else TRAIN_STRATEGIES
+        known = STRATEGIES_OF_ROLES[name]
         strategy = role.strategy_args.strategy_name
         if strategy not in known:
             message = f"{shown(strategy)} is no strategy for this role"
+            if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES:
+                message += ": it only computes, and a role that learns needs an optimizer"
             yield ConfigProblem(f"{name}.strategy_args.strategy_name", message, choose_among(strategy, known))
         if role.worker_cls is not None and not IMPORT_PATH.fullmatch(role.worker_cls):
             message = f"{shown(role.worker_cls)} is no import path"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from roll.configs.derived import reward_models, reward_timeout
 from roll.configs.errors import ConfigProblem
@@ -136,17 +136,23 @@ def _limits_fit(rewards: Mapping[str, RewardConfig]) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, message, f"raise `rewards.{name}.timeout_seconds`, or lower this")
 
 
+def _address(url: str) -> SplitResult | None:
+    """The parts of an address; None for what is none."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return None
+    return parts if good else None
+
+
 def _address_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
     path, form = f"{path}.base_url", "write it like `http://127.0.0.1:8000/v1`"
     if not judge.base_url:
         yield ConfigProblem(path, "no address is given", form)
         return
-    try:
-        parts = urlsplit(judge.base_url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        good = False
-    if not good:
+    parts = _address(judge.base_url)
+    if parts is None:
         yield ConfigProblem(path, f"{shown(judge.base_url)} is no address", form)
     elif "@" in parts.netloc:
         remedy = "put the key into an environment variable and name that in `api_key_env`"

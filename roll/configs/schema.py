@@ -16,8 +16,10 @@ from roll.configs.ranges import Range
 
 TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
+FORWARD_STRATEGIES = ("hf_infer",)
+"""What drives the forward-only reference beside them, and cannot train: a whole model on each device."""
 PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
-"""Trainers that can pack samples into rows."""
+"""Trainers that can pack samples into rows; so can `FORWARD_STRATEGIES`."""
 ADAPTER_STRATEGIES = ("fsdp2_train",)
 """Trainers of adapters (LoRA)."""
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
@@ -242,6 +244,15 @@ class TrainStrategyArguments(StrategyArguments):
 
 
 @dataclass
+class ReferenceStrategyArguments(StrategyArguments):
+    """The engine of the reference."""
+
+    strategy_name: str = option(
+        "fsdp2_train", help="Registered trainer, or `hf_infer`: a whole model on each device, which share the batch."
+    )
+
+
+@dataclass
 class InferStrategyArguments(StrategyArguments):
     """The engine that generates."""
 
@@ -347,7 +358,7 @@ class ActorInferConfig(WorkerConfig):
 class ReferenceConfig(WorkerConfig):
     """The frozen reference policy."""
 
-    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
+    strategy_args: ReferenceStrategyArguments = option(factory=ReferenceStrategyArguments, help="Engine of the role.")
 
 
 @dataclass
@@ -950,6 +961,13 @@ ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Those of them that learn."""
+STRATEGIES_OF_ROLES = {
+    "actor_train": TRAIN_STRATEGIES,
+    "actor_infer": INFER_STRATEGIES,
+    "reference": TRAIN_STRATEGIES + FORWARD_STRATEGIES,
+    "critic": TRAIN_STRATEGIES,
+}
+"""What `strategy_args.strategy_name` may say."""
 
 TRAINING_ONLY_KEYS = (
     "training_args",

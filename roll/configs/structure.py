@@ -52,14 +52,14 @@ def _is_union(kind: Any) -> bool:
 
 def dataclass_of(kind: Any) -> type | None:
     """The dataclass a type stands for (also ``X | None``), if it does."""
-    return next((member for member in alternatives(kind) if is_dataclass(member)), None)
+    return next((member for member in alternatives(kind) if isinstance(member, type) and is_dataclass(member)), None)
 
 
 def member(kind: Any, part: PathPart) -> Any:
     """Type of one key or element below ``kind``; None where the schema says nothing about it."""
     for option in alternatives(kind):
-        if is_dataclass(option):
-            return field_types(option).get(part)
+        if isinstance(option, type) and is_dataclass(option):
+            return field_types(option).get(part) if isinstance(part, str) else None
         arguments = typing.get_args(option)
         if typing.get_origin(option) is dict and isinstance(part, str):
             return arguments[1]

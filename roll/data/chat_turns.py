@@ -55,8 +55,9 @@ class TurnTokenizer(Protocol):
 class Conversation(Protocol):
     """One context as it grows."""
 
-    prompt_token_ids: np.ndarray
-    """int32: what the policy reads in its first turn."""
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """int32: what the policy reads in its first turn."""
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """What stands between ``sampled`` (the policy's last tokens) and its next ones: the end of its turn unless it
@@ -98,6 +99,7 @@ class ChatTurns:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out, see `special_token_ids`."""
         return special_token_ids(self._tokenizer)
 
     @cached_property
@@ -192,7 +194,8 @@ class RawTurns:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """Token ids (int32) of a conversation, up to where the policy writes. Raises `TemplateRefused`."""
         _require_no_tools(tools)
-        text, block = "", []
+        text = ""
+        block: list[Message] = []
         for message in messages:
             if message["role"] == "assistant":
                 text += self.block(block) + _plain(message) + self.response_end
@@ -215,6 +218,7 @@ class RawTurns:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out, see `special_token_ids`."""
         return special_token_ids(self.tokenizer)
 
 

@@ -75,10 +75,10 @@ def decode_group(data: bytes) -> Group:
         return array
 
     prompt = header["prompt"] | {"token_ids": take(header["prompt"]["token_ids"])}
-    samples = [
-        Sample(**{name: take(sample[name]) for name in _ARRAYS}, **{name: sample[name] for name in _PLAIN})
-        for sample in header["samples"]
-    ]
+    samples = []
+    for sample in header["samples"]:
+        values: dict[str, Any] = {name: take(sample[name]) for name in _ARRAYS}
+        samples.append(Sample(**values, **{name: sample[name] for name in _PLAIN}))
     if offset != len(data):
         raise ValueError(f"a group of {offset} bytes cannot have {len(data)}")
     baseline = {name: header[name] for name in ("baseline_score", "baseline_version")}

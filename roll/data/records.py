@@ -62,6 +62,7 @@ class Sample:
 
     @property
     def response_tokens(self) -> int:
+        """Tokens that the policy chose."""
         return int(self.response_mask.sum())
 
     @property

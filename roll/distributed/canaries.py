@@ -50,10 +50,12 @@ class CanaryDifference:
 
     @property
     def mean(self) -> float:
+        """Nats per token, signed; 0 without tokens."""
         return self.total / max(self.tokens, 1)
 
     @property
     def absolute_mean(self) -> float:
+        """Nats per token, sizes only; 0 without tokens."""
         return self.absolute_total / max(self.tokens, 1)
 
     def metrics(self) -> dict[str, float]:

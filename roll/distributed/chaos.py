@@ -42,16 +42,20 @@ class SpoilingSender:
         self._versions = frozenset(versions)
 
     def begin(self, half: int) -> None:
+        """See `WeightSender.begin`."""
         self._sender.begin(half)
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
         return self._sender.allocate(half, index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+        """See `WeightSender.send`; of the versions chosen one byte is another afterwards."""
         if version in self._versions:
             _, _, _, offset = buckets[0].tensors[0]
             buckets[0].data[offset] ^= 0xFF
         return self._sender.send(half, version, buckets)
 
     def release(self, version: int) -> None:
+        """See `WeightSender.release`."""
         self._sender.release(version)

@@ -32,7 +32,9 @@ class StoppableDeadlines:
         self._stopped = True
         now = asyncio.get_running_loop().time()
         for deadline in self._running():
-            self._seconds_left[deadline] = deadline.when() - now
+            ends = deadline.when()
+            if ends is not None:
+                self._seconds_left[deadline] = ends - now
             deadline.reschedule(None)
 
     def resume(self) -> None:

@@ -28,6 +28,17 @@ class WorkerFailed(RuntimeError):
         self.error_type = error_type
 
 
+class WritingStuck(TimeoutError):
+    """What a worker writes has not moved for too long. ``progress`` says which file, and how much of it is there."""
+
+    def __init__(self, worker: str, progress: object, seconds: float) -> None:
+        super().__init__(
+            f"worker {worker} has written nothing for {seconds:g} s (stall_timeout_seconds): {progress}; is its file "
+            "system still there?"
+        )
+        self.worker = worker
+
+
 class WorkerTimeout(TimeoutError):
     """A call did not return within its deadline."""
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from roll.data.actor_deaths import ACTOR_GONE, memory_death
 from roll.distributed.chaos import Harm
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.heartbeat import Beat
@@ -43,6 +44,7 @@ class WorkerHandle:
 
     @property
     def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
         return self.identity.name
 
     @property
@@ -83,8 +85,10 @@ class WorkerHandle:
             # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
             cause = error.cause if error.cause is not None else error
             raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
-        except RayActorError as error:
+        except ACTOR_GONE as error:
             raise self.died(error) from error
+        except RayError as error:  # the answer got lost, with its node, say
+            raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
         except TimeoutError:
             raise WorkerTimeout(self.name, method, timeout or 0.0) from None
 
@@ -92,11 +96,12 @@ class WorkerHandle:
         """Return when the process has ended, with the cause."""
         try:
             await self._actor.watch.remote()
-        except RayActorError as error:
+        except ACTOR_GONE as error:
             return self.died(error)
         return WorkerDied(self.name, "its watch call returned")
 
     def died(self, error: BaseException) -> WorkerDied:
+        """What is known of the end of this worker, from Ray's error."""
         process = f"process {self.pid}, " if self.pid is not None else ""
         return WorkerDied(self.name, f"{process}{_death_cause(error)}")
 
@@ -119,10 +124,11 @@ class WorkerGroup:
                 tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
         except ExceptionGroup as failures:
             deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
-            raise (deaths or await self._recent_deaths() or list(failures.exceptions))[0] from None
+            causes: Sequence[Exception] = deaths or await self._recent_deaths() or failures.exceptions
+            raise causes[0] from None
         return [task.result() for task in tasks]
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Raise `WorkerDied` as soon as any rank dies."""
         deaths = [asyncio.ensure_future(worker.wait_for_death()) for worker in self.workers]
         try:
@@ -145,6 +151,7 @@ class WorkerGroup:
             return []
 
     def kill(self) -> None:
+        """End all processes now."""
         for worker in self.workers:
             worker.kill()
 
@@ -186,6 +193,9 @@ async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: 
 
 
 def _death_cause(error: BaseException) -> str:
+    of_memory = memory_death(error)
+    if of_memory is not None:
+        return of_memory
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
     return (wanted or lines or ["no cause given"])[-1]

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayError
+
+from roll.data.actor_deaths import is_gone_for_good
 
 if TYPE_CHECKING:
     from roll.distributed.group import WorkerHandle
@@ -80,7 +82,7 @@ class Heartbeats:
         try:
             self._heard[handle] = HeardBeat(await handle.beat(), self._clock())
         except RayError as error:
-            if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+            if is_gone_for_good(error):
                 return  # it has died, which whoever watches it reports with the cause
             logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
         self._asking.pop(handle, None)

@@ -25,7 +25,9 @@ from roll.strategies.infer.base import (
     GenerateRequest,
     InferStrategy,
     PauseMode,
+    PushedStrategy,
     TokenChunk,
+    TransferStep,
     WeightBucket,
     WeightReceipt,
 )
@@ -169,18 +171,25 @@ class InferWorker(Worker):
         await self._strategy.pause(mode)
         self._push_began = time.perf_counter()
 
-    async def transfer_step(self, step: str, payload: Any) -> None:
+    async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """A call of the engine library's weight transfer, from the trainer's end of it."""
-        await self._strategy.transfer_step(step, payload)
+        await self._pushed().transfer_step(step, payload)
 
     async def end_push(self, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
         """The push has ended: attest what is held, and go on. Raises as `load_weights` does."""
-        receipt = await self._strategy.weights_pushed(publication.version, publication.layout)
+        if publication.layout is None:
+            raise ValueError("a publication that was pushed has a layout, and this one has none")
+        receipt = await self._pushed().weights_pushed(publication.version, publication.layout)
         attest(self.identity.name, publication, receipt)
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()
         return receipt, {"fetch": 0.0, "load": loaded - self._push_began, "stall": resumed - self._push_began}
+
+    def _pushed(self) -> PushedStrategy:
+        if not isinstance(self._strategy, PushedStrategy):
+            raise RuntimeError(f"{self.identity.name} runs an engine into which weights cannot be pushed")
+        return self._strategy
 
     def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
         """The publication's buckets in the sizes that the engine takes; drawn where the engine prepares them."""
@@ -190,12 +199,15 @@ class InferWorker(Worker):
             yield from split_bucket(bucket, plan.bucket_bytes)
 
     async def sleep(self) -> None:
+        """Give the devices up; requests wait, and are computed anew where their caches were."""
         await self._strategy.pause("resume")
         await self._strategy.sleep()
 
     async def wake(self) -> None:
+        """Take the devices back and go on."""
         await self._strategy.wake()
         await self._strategy.resume()
 
     async def stats(self) -> dict[str, Any]:
+        """See `InferStrategy.stats`."""
         return self._strategy.stats()

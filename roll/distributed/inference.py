@@ -69,6 +69,7 @@ class Replica:
 
     @property
     def name(self) -> str:
+        """The worker's name, such as ``actor_infer/0``."""
         return self.handle.name
 
     def __str__(self) -> str:
@@ -382,6 +383,7 @@ class InferencePool:
         return [replica.handle for replica in self._replicas.values()]
 
     def kill(self) -> None:
+        """End all processes now."""
         for replica in self._replicas.values():
             replica.handle.kill()
 

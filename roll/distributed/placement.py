@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -31,8 +31,7 @@ class WorkerPlace:
     """Where one worker goes and what it sees."""
 
     node: int
-    device: str
-    """``cpu`` or ``cuda``."""
+    device: Literal["cpu", "cuda"]
     local_devices: tuple[int, ...]
     """CPU slots or physical GPU numbers on that node."""
     cpu_threads: int

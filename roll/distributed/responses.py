@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from roll.strategies.infer.base import Completion, GenerateRequest, TokenChunk
+from roll.strategies.infer.base import Completion, FinishReason, GenerateRequest, TokenChunk
 
 
 class PartialResponse:
@@ -27,10 +27,11 @@ class PartialResponse:
         self._limit = max(1, min(request.sampling.max_new_tokens, room))
         self._settled: list[TokenChunk] = []
         self._attempt: list[TokenChunk] = []
-        self._finish_reason: str | None = None
+        self._finish_reason: FinishReason | None = None
 
     @property
     def request_id(self) -> str:
+        """Of the request as its owner knows it."""
         return self._request.request_id
 
     @property
@@ -73,7 +74,7 @@ class PartialResponse:
     @property
     def completion(self) -> Completion | None:
         """The whole response, if the attempts that were cut off have already brought all of it."""
-        if self._finish_reason in ("stop", "length"):
+        if self._finish_reason is not None and self._finish_reason != "abort":
             return self._completion(self._settled, self._finish_reason)
         return None
 
@@ -82,7 +83,7 @@ class PartialResponse:
         rest = TokenChunk(completion.token_ids, completion.logprobs, completion.versions)
         return self._completion([*self._settled, rest], completion.finish_reason)
 
-    def _completion(self, chunks: Sequence[TokenChunk], finish_reason: str) -> Completion:
+    def _completion(self, chunks: Sequence[TokenChunk], finish_reason: FinishReason) -> Completion:
         return Completion(
             request_id=self._request.request_id,
             token_ids=np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),

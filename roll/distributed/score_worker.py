@@ -27,7 +27,9 @@ class ScoreWorker(Worker):
         return await self.in_thread(self._strategy.score, conversations)
 
     async def offload_states(self) -> None:
+        """Move what is on the device to the host's memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self.in_thread(self._strategy.load_states)

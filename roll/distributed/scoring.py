@@ -41,9 +41,11 @@ class Devices(Protocol):
     def contended(self) -> bool:
         """Whether another role waits."""
 
-    def hold(self, role: str) -> AbstractAsyncContextManager[None]: ...
+    def hold(self, role: str) -> AbstractAsyncContextManager[None]:
+        """The devices, as long as the context is open; what the role has is loaded onto them."""
 
-    def register(self, role: str, resident: ScorePool) -> None: ...
+    def register(self, role: str, resident: ScorePool) -> None:
+        """From now on ``resident`` is told to load and offload for this role."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ aside and returns, so that training may go on; `send` takes their checksums and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,16 @@ from roll.distributed.transports.base import TransportSpec
 from roll.distributed.transports.engine_push import PushTarget
 from roll.distributed.weights import Publication
 from roll.distributed.worker import Worker
-from roll.strategies.train import build_train_strategy
-from roll.strategies.train.base import TrainStrategy
+from roll.distributed.writing import Synced, Writing, WritingProgress
+from roll.strategies.train import build_forward_strategy, build_train_strategy
+from roll.strategies.train.base import ForwardStrategy, TrainStrategy
 from roll.strategies.train.checkpoint import ModelKind
+from roll.strategies.train.export import ModelExport
 from roll.strategies.train.microbatches import MicroBatchLimits
 from roll.strategies.train.setup import TrainerSetup
-from roll.strategies.train.sharded_state import SavedState, write_state
+from roll.strategies.train.sharded_state import SavedState, state_file, write_state
 from roll.strategies.train.step import Objective
+from roll.tracking.files import sync_file
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,13 @@ class TrainPlan:
 
 
 class TrainWorker(Worker):
-    """Wraps a `TrainStrategy`."""
+    """Wraps a `TrainStrategy`, or a `ForwardStrategy` of a role that is only asked for log-probabilities."""
 
-    _strategy: TrainStrategy
-    _writing: list[asyncio.Task[object]]
-    """What is on its way to the disk."""
+    _strategy: ForwardStrategy
+    _trainer: TrainStrategy
+    """The same, of a role that learns."""
+    _writing: list[Writing]
+    """What is on its way to the disk, the oldest first."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
@@ -101,10 +106,14 @@ class TrainWorker(Worker):
             seed=spec.seed,
             strategy_config=config.strategy_args.strategy_config,
         )
-        self._strategy = build_train_strategy(config.strategy_args.strategy_name, setup)
+        name = config.strategy_args.strategy_name
+        if spec.forward_only:
+            self._strategy = build_forward_strategy(name, setup)
+        else:
+            self._strategy = self._trainer = build_train_strategy(name, setup)
         self._strategy.initialize()
         if spec.restore_from is not None:
-            self._strategy.restore(SavedState(spec.restore_from))
+            self._trainer.restore(SavedState(spec.restore_from))
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Log-probabilities of the batch's tokens; from rank 0 only."""
@@ -113,12 +122,12 @@ class TrainWorker(Worker):
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """The same without the adapters that the trainer trains; from rank 0 only."""
-        values = await self.in_thread(self._strategy.base_log_probs, batch, temperature)
+        values = await self.in_thread(self._trainer.base_log_probs, batch, temperature)
         return values if self.identity.rank == 0 else None
 
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """A critic's values of the batch's tokens; from rank 0 only."""
-        values = await self.in_thread(self._strategy.values, batch)
+        values = await self.in_thread(self._trainer.values, batch)
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
@@ -127,7 +136,7 @@ class TrainWorker(Worker):
 
     def _train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         results = [
-            self._strategy.train_step(batch.select(rows), objective, plan.temperature)
+            self._trainer.train_step(batch.select(rows), objective, plan.temperature)
             for rows in optimizer_batches(len(batch), plan, self._seed)
         ]
         return mean_over_updates(results)
@@ -137,7 +146,7 @@ class TrainWorker(Worker):
         await self.in_thread(self._gather, version, half, dtype, bucket_bytes)
 
     def _gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
-        weights = self._strategy.named_weights()
+        weights = self._trainer.named_weights()
         self._publisher.gather(version, half, weights, getattr(torch, dtype), bucket_bytes)
 
     async def send(self, version: int) -> Publication:
@@ -158,29 +167,47 @@ class TrainWorker(Worker):
 
     async def export(self, folder: str) -> None:
         """Copy the model; rank 0 begins to write it into the folder beside training, in Hugging Face format."""
-        export = await self.in_thread(self._strategy.export)
+        export = await self.in_thread(self._trainer.export)
         if export is not None:
-            self._write(export.write, folder)
+            self._writing.append(Writing(folder, Path(folder), lambda synced: _write_export(export, folder, synced)))
 
     async def snapshot(self, folder: str) -> None:
         """Copy this rank's training state, and begin to write it into the folder beside training."""
-        snapshot = await self.in_thread(self._strategy.snapshot)
-        self._write(write_state, Path(folder), self.identity.rank, snapshot)
+        snapshot = await self.in_thread(self._trainer.snapshot)
+        rank, parent = self.identity.rank, Path(folder)
+        path = state_file(parent, rank)
+        self._writing.append(Writing(folder, path, lambda synced: write_state(parent, rank, snapshot, synced)))
 
-    async def written(self) -> None:
-        """Wait until all of that is on the disk. Raises `OSError` if it could not be written."""
-        waited_for = list(self._writing)
-        await asyncio.gather(*waited_for)
-        self._writing = [task for task in self._writing if task not in waited_for]
-
-    def _write(self, work: Callable[..., object], *arguments: object) -> None:
-        self._writing.append(asyncio.create_task(asyncio.to_thread(work, *arguments)))
+    async def written(self, folders: Collection[str], seconds: float) -> list[WritingProgress]:
+        """Wait until the exports and snapshots into these folders are on the disk, at most ``seconds``; those that are
+        not, and how far they have come. Raises `OSError` if one could not be written."""
+        asked_for = [writing for writing in self._writing if writing.folder in folders]
+        if asked_for:
+            tasks = [writing.task for writing in asked_for]
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        unfinished = []
+        for writing in asked_for:
+            if writing.task.done():
+                writing.task.result()
+                self._writing = [other for other in self._writing if other is not writing]
+            else:
+                unfinished.append(writing)
+        return await asyncio.to_thread(lambda: [writing.progress() for writing in unfinished])
 
     async def offload_states(self) -> None:
+        """Move what is on the device to the host's memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
+        """Undo `offload_states`."""
         await self.in_thread(self._strategy.load_states)
+
+
+def _write_export(export: ModelExport, folder: str, synced: Synced) -> None:
+    export.write(folder)
+    for path in Path(folder).iterdir():
+        if path.is_file():
+            sync_file(path, synced)
 
 
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:

@@ -43,6 +43,7 @@ class WorkerIdentity:
 
     @property
     def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
         return f"{self.role}/{self.rank}"
 
 

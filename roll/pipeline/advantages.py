@@ -80,10 +80,10 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         if settings.turn_weight
         else None,
         turns=turns,
-        states=_states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))) if in_turns else None,
+        states=None if turns is None else _states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))),
     )
     padded = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
-    if penalty:
+    if penalty and logprobs is not None and reference is not None:
         divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
         metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
         penalty.update(divergence, len(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -16,7 +17,7 @@ from roll.agentic.episode import Observation
 from roll.agentic.tools.base import ToolUnavailable
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import AgenticConfig, CustomEnvConfig
+from roll.configs.schema import AgenticConfig, CustomEnvConfig, PipelineConfig
 from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ class AgenticPlan:
     managers: dict[str, EnvManagerFactory]
     """By tag."""
 
-    def fingerprint(self, config: AgenticConfig) -> str:
+    def fingerprint(self, config: PipelineConfig) -> str:
         """See `RolloutPlan.fingerprint`."""
+        config = derived.agentic(config)
         shares = derived.used_tags(config, config.train_env_manager)
         envs = {tag: [config.custom_envs[tag].env_type, config.custom_envs[tag].env_config] for tag in shares}
         return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
@@ -57,11 +59,13 @@ def plan_agentic(
     config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> AgenticPlan | None:
     """Find what is named; what is wrong goes into ``problems``."""
-    managers = {}
+    managers: dict[str, EnvManagerFactory] = {}
     for tag, env in config.custom_envs.items():
         problems.found += check_env_type(tag, env.env_type, env.env_config)
         path = f"custom_envs.{tag}.env_manager_cls"
-        managers[tag] = problems.attempt(lambda name=env.env_manager_cls, path=path: manager_factory(name, path))
+        factory = problems.attempt(partial(manager_factory, env.env_manager_cls, path))
+        if factory is not None:
+            managers[tag] = factory
     if tokenizer is None:
         return None
     template = problems.attempt(lambda: _template(config, tokenizer))

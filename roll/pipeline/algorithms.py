@@ -57,7 +57,7 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems += _policy_problems(config, objective, correction)
     if estimator is not None:
         problems += _estimator_problems(config, estimator, objective)
-    if problems:
+    if problems or objective is None or estimator is None:
         raise ConfigError(problems)
     return Algorithms(objective, _value_objective(config), correction, _advantages(config, estimator))
 

@@ -36,6 +36,7 @@ class TrainingBatch:
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
+        """The batch of training step ``step`` (from 0), with the lag of each token: versions behind that step."""
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
         lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
@@ -46,6 +47,7 @@ class TrainingBatch:
 
     @property
     def samples(self) -> list[Sample]:
+        """All samples, group by group: the rows of ``data``."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -75,6 +77,7 @@ class TrainingBatch:
         self.data.tokens["loss_mask"] = trained & kept
 
     def note_time(self, stage: str, seconds: float) -> None:
+        """See `StageItem.note_time`; seconds of one stage add up."""
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
 
     def check_staleness(self, bound: int) -> None:

@@ -37,6 +37,7 @@ class Channel(Generic[Item]):
 
     @property
     def full(self) -> bool:
+        """Whether `put` would wait."""
         return len(self._items) >= self.capacity
 
     async def put(self, item: Item) -> None:

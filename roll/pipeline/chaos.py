@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from roll.configs.schema import PUBLICATION_CHAOS, ChaosEvent, PipelineConfig
-from roll.distributed.chaos import harm_this_process
+from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.group import WorkerHandle
 from roll.pipeline.step_counter import StepCounter
 from roll.tracking.files import JsonLines, read_json_lines
@@ -23,8 +23,8 @@ LOOK_SECONDS = 0.5
 
 
 def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent]:
-    """Those that have not happened yet in this run, the earliest first."""
-    if not config.chaos.events:
+    """Those that have not happened yet in this run, the earliest first; none unless `chaos` is enabled."""
+    if not config.chaos.enabled or not config.chaos.events:
         return []
     done = read_json_lines(run.chaos) if run.chaos.exists() else []
     to_come = [event for event in config.chaos.events if _record(event) not in done]
@@ -76,11 +76,11 @@ class Chaos:
     async def _happen(self, event: ChaosEvent) -> None:
         if event.role == "driver":
             self._begin(event)
-            harm_this_process(event.kind, event.seconds)
+            harm_this_process(_harm(event), event.seconds)
             return
         handle = await self._process(_name(event))
         self._begin(event)
-        handle.harm(event.kind, event.seconds)
+        handle.harm(_harm(event), event.seconds)
 
     async def _process(self, name: str) -> WorkerHandle:
         """The process of this name; while it is being replaced there is none."""
@@ -94,6 +94,12 @@ class Chaos:
 def spoiled_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
     """Versions a byte of which is changed on the way."""
     return frozenset(event.at_step for event in events if event.kind == "corrupt_bucket")
+
+
+def _harm(event: ChaosEvent) -> Harm:
+    if event.kind == "delay_publication" or event.kind == "corrupt_bucket":
+        raise ValueError(f"{event.kind} happens to a publication, not to a process")
+    return event.kind
 
 
 def _name(event: ChaosEvent) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -90,4 +90,5 @@ def _options(options: Sequence[str]) -> dict[str, Any]:
     wrong = [option for option in options if "=" not in option]
     if wrong:
         raise ConfigError([ConfigProblem(each, "is no option", "write `key=value`") for each in wrong])
-    return dict(OmegaConf.to_container(OmegaConf.from_dotlist(list(options))))
+    given = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(options))))  # never a list
+    return dict(given)

@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.files import naming, write_atomically
+from roll.tracking.files import naming, sync_file, write_atomically
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Training steps done when it was made."""
         return self.state.progress.steps_done
 
     def role(self, name: str) -> Path:
@@ -66,6 +69,7 @@ class Checkpoint:
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint after so many training steps is, or will be."""
     return checkpoints / f"step-{step}"
 
 
@@ -102,6 +106,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             there = "is missing" if found is None else f"has {found} bytes"
             raise DamagedCheckpoint(f"{folder / name} {there}, not {size}")
     return Checkpoint(folder, state)
+
+
+def check_model(folder: Path) -> None:
+    """Raises `DamagedCheckpoint` unless the folder holds a model with all of its weights. Reads headers only."""
+    try:
+        json.loads((folder / "config.json").read_text())
+        index = folder / "model.safetensors.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise DamagedCheckpoint(f"{folder} holds no model that can be read: {cause!r}") from cause
+    for name in sorted(names):
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass  # it compares what the header says with the size of the file
+        except (OSError, SafetensorError) as cause:
+            raise DamagedCheckpoint(f"{folder / name} cannot be read: {cause}") from cause
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,13 @@ class Checkpointer:
         self._copied: set[str] = set()
         self._pending: dict[int, _Pending] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._synced = 0
+        """Bytes that this process has waited for."""
         discard_partial(folder)
+
+    def progress(self) -> tuple[object, ...]:
+        """What changes while a checkpoint reaches the disk."""
+        return self._synced, *([*trainer.unwritten] for trainer in self._trainers.values())
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this training step."""
@@ -206,11 +232,15 @@ class Checkpointer:
         final = checkpoint_folder(self._folder, pending.step)
         await self._written()
         with waiting(f"disk/{final}", "a checkpoint to be on the disk"):
-            await asyncio.to_thread(_publish, pending, final)
+            await asyncio.to_thread(_publish, pending, final, self._count_synced)
         if pending.facts is not None:
             with waiting(f"disk/{self._folder}", "older checkpoints to be deleted"):
                 oldest = await asyncio.to_thread(prune, self._folder, self._keep)
             self._on_oldest(oldest)
+
+
+    def _count_synced(self, size: int) -> None:
+        self._synced += size
 
 
 def prune(folder: Path, keep: int) -> RolloutProgress:
@@ -229,14 +259,33 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
     raise DamagedCheckpoint(f"no checkpoint in {folder} is whole")
 
 
+def abandon(folder: Path, step: int) -> Path:
+    """Put the checkpoint of this step aside: it is no part of the run any more. Returns where it is now."""
+    number, name = 1, f"abandoned-step-{step}"
+    while (folder / name).exists():
+        number += 1
+        name = f"abandoned-step-{step}-{number}"
+    os.replace(checkpoint_folder(folder, step), folder / name)
+    return folder / name
+
+
+def prune_abandoned(folder: Path, keep: int) -> None:
+    """Delete all but the ``keep`` of the abandoned checkpoints that were written last (0: none)."""
+    abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
+    for path in abandoned[:-keep] if keep else []:
+        partial = folder / f".step-{path.name}.partial"
+        os.replace(path, partial)
+        shutil.rmtree(partial)
+
+
 def discard_partial(folder: Path) -> None:
-    """Remove what an earlier run was writing when it ended."""
+    """Remove what an earlier run was writing, or deleting, when it ended."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
 
 
-def _publish(pending: _Pending, final: Path) -> None:
-    """Say what a complete folder holds, and give it its name."""
+def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:
+    """Say what a complete folder holds, and give it its name. ``on_synced`` hears of the bytes that are on the disk."""
     partial = pending.partial
     with naming(final):
         if pending.facts is not None:
@@ -244,15 +293,19 @@ def _publish(pending: _Pending, final: Path) -> None:
                 str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()
             }
             write_atomically(partial / STATE / FACTS, json.dumps(pending.facts | {"files": files}, indent=1))
-        for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                sync_file(path, on_synced)
+            else:
+                _sync_folder(path)
+        _sync_folder(partial)
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        _sync(final.parent)
+        _sync_folder(final.parent)
 
 
-def _sync(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,16 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
         return FAILURE
-    if point is not None and point.has_ended(prepared.config.max_steps):
-        print(f"the run in {run.root} has all its {prepared.config.max_steps} steps")
+    if point is not None and _has_ended(point, prepared.config):
         return SUCCESS
     try:
         with run.held():
             if point is not None:
-                _go_back(point)
+                point = _look_again(point, prepared)
+                if _has_ended(point, prepared.config):
+                    return SUCCESS
+                _go_back(point, prepared.config)
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 return _run(prepared, run, status, point, started)
+    except ConfigError as error:  # what another process did to the run in the meantime
+        print(_refusal(options.config, error), file=sys.stderr)
+        return BAD_CONFIGURATION
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
         return FAILURE
@@ -154,11 +159,25 @@ def _create_run_directory(config: PipelineConfig) -> RunDirectory:
     return run
 
 
-def _go_back(point: ResumePoint) -> None:
+def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
+    """Whether nothing is left to do; says so."""
+    if not point.has_ended(config.max_steps):
+        return False
+    print("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
+    return True
+
+
+def _look_again(point: ResumePoint, prepared: Prepared) -> ResumePoint:
+    from roll.pipeline.resume import look_again
+
+    return look_again(point, prepared.config, prepared.source)
+
+
+def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
     from roll.pipeline.resume import take_out_of_the_way
 
     try:
-        take_out_of_the_way(point)
+        take_out_of_the_way(point, config.max_ckpt_to_keep)
     except (OSError, ValueError) as error:
         raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
 
@@ -168,7 +187,11 @@ def _run(
 ) -> int:
     from roll.tracking.chatter import native_output_kept
 
-    with native_output_kept(run.logs, DRIVER):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(native_output_kept(run.logs, DRIVER))
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {run.root}: {error}") from error
         return _run_quietly(prepared, run, status_file, point, started)
 
 
@@ -180,14 +203,17 @@ def _run_quietly(
     from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
-    configure_logging(run.logs, DRIVER, console=True)
-    recorder = RunRecorder(
-        prepared.config,
-        run,
-        started=started,
-        decoder=prepared.tokenizer,
-        after_step=None if point is None else point.last_record,
-    )
+    try:
+        configure_logging(run.logs, DRIVER, console=True)
+        recorder = RunRecorder(
+            prepared.config,
+            run,
+            started=started,
+            decoder=prepared.tokenizer,
+            after_step=None if point is None else point.last_record,
+        )
+    except OSError as error:
+        raise RunUnusable(f"cannot write to {run.root}: {error}") from error
     if point is not None:
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
     cluster = prepared.config.cluster

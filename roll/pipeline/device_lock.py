@@ -21,9 +21,11 @@ from roll.tracking.waits import holding, waiting
 class Resident(Protocol):
     """A role whose states can leave its devices and come back."""
 
-    async def load_states(self) -> None: ...
+    async def load_states(self) -> None:
+        """Bring onto the devices what the role computes with."""
 
-    async def offload_states(self) -> None: ...
+    async def offload_states(self) -> None:
+        """Undo `load_states`: leave the devices to another role."""
 
 
 @dataclass
@@ -55,6 +57,7 @@ class DeviceLock:
 
     @property
     def holder(self) -> str | None:
+        """The role that has the devices; None: nobody."""
         return self._holder
 
     @property

@@ -41,6 +41,7 @@ class EpisodeTask:
 
     @property
     def name(self) -> str:
+        """The first part of its episodes' names."""
         return f"{self.tag}:{self.seed}"
 
 
@@ -51,7 +52,8 @@ class EpisodesFailed(RuntimeError):
 class Environments(Protocol):
     """Where episodes get their environments."""
 
-    def session(self, tag: str, *, frames: bool = False) -> EnvSession: ...
+    def session(self, tag: str, *, frames: bool = False) -> EnvSession:
+        """A place for one episode of an environment; ``frames``: pictures of it are kept."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class EnginePolicy:
     sampling: SamplingParams
     name: str
     """Of the episode, unique among those that run."""
-    seed_parts: tuple[int | str, ...]
+    seed_parts: tuple[int, *tuple[int | str, ...]]
     min_version: int | None
 
     async def __call__(self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:

@@ -48,7 +48,7 @@ def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], E
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         by_tag[episode.tag].append(episode)
-    found = {}
+    found: dict[tuple[str, str], Episode] = {}
     for tag, members in sorted(by_tag.items()):
         ranked = sorted(members, key=lambda each: (bool(each.success), each.score, -len(each.turns)))
         lucky = np.random.default_rng(derive_seed(version, "gallery", tag)).integers(len(members))

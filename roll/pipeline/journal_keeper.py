@@ -7,7 +7,8 @@ for the disk whenever it has nothing else to do. What goes wrong there is raised
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +17,20 @@ from typing import Any
 from roll.data.group_codec import decode_group, encode_group
 from roll.data.records import Group
 from roll.rollout.buffer import FinishedGroup
-from roll.rollout.journal import Journal, RolloutProgress, dropped_record, finished_record, went_back_record
+from roll.rollout.journal import (
+    Journal,
+    RolloutProgress,
+    dropped_record,
+    finished_record,
+    made_anew_record,
+    went_back_record,
+)
 from roll.rollout.schedule import DroppedGroup
-from roll.tracking.files import naming
+from roll.tracking.files import naming, write_atomically
 
 _START_VERSION_BYTES = 8
+_SETTINGS = "made_with.json"
+NOT_ON_RECORD = "(what they were made with is not on record)"
 MOST_BYTES_BEHIND = 2 * 2**30
 """What may wait for the disk. Beyond it the disk does not keep up, or does not answer, and memory would fill."""
 
@@ -39,6 +49,12 @@ class JournalKeeper:
         self._bytes_submitted = 0
         self._bytes_done = 0
         self._failure: Exception | None = None
+
+    def made_with(self, settings: Mapping[str, Any]) -> None:
+        """Groups are made with these settings from here on. If they were made with others before, those do not count;
+        a process that is killed here leaves that undecided at worst, and the next one says it again."""
+        if other_settings(self._folder, settings):
+            self._submit(self._make_anew, settings)
 
     def went_back(self, step: int) -> None:
         """The run goes on after this training step; what came later does not count."""
@@ -62,6 +78,11 @@ class JournalKeeper:
     def prune(self, oldest: RolloutProgress) -> None:
         """Nobody goes back beyond ``oldest`` any more."""
         self._submit(self._journal.prune, oldest)
+
+    def _make_anew(self, settings: Mapping[str, Any]) -> None:
+        self._journal.append(made_anew_record())
+        self._journal.sync()  # before the note: it says that this is done
+        write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
     def close(self) -> None:
         """Wait until everything is written."""
@@ -97,6 +118,15 @@ class JournalKeeper:
                     self._journal.sync()
         except Exception as error:  # raised at the next group, and at the end
             self._failure = error
+
+
+def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """The keys in which these settings differ from those that the groups of a journal were made with."""
+    try:
+        before = json.loads((folder / _SETTINGS).read_text())
+    except (FileNotFoundError, ValueError):
+        return [NOT_ON_RECORD]
+    return [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
 
 
 def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:

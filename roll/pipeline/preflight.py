@@ -59,6 +59,7 @@ class Problems:
         self.found: list[ConfigProblem] = []
 
     def attempt(self, look_up: Callable[[], Value]) -> Value | None:
+        """What is found; None, and its problems noted, if that raised `ConfigError`."""
         try:
             return look_up()
         except ConfigError as error:
@@ -66,6 +67,7 @@ class Problems:
             return None
 
     def raise_any(self) -> None:
+        """Raise `ConfigError` with all problems so far, if there are any."""
         if self.found:
             raise ConfigError(self.found)
 
@@ -79,6 +81,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     rollouts = _plan_rollouts(config, tokenizer, problems)
     algorithms = problems.attempt(lambda: _algorithms(config))
     problems.raise_any()
+    rollouts, algorithms = _found(rollouts, "rollouts"), _found(algorithms, "algorithms")
     problems.attempt(lambda: _check_strategies(config))
     worker_classes = problems.attempt(lambda: _worker_classes(config))
     if not config.stages:  # the built-in ones are there, and need not be imported before a refusal
@@ -87,15 +90,15 @@ def prepare(config: PipelineConfig) -> Prepared:
     problems.raise_any()
     return Prepared(
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=_found(tokenizer, "tokenizer"),
         rollouts=rollouts,
         source=rollouts.fingerprint(config),
         objective=algorithms.objective,
         value_objective=algorithms.value_objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,
-        stage_classes=stage_classes,
-        worker_classes=worker_classes,
+        stage_classes=_found(stage_classes, "stages"),
+        worker_classes=_found(worker_classes, "worker classes"),
     )
 
 
@@ -114,6 +117,13 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
     problems.raise_any()
 
 
+def _found(value: Value | None, what: str) -> Value:
+    """What a look-up without problems has given. ``RuntimeError`` if it gave nothing: then it kept a problem back."""
+    if value is None:
+        raise RuntimeError(f"the preflight found no {what}, and no problem with them either")
+    return value
+
+
 def _plan_rollouts(
     config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool = True
 ) -> RolloutPlan | None:
@@ -124,7 +134,7 @@ def _plan_rollouts(
         return plan_agentic(config, tokenizer, problems)
     from roll.pipeline.rlvr_preflight import plan_rlvr
 
-    return plan_rlvr(config, tokenizer, problems, asks_models=asks_models)
+    return plan_rlvr(derived.rlvr(config), tokenizer, problems, asks_models=asks_models)
 
 
 def _algorithms(config: PipelineConfig) -> Algorithms:
@@ -198,7 +208,7 @@ def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
 
 def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
     """Classes of the user's own, by role."""
-    roles = {**derived.present_roles(config), **derived.reward_models(config)}
+    roles = derived.roles_and_reward_models(config)
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
     if not paths:
         return {}

@@ -24,7 +24,8 @@ UNFINISHED = "\ufffd"
 class TokenDecoder(Protocol):
     """The part of a tokenizer that turns tokens into text."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; special ones left out if asked for."""
 
 
 def readable(

@@ -7,9 +7,10 @@ of two consecutive steps.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from roll.configs.loader import told_config
@@ -35,6 +36,8 @@ from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import TensorBoardTracker, Trackers
 from roll.tracking.waits import WaitBoard
+
+logger = logging.getLogger(__name__)
 
 FinalStatus = Literal["success", "failed", "interrupted"]
 
@@ -156,7 +159,7 @@ class RunRecorder:
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> None:
         """How the run has ended, before all that is still to be closed: that may fail, or hang."""
-        self.summary.finish(status, error, ledger=self.ledger)
+        self._finish(status, error)
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
@@ -168,11 +171,24 @@ class RunRecorder:
             self._trackers.close()
         except OSError as unwritten:
             status, error = "failed", error or unwritten
-        self.summary.finish(status, error, ledger=self.ledger)
+        if not self._finish(status, error) and status == "success":
+            status = "failed"
         summary = self.summary.as_dict()
-        self._plug_ins.end(Ending(summary["status"], summary, summary.get("error")))
+        self._plug_ins.end(Ending(status, summary, summary["error"]))
         self.console.close(summary)
         return status
+
+    def _finish(self, status: FinalStatus, error: BaseException | str | None) -> bool:
+        """Whether the end is on the disk. Where the folder cannot be written, the console still says why."""
+        try:
+            self.summary.finish(status, error, ledger=self.ledger)
+        except OSError as unwritten:
+            logger.error("how the run ended is not on the disk: %s", unwritten)
+            if status == "success":
+                with suppress(OSError):
+                    self.summary.finish("failed", unwritten, ledger=self.ledger)
+            return False
+        return True
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self._trackers.log(metrics, step)

@@ -1,7 +1,8 @@
 """Where an interrupted run goes on, and whether this configuration may.
 
 The newest whole checkpoint counts; a damaged one is said to be so and passed over. What the run directory tells of
-steps after it is taken out of the way, so that metrics, samples and checkpoints are those of one history.
+steps after it is taken out of the way, so that metrics, samples and checkpoints are those of one history. It is put
+aside, not thrown away: the run has yet to show that it can start, and its owner may have named the wrong checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import load_config
 from roll.configs.schema import PipelineConfig
 from roll.pipeline.checkpoints import (
+    STATE,
     Checkpoint,
     DamagedCheckpoint,
+    abandon,
+    check_model,
     checkpoint_folder,
     exported_steps,
+    prune_abandoned,
     read_checkpoint,
     saved_steps,
 )
 from roll.pipeline.same_model import model_problems
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.files import keep_lines, remove_partials
+from roll.tracking.files import keep_lines, remove_partials, write_atomically
 from roll.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 KEY = "resume_from_checkpoint"
+PUT_ASIDE_KEPT = 5
+"""Of metrics, samples and timelines that were put aside, the newest so many stay."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +67,18 @@ class ResumePoint:
 
     def has_ended(self, max_steps: int) -> bool:
         """Whether all its steps are done already."""
-        if self.chosen:
+        if self.chosen or self.step >= max_steps:
             return self.step >= max_steps
-        return self.step >= max_steps or max_steps in exported_steps(self.run.checkpoints)
+        return is_model_only(self.run, max_steps) and model_damage(self.run, max_steps) is None
 
     @property
     def progress(self) -> RolloutProgress:
+        """Where the rollouts go on; at their start if there is no checkpoint."""
         return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
 
     @property
     def memory(self) -> dict[str, Any]:
+        """What the stages remember; nothing if there is no checkpoint."""
         return {} if self.checkpoint is None else dict(self.checkpoint.state.memory)
 
     def role(self, name: str) -> Path | None:
@@ -89,10 +98,35 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
     except FileNotFoundError as error:
         remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
         raise ConfigError([ConfigProblem(KEY, str(error), remedy)]) from None
-    if run is None:
-        return None
+    return None if run is None else _point(run, wanted, config, source)
+
+
+def look_again(point: ResumePoint, config: PipelineConfig, source: str) -> ResumePoint:
+    """The same, once this process holds the run: until then another one may have gone on with it."""
+    return _point(point.run, point.step if point.chosen else None, config, source)
+
+
+def is_model_only(run: RunDirectory, step: int) -> bool:
+    """Whether there is a folder of this step without a state: what a run without `save_steps` ends with."""
+    folder = checkpoint_folder(run.checkpoints, step)
+    return folder.is_dir() and not (folder / STATE).is_dir()
+
+
+def model_damage(run: RunDirectory, step: int) -> str | None:
+    """What is wrong with the model of this step."""
+    try:
+        check_model(checkpoint_folder(run.checkpoints, step))
+    except DamagedCheckpoint as damage:
+        return str(damage)
+    return None
+
+
+def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source: str) -> ResumePoint:
     notes: list[str] = []
     checkpoint = _checkpoint(run.checkpoints, wanted, notes)
+    if wanted is None and is_model_only(run, config.max_steps):
+        damage = model_damage(run, config.max_steps)
+        notes += [] if damage is None else [f"the last step is done again: {damage}"]
     problems = _change_problems(config, run, notes)
     if checkpoint is not None and checkpoint.state.source != source:
         problems.append(
@@ -110,23 +144,49 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
     return ResumePoint(run, checkpoint, wanted is not None, notes)
 
 
-def take_out_of_the_way(point: ResumePoint) -> None:
-    """Leave in the run's folder what happened up to the step that it goes on from."""
+def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
+    """Leave in the run's folder what happened up to the step that it goes on from. What came later is put aside; of
+    abandoned checkpoints ``keep_abandoned`` stay (0: all). A process that is killed here is followed by one that does
+    the rest."""
     run, last = point.run, point.last_record
-    for replaced in (run.status, run.summary, run.config, run.metrics, run.samples):
+    asides = [_next_aside(path) for path in (run.metrics, run.samples)]
+    for replaced in (run.status, run.summary, run.config, run.metrics, run.samples, *asides):
         remove_partials(replaced)
     for later in exported_steps(run.checkpoints):
         if later > last:
-            folder = checkpoint_folder(run.checkpoints, later)
-            aside = _free_name(run.checkpoints / f"abandoned-{folder.name}")
-            os.replace(folder, aside)
+            aside = abandon(run.checkpoints, later)
             logger.info("the checkpoint of step %d is no part of the run any more: %s", later, aside)
-    if last < 0 and run.metrics.stat().st_size:
-        shutil.copyfile(run.metrics, _free_name(run.root / "metrics-before.jsonl"))
-    keep_lines(run.metrics, lambda record: record["step"] <= last)
-    keep_lines(run.samples, lambda record: record["step"] <= last)
+    prune_abandoned(run.checkpoints, keep_abandoned)
+    for path in (run.metrics, run.samples):
+        keep_lines(path, lambda record: record["step"] <= last, partial(_put_aside, path))
     if run.timeline.exists():
-        os.replace(run.timeline, _free_name(run.root / "timeline-before.json"))
+        os.replace(run.timeline, _next_aside(run.timeline))
+    for path in (run.metrics, run.samples, run.timeline):
+        for old in _put_aside_before(path)[:-PUT_ASIDE_KEPT]:
+            old.unlink()
+
+
+def _put_aside(path: Path, lines: str) -> None:
+    """Keep lines that are taken out of a file, unless a process that was killed then has done so."""
+    before = _put_aside_before(path)
+    if not before or before[-1].read_text(encoding="utf-8") != lines:
+        write_atomically(_next_aside(path), lines)
+
+
+def _put_aside_before(path: Path) -> list[Path]:
+    """`metrics-before.jsonl`, `metrics-before-2.jsonl`, ...: oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}-before*{path.suffix}"), key=_number)
+
+
+def _next_aside(path: Path) -> Path:
+    before = _put_aside_before(path)
+    number = f"-{_number(before[-1]) + 1}" if before else ""
+    return path.with_name(f"{path.stem}-before{number}{path.suffix}")
+
+
+def _number(aside: Path) -> int:
+    match = re.fullmatch(r".*-before-(\d+)", aside.stem)
+    return int(match[1]) if match else 1
 
 
 def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
@@ -190,12 +250,3 @@ def _problem(change: Change, remedy: str) -> ConfigProblem:
     return ConfigProblem(
         change.path, f"was {change.before!r} before the run was interrupted and is {change.after!r} now{reason}", remedy
     )
-
-
-def _free_name(path: Path) -> Path:
-    """The path, with a number where it is taken."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free

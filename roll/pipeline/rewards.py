@@ -84,7 +84,7 @@ def build_rewards(
     prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
 ) -> Rewards:
     """The rewards that the configuration names. Starts nothing."""
-    config = prepared.config
+    config = derived.rlvr(prepared.config)
     models = derived.reward_models(config)
     verifiers = {name: each for name, each in config.rewards.items() if f"{REWARD_MODEL}{name}" not in models}
     pools = {

@@ -13,7 +13,7 @@ import xxhash
 
 from roll.configs import derived
 from roll.configs.errors import ConfigProblem
-from roll.configs.schema import JudgeConfig, RewardConfig, RLVRConfig
+from roll.configs.schema import JudgeConfig, PipelineConfig, RewardConfig, RLVRConfig
 from roll.data.dataset import load_prompts
 from roll.data.records import Prompt
 from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
@@ -34,7 +34,7 @@ class RLVRPlan:
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
 
-    def fingerprint(self, config: RLVRConfig) -> str:
+    def fingerprint(self, config: PipelineConfig) -> str:
         """See `RolloutPlan.fingerprint`."""
         data_args = config.actor_train.data_args
         digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
@@ -78,7 +78,8 @@ def plan_rlvr(
         prompts = problems.attempt(lambda: _prompts(config, tokenizer)) or []
         validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
     if prompts and not problems.found:
-        problems.found += _judgement_problems(config, verifiers, prompts, validation_prompts)
+        found = {name: verifier for name, verifier in verifiers.items() if verifier is not None}
+        problems.found += _judgement_problems(config, found, prompts, validation_prompts)
     return RLVRPlan(prompts, validation_prompts)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from roll.distributed.worker import Worker, split_devices
 from roll.pipeline.device_lock import DeviceLock
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.rollout_side import WorkerProcesses
+from roll.pipeline.weight_folder import claim_weight_folder, clear_weight_folder
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import part
 
@@ -59,6 +58,7 @@ class Roles:
         self._config: PipelineConfig = prepared.config
         self._placement = placement
         self._locks = locks
+        self._run = run
         self._log_dir = str(run.logs.absolute())
         self._transport = transport_spec(self._config, run, spoiled_versions)
         self._groups: list[WorkerGroup] = []
@@ -95,19 +95,21 @@ class Roles:
         return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
 
     async def shutdown(self) -> None:
-        """End every process."""
-        self.pool.kill()
-        for group in self._groups:
-            group.kill()
+        """End every process. What cannot be ended in order ends with Ray, and must not hide why the run ends."""
         try:
+            self.pool.kill()
+            for group in self._groups:
+                group.kill()
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await self._workers.shutdown()
         except TimeoutError:
             logger.error("processes of rollouts did not end within %g s; they end with Ray", SHUTDOWN_SECONDS)
-        self._placement.release()
-        if self._transport.name == "checkpoint":
+        except Exception as failure:
+            logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
+        finally:
+            self._placement.release()
             # The trainer was killed, and could not delete what it published last.
-            shutil.rmtree(self._transport.directory, ignore_errors=True)
+            clear_weight_folder(self._run)
 
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
         config, role = self._config, self._config.actor_infer
@@ -201,16 +203,12 @@ class Roles:
 def transport_spec(
     config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
 ) -> TransportSpec:
-    """How weights travel in this run. Files go into a folder that no other run uses."""
-    chosen = config.weight_update.checkpoint_dir
-    root = run.root.absolute()
-    own_name = f"{config.exp_name}-{root.name}-{uuid.uuid4().hex[:8]}"
-    directory = run.weights.absolute() if chosen is None else Path(chosen).absolute() / own_name
+    """How weights travel in this run, as seen by the process that holds it: what earlier ones published is deleted."""
     update = config.weight_update
     return TransportSpec(
         name=derived.weight_transport(config),
         halves=2 if update.dual_buffer else 1,
-        directory=directory,
+        directory=claim_weight_folder(run, update.checkpoint_dir, config.exp_name),
         bucket_bytes=derived.load_bucket_bytes(config),
         timeout_seconds=update.timeout_seconds,
         spoiled_versions=spoiled_versions,

@@ -22,13 +22,15 @@ from roll.strategies.infer.base import Completion, GenerateRequest, SamplingPara
 class Judge(Protocol):
     """Anything that judges the responses to a prompt of some domain."""
 
-    async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]: ...
+    async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
+        """The outputs of ``records``, prompts of one domain, in their order. Raises `RewardFailed`."""
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that turns a response into text."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; special ones left out if asked for."""
 
 
 @dataclass(frozen=True)

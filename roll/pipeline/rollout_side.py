@@ -31,7 +31,8 @@ class Generator(Protocol):
 
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
-    ) -> Completion: ...
+    ) -> Completion:
+        """Run a request to its end; all with one ``sticky_key`` on one engine, which holds ``min_version`` or newer."""
 
     def forget(self, sticky_key: str) -> None:
         """No request with this key will come any more."""
@@ -44,7 +45,8 @@ class WorkerProcesses(Protocol):
     async def start(self) -> None:
         """What waits for devices here is a `part` of the start: others wait for these devices at the same time."""
 
-    async def shutdown(self) -> None: ...
+    async def shutdown(self) -> None:
+        """End all processes."""
 
     def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
         """When they lately worked, by role, in seconds since the epoch."""
@@ -60,7 +62,10 @@ class Validator(Protocol):
 class RolloutSide(Protocol):
     """The rollout side of a running pipeline."""
 
-    workers: WorkerProcesses
+    @property
+    def workers(self) -> WorkerProcesses:
+        """What runs beside the driver."""
+
     sample_metrics: str
     """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
 

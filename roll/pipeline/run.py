@@ -8,15 +8,17 @@ are this code; they differ in their rollout side.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from roll.configs import derived
+from roll.configs.changes import rollout_settings
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.loader import dump_config
 from roll.configs.schema import ChaosEvent, PipelineConfig
+from roll.configs.wording import count
 from roll.data.records import Group
 from roll.distributed.group import WorkerHandle
 from roll.distributed.placement import Placement
@@ -29,7 +31,7 @@ from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.context import RunContext
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
 from roll.pipeline.engine_gate import EngineGate
-from roll.pipeline.journal_keeper import JournalKeeper, finished_again
+from roll.pipeline.journal_keeper import JournalKeeper, finished_again, other_settings
 from roll.pipeline.mismatch import build_alarm
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
@@ -49,6 +51,11 @@ from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, GROUP, SCHEDULER, START, WaitBoard, acting
+
+MOST_KEYS_NAMED = 5
+
+StageMaker = Callable[[RunContext, Channel[Any] | None, Channel[Any] | None], Stage]
+"""How the class of a stage is called. Custom ones are subclasses of the built-in ones, so this is true of them, too."""
 
 
 async def run_pipeline(
@@ -102,8 +109,21 @@ def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKee
     journal = JournalKeeper(run.journal)
     try:
         yield journal
-    finally:
-        journal.close()
+    except BaseException as failure:
+        try:
+            journal.close()
+        except Exception as unwritten:
+            if not _is_part_of(unwritten, failure):
+                raise unwritten from failure
+        raise
+    journal.close()
+
+
+def _is_part_of(error: BaseException, failure: BaseException) -> bool:
+    """Whether the journal's own failure is what ended the run."""
+    if isinstance(failure, BaseExceptionGroup):
+        return any(_is_part_of(error, inner) for inner in failure.exceptions)
+    return failure is error or (failure.__cause__ is not None and _is_part_of(error, failure.__cause__))
 
 
 def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
@@ -150,7 +170,9 @@ def build_context(
     scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
     scheduler.pause_admission()
     if point is not None:
-        go_on(point, scheduler, prepared.advantages, journal)
+        go_on(point, scheduler, prepared.advantages, journal, rollout_settings(config), recorder.event)
+    if journal is not None:
+        journal.made_with(rollout_settings(config))
     return RunContext(
         config=config,
         scheduler=scheduler,
@@ -190,9 +212,18 @@ def go_on(
     scheduler: RolloutScheduler[Any, Group],
     advantages: AdvantageSettings,
     journal: JournalKeeper | None,
+    settings: Mapping[str, Any],
+    on_event: Callable[[str], None],
 ) -> None:
-    """Take over what an earlier process left behind, beside the trainer's state."""
+    """Take over what an earlier process left behind, beside the trainer's state. Groups that were made with other
+    ``settings`` (`rollout_settings`) are made again, as those in flight are."""
     recovered = recover(read_journal(point.run.journal), point.progress)
+    ended = len(recovered.finished) + len(recovered.dropped)
+    changed = other_settings(point.run.journal, settings) if ended else []
+    if changed:
+        keys = ", ".join(changed[:MOST_KEYS_NAMED]) + (", ..." if len(changed) > MOST_KEYS_NAMED else "")
+        on_event(f"{count(ended, 'group')} of after step {point.step} are made again, for these have changed: {keys}")
+        recovered = recover((), point.progress)
     scheduler.resume(point.progress, recovered, finished_again)
     advantages.recall(point.memory)
     if journal is not None:
@@ -239,10 +270,11 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
     present = derived.present_roles(context.config).keys() | ({"reference"} if context.reference is not None else set())
     names = [name for name in STAGE_ORDER if NEEDED_ROLES.get(name, "actor_train") in present]
     stages: list[Stage] = []
-    inbox: Channel | None = None
+    inbox: Channel[Any] | None = None
     for name in names:
-        outbox = Channel(f"after {name}") if name != names[-1] else None
-        stages.append(prepared.stage_classes[name](context, inbox, outbox))
+        outbox: Channel[Any] | None = Channel(f"after {name}") if name != names[-1] else None
+        make = cast(StageMaker, prepared.stage_classes[name])
+        stages.append(make(context, inbox, outbox))
         inbox = outbox
     return stages
 

@@ -42,9 +42,9 @@ def _difference(folder: Path, state: SavedState) -> str | None:
             there, here = state.shape(f"weight/{weight}"), files.shape(weight)
             if there != here:
                 return f"that is another model: {weight} is {list(there)} in the checkpoint, {list(here)} in the model"
-        there, here = _layers(weights), _layers(files.names)
+        trained, known = _layers(weights), _layers(files.names)
     # The files may have more: layers that transformers leaves out, or such as have no adapter.
-    return None if there <= here else f"that is another model, of {here} layers, not {there}"
+    return None if trained <= known else f"that is another model, of {known} layers, not {trained}"
 
 
 def _layers(names: list[str]) -> int:

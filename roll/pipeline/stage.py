@@ -17,6 +17,8 @@ from roll.tracking.waits import START, WaitBoard, acting
 
 
 class StageState(enum.Enum):
+    """What a stage does at the moment, in the words of the timeline."""
+
     IDLE = "idle"
     WAITING_INPUT = "waiting for input"
     WAITING_RESOURCE = "waiting for devices"
@@ -29,7 +31,8 @@ class StageState(enum.Enum):
 class StateRecorder(Protocol):
     """What a stage tells about itself (the timeline implements it)."""
 
-    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None: ...
+    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
+        """``actor`` is in ``state`` from now on, or from ``at`` (seconds of the recorder's clock)."""
 
 
 class StageItem(Protocol):
@@ -76,7 +79,7 @@ class Stage:
         """Work on one item and return what the next stage gets."""
         raise NotImplementedError
 
-    async def deliver(self, result: StageItem) -> None:
+    async def deliver(self, result: Any) -> None:
         """Pass on an item that is finished here, its time noted."""
         if self.outbox is not None:
             self.enter(StageState.WAITING_OUTPUT)

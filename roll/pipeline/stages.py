@@ -12,6 +12,7 @@ import asyncio
 from typing import Any
 
 from roll.configs import derived
+from roll.data.records import Group
 from roll.distributed.canaries import CanaryScores
 from roll.distributed.train_worker import TrainPlan
 from roll.pipeline.advantages import add_advantages
@@ -38,13 +39,13 @@ class RolloutStage(Stage):
         self.context = context
         self._next_step = context.first_step
 
-    async def take_input(self) -> list[FinishedGroup]:
+    async def take_input(self) -> list[FinishedGroup[Any, Group]]:
         if self._next_step == self.context.config.max_steps:
             raise ChannelClosed("all training steps have their batch")
         with waiting("scheduler", f"the batch of step {self._next_step + 1}"):
             return await self.context.scheduler.next_batch()
 
-    async def process(self, finished: list[FinishedGroup]) -> TrainingBatch:
+    async def process(self, finished: list[FinishedGroup[Any, Group]]) -> TrainingBatch:
         batch = TrainingBatch.from_groups(self._next_step, [group.result for group in finished])
         self._next_step += 1
         batch.check_staleness(self.context.max_staleness)

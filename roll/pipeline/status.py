@@ -40,7 +40,7 @@ LISTED_GROUPS = 32
 
 
 class SignsOfLife:
-    """When anything last moved: a stage, a group, a request, an environment."""
+    """When anything last moved: a stage, a group, a request, an environment, bytes of a checkpoint."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -98,6 +98,7 @@ class StatusKeeper:
         """The run at this instant."""
         context, at = self._context, self._clock()
         self._life.look(context)
+        waits, groups_by_wait = _waits(self._recorder.waits.waits())
         status = RunStatus(
             driver=self._driver,
             phase="starting" if context is None else "running",
@@ -108,7 +109,8 @@ class StatusKeeper:
             max_steps=self._config.max_steps,
             workers=tuple(self._workers()),
             holdings=tuple(self._recorder.waits.holdings()),
-            **_waits(self._recorder.waits.waits()),
+            waits=waits,
+            groups_by_wait=groups_by_wait,
         )
         if context is None:
             return status
@@ -169,20 +171,17 @@ def _counts(context: RunContext) -> tuple[object, ...]:
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
     side = tuple(sorted(context.side.metrics().items()))
-    return states, counts, context.pool.completed, context.pool.restarts, side
+    return states, counts, context.pool.completed, context.pool.restarts, side, context.checkpoints.progress()
 
 
-def _waits(waits: Sequence[Wait]) -> dict[str, object]:
+def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
     """Each wait once, however many tasks of an actor are in it; of groups the oldest ones, and how many wait where."""
     first: dict[tuple[str, str, str], Wait] = {}
     for wait in waits:
         first.setdefault((wait.who, wait.on, wait.what), wait)
     groups = [wait for wait in first.values() if wait.who.startswith(GROUP)]
     others = [wait for wait in first.values() if not wait.who.startswith(GROUP)]
-    return {
-        "waits": tuple(others + groups[:LISTED_GROUPS]),
-        "groups_by_wait": dict(Counter(wait.on for wait in groups)),
-    }
+    return tuple(others + groups[:LISTED_GROUPS]), dict(Counter(wait.on for wait in groups))
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:

@@ -7,7 +7,6 @@ the last cause, and never the key.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import time
@@ -76,12 +75,14 @@ class ChatClient:
         self._timeout_seconds = timeout_seconds
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._session.close()
 
     async def chat(self, body: Mapping[str, Any]) -> Reply:
         """Ask. Raises `RewardGaveUp` when all attempts have failed, or one that no other would mend."""
         url = f"{self._base_url}/chat/completions"
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             try:
                 return Reply(self._text_of(await self._request("POST", url, body)), attempt)
             except _Failed as failed:
@@ -89,6 +90,7 @@ class ChatClient:
                     times = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
                     raise RewardGaveUp(f"{url} gave no answer in {times}; the last one: {failed}") from None
                 await self._sleep(backoff(attempt) if failed.wait is None else failed.wait)
+                attempt += 1
 
     async def models(self) -> list[str] | None:
         """Names of the models there; None if the address does not tell. Raises `RewardGaveUp`."""

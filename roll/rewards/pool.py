@@ -8,6 +8,7 @@ again, one by one where needed, so that a response that kills its judge takes no
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -16,15 +17,18 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
 from roll.configs.wording import count
+from roll.data.actor_deaths import ACTOR_GONE, memory_death
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
 from roll.tracking.busy_spans import BusySpans
+
+logger = logging.getLogger(__name__)
 
 ASYNC_CALLS_PER_WORKER = 256
 """Calls that one process of an async verifier holds at a time; each may have many responses."""
@@ -255,8 +259,11 @@ class RewardWorkers:
                     return await asyncio.wait_for(handle.judge.remote(records), self._deadline(len(records)))
             except RayTaskError as cause:
                 return [Verdict("error", cause=_first_line(cause.cause or cause)) for _ in records]
-            except RayActorError as cause:
-                lost = _WorkerLost(f"the worker process died ({_first_line(cause)})", timed_out=False)
+            except ACTOR_GONE as cause:
+                because = memory_death(cause) or _first_line(cause)
+                lost = _WorkerLost(f"the worker process died ({because})", timed_out=False)
+            except RayError as cause:
+                lost = _WorkerLost(f"the worker process cannot be reached ({_first_line(cause)})", timed_out=False)
             except TimeoutError:
                 limit = self._timeout_seconds
                 lost = _WorkerLost(f"no answer within {limit:g} s, and the process had to be killed", timed_out=True)
@@ -324,8 +331,10 @@ async def _kill(handle: ActorHandle) -> None:
     ray.kill(handle)
     try:
         await asyncio.wait_for(handle.ready.remote(), EXIT_TIMEOUT_SECONDS)
-    except RayActorError:
+    except RayError:
         return
+    except TimeoutError:
+        logger.warning("a reward worker was killed and is still there after %g s", EXIT_TIMEOUT_SECONDS)
 
 
 def _first_line(cause: BaseException) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -205,7 +204,6 @@ def _import_function(import_path: str, path: str) -> Callable[..., Any]:
         hint = nearest_name_hint(import_path, BUILT_IN)
         remedy = f"{hint}; or use an import path `package.module:function`"
         raise _error(path, f"`{import_path}` is no verifier", remedy)
-    make_importable([os.getcwd()])
     try:
         found = import_object(import_path)
     except ImportError as cause:

@@ -26,12 +26,14 @@ from roll.rewards.registry import Verifier, checked_output, make_importable, res
 ALARM_REPEAT_SECONDS = 1.0
 """A verifier that swallows the alarm gets another one."""
 
+VerdictKind = Literal["judged", "error", "gave_up", "timeout", "unjudged"]
+
 
 @dataclass(frozen=True)
 class Verdict:
     """How judging one response ended."""
 
-    kind: Literal["judged", "error", "gave_up", "timeout", "unjudged"]
+    kind: VerdictKind
     """``gave_up``: an error after which another attempt is not worth it; ``unjudged``: the call ended before this
     response had its turn."""
     output: RewardOutput | None = None
@@ -104,7 +106,7 @@ async def judge_one_async(verifier: Verifier, record: RewardInput, timeout_secon
 
 
 def _failed(cause: Exception, seconds: float) -> Verdict:
-    kind = "gave_up" if isinstance(cause, RewardGaveUp) else "error"
+    kind: VerdictKind = "gave_up" if isinstance(cause, RewardGaveUp) else "error"
     return Verdict(kind, cause=f"{type(cause).__name__}: {cause}", seconds=seconds)
 
 

@@ -83,6 +83,7 @@ class Admission:
 
     @property
     def is_paused(self) -> bool:
+        """Whether no group may start, whatever the budget."""
         return self._pauses > 0
 
     def pause(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -34,7 +34,8 @@ class RecordKind(IntEnum):
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A run began again after training step ``version``."""
+    """A run began again after training step ``version``; of what was before only that counts which does not depend on a
+    later version."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RolloutProgress:
     steps_done: int
     issued: int
     """Groups issued: those with ids below this. A group is made of the source's item of the same number."""
-    dropped: dict[str, int]
+    dropped: Mapping[DropReason, int]
     """Reason -> groups."""
     open_groups: tuple[int, ...]
     """Ids of issued groups that no completed training step was on and that were not dropped, ascending."""
@@ -184,6 +185,11 @@ def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRe
 def went_back_record(step: int) -> JournalRecord:
     """A run begins again after training step ``step``."""
     return JournalRecord(RecordKind.WENT_BACK, -1, step)
+
+
+def made_anew_record() -> JournalRecord:
+    """From here on groups are made in another way: nothing before it counts, as there is no version below 0."""
+    return went_back_record(-1)
 
 
 def _reason(record: JournalRecord) -> DropReason:

@@ -93,7 +93,7 @@ class RolloutScheduler(Generic[Item, Result]):
         """Groups of each batch that was handed out and whose training step is not done."""
         self._phase = _Phase.NEW
         self._ended = asyncio.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._batch_waiter: asyncio.Future[None] | None = None
 
     def resume(
@@ -295,7 +295,8 @@ class RolloutScheduler(Generic[Item, Result]):
             try:
                 result = await self._attempt(group)
             except asyncio.CancelledError as cancelled:
-                if asyncio.current_task().cancelling():
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
                     raise
                 failure = cancelled  # Something the rollout awaited was cancelled, not this group.
             except Exception as error:
@@ -418,7 +419,8 @@ class RolloutScheduler(Generic[Item, Result]):
         for group_id in self._buffer.overdue():
             group = self._in_flight[group_id]
             self._drop(group, "stale")
-            group.task.cancel()
+            if group.task is not None:
+                group.task.cancel()
 
     def _wake_consumer(self) -> None:
         """Wake a waiting `next_batch` if it may succeed now."""
@@ -429,7 +431,7 @@ class RolloutScheduler(Generic[Item, Result]):
 
     # Ending
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the run with this error; the first one counts. `run` wakes up and stops everything."""
         if self._failure is not None or self._phase is not _Phase.RUNNING:
             return

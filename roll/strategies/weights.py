@@ -156,7 +156,7 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def checksum(data: np.ndarray) -> int:
     """``xxh3_64`` of contiguous bytes, about twice as fast as copying them."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
@@ -172,7 +172,7 @@ def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     for start in range(0, len(source), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         target[chunk] = source[chunk]
-        digest.update(target[chunk])
+        digest.update(target[chunk].data)
     return copy, digest.intdigest()
 
 
@@ -197,5 +197,5 @@ def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
         return torch.from_numpy(data).view(dtype).view(shape)
     # torch knows no read-only memory and warns of each; handed over by its address it keeps what it stands on alive.
     memory = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)
-    memory.owner = data
+    memory.owner = data  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

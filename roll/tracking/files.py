@@ -6,14 +6,19 @@ each flushed. A reader therefore meets at most one torn line, at the end, and kn
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+SYNC_PIECE = 64 * 1024 * 1024
+"""Bytes that are waited for at a time."""
 
 
 @contextmanager
@@ -44,13 +49,47 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
             partial.unlink(missing_ok=True)
 
 
+def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
+    """Wait until a file is on the disk; ``on_synced`` hears of its bytes, a large file's piece by piece. A single call
+    for all of it may take half an hour on a slow disk, in which nobody could tell it from a dead one.
+
+    Raises `OSError` with the path.
+    """
+    with naming(path):
+        size = path.stat().st_size
+        synced = _sync_pieces(path, size, on_synced) if size > SYNC_PIECE else 0
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    on_synced(size - synced)
+
+
+def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int:
+    """Bytes that are on the disk then: 0 where the file system has no shared mappings, whose parts could be synced."""
+    with open(path, "r+b") as file:
+        try:
+            view = mmap.mmap(file.fileno(), size)
+        except OSError as refusal:
+            if refusal.errno != errno.ENODEV:
+                raise
+            return 0
+        with view:
+            for start in range(0, size, SYNC_PIECE):
+                piece = min(SYNC_PIECE, size - start)
+                view.flush(start, piece)
+                on_synced(piece)
+    return size
+
+
 def remove_partials(path: Path) -> None:
     """Delete what processes that were killed while they replaced this file left beside it."""
     for partial in path.parent.glob(f".{path.name}.*.partial"):
         partial.unlink(missing_ok=True)
 
 
-def json_number(value: float) -> float | int | None:
+def json_number(value: object) -> float | int | None:
     """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
 
     Raises `TypeError` for anything else.
@@ -90,6 +129,7 @@ class JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file. Raises `OSError` with its path if what was written did not arrive."""
         with naming(self.path):
             self._file.close()
 
@@ -110,12 +150,20 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records if last is None else [*records, last]
 
 
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of `JsonLines` with the records that are wanted, in one step. No file: nothing to do."""
+def keep_lines(
+    path: Path, wanted: Callable[[dict[str, Any]], bool], put_aside: Callable[[str], None] = lambda text: None
+) -> None:
+    """Rewrite a file of `JsonLines` with the records that are wanted, in one step; the lines of the others, if there
+    are any, are given to ``put_aside`` first. No file: nothing to do."""
     if not path.is_file():
         return
-    records = [record for record in read_json_lines(path) if wanted(record)]
-    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    kept: list[str] = []
+    others: list[str] = []
+    for record in read_json_lines(path):
+        (kept if wanted(record) else others).append(json.dumps(record, ensure_ascii=False) + "\n")
+    if others:
+        put_aside("".join(others))
+    write_atomically(path, "".join(kept))
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

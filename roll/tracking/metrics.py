@@ -31,6 +31,7 @@ class MetricsLog:
         self._lines.sync()
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

@@ -94,22 +94,27 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
+        """The resolved configuration, secrets masked."""
         return self.root / "config.yaml"
 
     @property
     def metrics(self) -> Path:
+        """One JSON object per training step."""
         return self.root / "metrics.jsonl"
 
     @property
     def timeline(self) -> Path:
+        """Who worked and who waited; opens in Perfetto."""
         return self.root / "timeline.json"
 
     @property
     def samples(self) -> Path:
+        """Readable rollouts."""
         return self.root / "samples.jsonl"
 
     @property
     def summary(self) -> Path:
+        """How the run ended, and what came of it."""
         return self.root / "summary.json"
 
     @property
@@ -124,6 +129,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -137,7 +143,13 @@ class RunDirectory:
         return self.root / "weights"
 
     @property
+    def weights_note(self) -> Path:
+        """Where they are instead, if the configuration names another folder for them."""
+        return self.root / "weights.json"
+
+    @property
     def tensorboard(self) -> Path:
+        """Folder of TensorBoard's events."""
         return self.root / "tensorboard"
 
     @property
@@ -157,6 +169,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
+        """Folder of the logs of driver and workers."""
         return self.root / "logs"
 
     def write_config(self, text: str) -> None:

@@ -65,6 +65,7 @@ class SampleLog:
             self._lines.append(_as_record(sample))
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

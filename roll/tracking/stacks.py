@@ -64,11 +64,11 @@ def _frames_of(task: asyncio.Task[object]) -> Iterator[FrameType]:
 
 def _awaiting(awaited: object) -> tuple[FrameType | None, object] | None:
     """Frame of a coroutine or generator, and what it awaits; None for anything else."""
-    if hasattr(awaited, "cr_frame"):
+    if hasattr(awaited, "cr_frame") and hasattr(awaited, "cr_await"):
         return awaited.cr_frame, awaited.cr_await
-    if hasattr(awaited, "ag_frame"):
+    if hasattr(awaited, "ag_frame") and hasattr(awaited, "ag_await"):
         return awaited.ag_frame, awaited.ag_await
-    if hasattr(awaited, "gi_frame"):
+    if hasattr(awaited, "gi_frame") and hasattr(awaited, "gi_yieldfrom"):
         return awaited.gi_frame, awaited.gi_yieldfrom
     return None
 

@@ -44,6 +44,7 @@ class DriverStatus:
 
     @classmethod
     def of_this_process(cls) -> DriverStatus:
+        """The facts of the process that asks."""
         facts = look_at(os.getpid())
         return cls(os.getpid(), socket.gethostname(), facts.started if facts is not None else None)
 

@@ -76,6 +76,7 @@ class BusyIntervals:
         return sum(min(end, right) - max(start, left) for left, right in covered)
 
     def items(self) -> list[tuple[float, float]]:
+        """(start, end) of each, in their order."""
         return list(zip(self._starts, self._ends, strict=True))
 
 

@@ -57,6 +57,7 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker.log`. Raises `OSError` with the folder."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -80,6 +81,7 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def close(self) -> None:
+        """See `Tracker.close`."""
         with naming(self._folder):
             self._writer.close()
 
@@ -91,6 +93,7 @@ class Trackers:
         self._trackers = list(trackers)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker.log`: to all of them."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
@@ -101,6 +104,7 @@ class Trackers:
                 tracker.picture(name, path, step)
 
     def close(self) -> None:
+        """See `Tracker.close`: all of them, also if one fails."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from roll.configs.changes import HARMLESS, IMPOSSIBLE, changes
+from roll.configs.changes import AFTER_THE_ROLLOUT, HARMLESS, IMPOSSIBLE, changes, rollout_settings
 from roll.configs.loader import config_from_tree
 from roll.configs.schema import AgenticConfig, RLVRConfig
 from roll.configs.structure import walk
@@ -89,6 +89,43 @@ def test_secrets_are_not_shown():
 def test_the_lists_name_keys_that_exist():
     paths = {path for cls in (RLVRConfig, AgenticConfig) for path, _, _ in walk(cls)}
     assert IMPOSSIBLE.keys() <= paths
-    for pattern in HARMLESS:
+    for pattern in (*HARMLESS, *AFTER_THE_ROLLOUT):
         if not pattern.startswith("critic."):  # the role is not there by default
             assert any(fnmatchcase(path.replace("<name>", "x"), pattern) for path in paths), pattern
+
+
+REWARD = {"verifier": "exact", "tag_included": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"actor_infer": {"generating_args": {"temperature": 0.5}}},
+        {"actor_infer": {"generating_args": {"stop_strings": ["."]}}},
+        {"num_return_sequences_in_group": 4},
+        {"response_length": 7},
+        {"group_filter": "zero_variance"},
+        {"rewards": {"a": {**REWARD, "verifier_args": {"strict": True}}}},
+        {"rewards": {"a": REWARD, "b": REWARD}},
+        {"adv_estimator": "remax"},
+        {"pipeline": "agentic", "train_env_manager": {"group_size": 3}},
+        {"pipeline": "agentic", "custom_envs": {"maze": {"env_type": "frozen_lake", "max_steps": 3}}},
+    ],
+)
+def test_what_a_finished_group_is_depends_on_how_it_was_sampled_and_judged(change):
+    pipeline = {"pipeline": change["pipeline"]} if "pipeline" in change else {"rewards": {"a": REWARD}}
+    assert rollout_settings(config(**pipeline)) != rollout_settings(config(**{**pipeline, **change}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"actor_train": {"training_args": {"learning_rate": 1.0}, "pg_variant": "tis"}},
+        {"ppo_epochs": 2, "use_kl_loss": True, "kl_loss_coef": 1.0, "reward_clip": 1.0},
+        {"max_steps": 7, "save_steps": 3, "async_generation_ratio": 2.0, "cluster": {"num_devices_per_node": 4}},
+        {"rewards": {"a": {**REWARD, "num_workers": 9}}},
+    ],
+)
+def test_it_is_the_same_whatever_is_done_with_it_later_and_wherever_it_was_made(change):
+    before = rollout_settings(config(rewards={"a": REWARD}))
+    assert rollout_settings(config(**{"rewards": {"a": REWARD}, **change})) == before

@@ -285,6 +285,23 @@ WRONG = [
         "actor_train.strategy_args.strategy_name", "no strategy", "`fsdp2_train`",
     ),
     (
+        {"actor_train.strategy_args": {"strategy_name": "hf_infer"}},
+        "actor_train.strategy_args.strategy_name", "a role that learns needs an optimizer", "`fsdp2_train`",
+    ),
+    (
+        {"adv_estimator": "gae", "critic": {"device_mapping": [0], "strategy_args": {"strategy_name": "hf_infer"}}},
+        "critic.strategy_args.strategy_name", "a role that learns needs an optimizer", "`fsdp2_train`",
+    ),
+    (
+        {"reference": {"device_mapping": [0], "strategy_args": {"strategy_name": "vllm"}}, "use_kl_loss": True},
+        "reference.strategy_args.strategy_name", "no strategy", "`hf_infer`",
+    ),
+    (
+        {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
+         "reference": {"strategy_args": {"strategy_name": "hf_infer"}}},
+        "reference.strategy_args.strategy_name", "no second model", "of its own",
+    ),
+    (
         {"actor_infer.strategy_args": {"strategy_name": "fsdp2_train"}},
         "actor_infer.strategy_args.strategy_name", "no strategy", "`hf_infer`",
     ),
@@ -693,6 +710,52 @@ def test_a_push_goes_to_other_gpus_with_nccl_and_stays_on_them_with_ipc(tree, mo
     found = problems_of(merged(tree, changes | {"actor_infer.device_mapping": [engines]}))
     assert list(found) == ["weight_update.transport"]
     assert words in found["weight_update.transport"].message
+
+
+@pytest.mark.parametrize(
+    ("role", "dtype", "zero", "key", "message", "remedy"),
+    [
+        ("actor_train", "bfloat16", {"stage": 1}, "stage", "stage 1 in bfloat16", "write stage 2"),
+        ("actor_train", "float32", {"stage": 3}, "stage", "no states of torch's AdamW", "offload_optimizer: {dev"),
+        ("actor_train", "bfloat16", {"stage": 3, "offload_optimizer": {"device": "none"}}, "stage", "AdamW", "stage 2"),
+        (
+            "actor_train", "float32",
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "offload_param", "where parameters are offloaded", "`offload: cpu`",
+        ),
+        ("reference", "float32", {"stage": 3}, "stage", "a role without an optimizer", "`hf_infer`"),
+        ("actor_train", "float32", {"stage": 0}, None, "", ""),
+        ("actor_train", "float32", {"stage": 1}, None, "", ""),
+        ("actor_train", "bfloat16", {"stage": 2}, None, "", ""),
+        ("actor_train", "float32", {"stage": 3, "offload_optimizer": {"device": "cpu"}}, None, "", ""),
+        ("reference", "bfloat16", {"stage": 1}, None, "", ""),
+    ],
+)  # fmt: skip
+def test_states_that_deepspeed_cannot_move_are_refused_where_devices_are_shared(
+    tree, monkeypatch, role, dtype, zero, key, message, remedy
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    section = {
+        "device_mapping": [1],
+        "model_args": {"dtype": dtype},
+        "strategy_args": {"strategy_name": "deepspeed_train", "strategy_config": {"zero_optimization": zero}},
+    }
+    changes = {f"{role}.{name}": value for name, value in section.items()} | {"cluster.device": "cuda"}
+    if role == "reference":
+        changes["use_kl_loss"] = True
+    shared = merged(tree, changes)
+    if key is None:
+        check_config(config_from_tree(shared))
+    else:
+        path = f"{role}.strategy_args.strategy_config.zero_optimization.{key}"
+        found = problems_of(shared)
+        assert list(found) == [path]
+        assert message in found[path].message and "make room on device 1 for actor_infer" in found[path].message
+        assert remedy in found[path].remedy and f"give {role} devices of its own" in found[path].remedy
+    # On devices of its own, or on a CPU, nothing has to move.
+    apart = changes | {f"{role}.device_mapping": [2], "cluster.num_devices_per_node": 3}
+    check_config(config_from_tree(merged(tree, apart)))
+    check_config(config_from_tree(merged(tree, changes | {"cluster.device": "cpu"})))
 
 
 def test_gpus_need_a_driver_unless_the_cluster_is_elsewhere(tree, monkeypatch):

@@ -61,6 +61,12 @@ def test_adapters_and_the_reference_without_them_are_told(config):
     assert len(plan(config).roles) == 2 and "shared with reference" not in text
 
 
+def test_a_reference_of_whole_models_has_replicas(tree):
+    reference = {"device_mapping": [0, 1], "strategy_args": {"strategy_name": "hf_infer"}}
+    text = render(plan(config_from_tree(tree | {"reference": reference, "use_kl_loss": True})))
+    assert "reference    hf_infer, 2 replicas on device 0-1 (shared with actor_train, actor_infer)" in text
+
+
 def test_a_synchronous_run_says_so(tree):
     text = render(plan(config_from_tree(tree)))
     assert "generation and training take turns" in text

@@ -328,6 +328,19 @@ def test_processes_on_cpu_slots_add_up():
     assert trainer.host_bytes == 2 * 2 * PUBLISHED[SEVEN_BILLION]
 
 
+def test_a_reference_of_whole_models_is_not_divided_and_talks_to_nobody():
+    def reference(**strategy):
+        section = {"device_mapping": "0-1", "model_args": {"dtype": "bfloat16"}, "strategy_args": strategy}
+        return role_of(of_gpus(reference=section, use_kl_loss=True), "reference")
+
+    whole, sharded = reference(strategy_name="hf_infer"), reference(strategy_name="fsdp2_train")
+    parts, shards = sizes(whole), sizes(sharded)
+    assert parts["weights"] * GIB == 2 * PUBLISHED[SEVEN_BILLION] == 2 * shards["weights"] * GIB
+    assert "gathered weights" not in parts and shards["gathered weights"] > 1
+    assert (parts["driver"] * GIB, shards["driver"] * GIB) == (CONTEXT, CONTEXT + COMMUNICATION)
+    assert (parts["activations"], parts["logits"]) == (shards["activations"], shards["logits"])
+
+
 def test_a_critic_has_no_logits_and_no_head():
     config = of_gpus(
         adv_estimator="gae",

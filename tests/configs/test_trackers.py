@@ -35,10 +35,10 @@ def test_a_tracker_is_named_as_in_roll_or_in_a_list(config, track_with):
 
 
 def test_the_plan_says_where_metrics_go(config):
-    assert "metrics     metrics.jsonl, TensorBoard\n" in render(plan(config())) + "\n"
+    assert "metrics      metrics.jsonl, TensorBoard\n" in render(plan(config())) + "\n"
     many = config(track_with=["trackio", "swanlab"], tracker_kwargs={"swanlab": {"mode": "local"}})
     assert "metrics.jsonl, TensorBoard, trackio (local), swanlab (local)" in render(plan(many))
-    assert "metrics     metrics.jsonl\n" in render(plan(config(track_with=[]))) + "\n"
+    assert "metrics      metrics.jsonl\n" in render(plan(config(track_with=[]))) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,13 @@ def test_another_version_than_the_expected_one_is_refused_with_both_numbers(tran
         received(transport, publication, version=4)
 
 
+def test_a_version_that_a_killed_process_left_on_the_disk_is_replaced(tmp_path):
+    killed = Trainer("checkpoint", tmp_path)
+    killed.publish(6, {"a": torch.ones(4), "b": torch.ones(4)})
+    publication = Trainer("checkpoint", tmp_path).publish(6, {"a": torch.zeros(4)})
+    assert torch.equal(received("checkpoint", publication)["a"], torch.zeros(4))
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
 def test_a_bucket_says_where_other_processes_find_it(transport, tmp_path):
     publication = Trainer(transport, tmp_path).publish(0, {f"t{i}": torch.randn(900) for i in range(5)})

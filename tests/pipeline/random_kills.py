@@ -2,9 +2,11 @@
 
     python tests/pipeline/random_kills.py --seed 1 --count 50
 
-Victims are the driver, a trainer rank, an engine, a reward worker, and everything at once; moments are within training
-steps, in the middle of writing a checkpoint, and while the run starts. At the end every prompt of the data order was
-trained on or dropped exactly once, and the policy is as good as that of a run that nobody disturbed.
+Victims are the driver, a trainer rank (whose peer may be in a collective with it), an engine, a reward worker, and
+everything at once; moments are within training steps, in the middle of writing a checkpoint, and while the run starts.
+Whether a checkpoint was really cut short is seen from what the kill left behind, and counted. At the end every prompt
+of the data order was trained on or dropped exactly once, and the policy is as good as that of a run that nobody
+disturbed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -48,8 +51,15 @@ RUNNING_MOMENTS = ("in a step", "in a checkpoint")
 MOMENTS = (*RUNNING_MOMENTS, *RUNNING_MOMENTS, "at the start")
 ENDS_THE_RUN = ("driver", "trainer", "everything")
 PATIENCE_SECONDS = 240
-NOISE = 0.25
-"""Largest difference of two final accuracies that chance explains (a dozen prompts)."""
+VALIDATION_PROMPTS = 100
+RANKS = 2
+"""Of the trainer, by default."""
+
+
+def noise(prompts: int) -> float:
+    """Largest difference that chance explains between two mean scores over so many prompts: three standard errors,
+    where scores between 0 and 1 deviate by 1/2 at most."""
+    return 3 * math.sqrt(2 * 0.5**2 / prompts)
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,16 @@ class Report:
 
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
+    checkpoints_cut_short: int = 0
+    """Kills in a checkpoint after which a part of one was there. (Not every kill in one ends the run, and some come
+    when its last file has just been written.)"""
     starts: int = 0
     resumed_at: list[int] = field(default_factory=list)
     ledger: dict[str, int] = field(default_factory=dict)
     accuracy: float = 0.0
     undisturbed_accuracy: float = 0.0
+    noise: float = 0.0
+    """Largest difference of the two that chance explains."""
     first_accuracy: float = 0.0
     seconds: float = 0.0
 
@@ -144,6 +159,10 @@ class DisturbedRun:
             return []
         return [worker.pid for worker in status.workers if worker.name.startswith(role)]
 
+    def has_partial_checkpoint(self) -> bool:
+        """Whether a checkpoint is being written, or was when the run ended."""
+        return any((self.out / "checkpoints").glob(".step-*"))
+
     def ended(self) -> bool:
         return self.process.poll() is not None
 
@@ -184,7 +203,7 @@ def wait_for_moment(run: DisturbedRun, moment: str, dice: random.Random) -> None
     wanted = run.started_steps + 1 + dice.randrange(3)
     run.wait(lambda: run.steps() >= wanted, f"step {wanted}")
     if moment == "in a checkpoint":
-        run.wait(lambda: any((run.out / "checkpoints").glob(".step-*")), "the writing of a checkpoint")
+        run.wait(run.has_partial_checkpoint, "the writing of a checkpoint")
         time.sleep(dice.random() * 0.03)
     else:
         time.sleep(dice.random() * 0.3)
@@ -207,6 +226,7 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
         if kill.victim in ENDS_THE_RUN or run.ended():
             code = run.wait_for_the_end()
             assert code != 0, f"the run looks well after the death of {kill.victim}"
+            report.checkpoints_cut_short += kill.moment == "in a checkpoint" and run.has_partial_checkpoint()
             run.start()
             report.starts += 1
         else:
@@ -244,7 +264,7 @@ def data_order(task: Path, seed: int, count: int) -> list[str]:
     return [prompt.text for prompt in itertools.islice(PromptStream(prompts, seed=seed), count)]
 
 
-def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = 1, *, compare: bool = True) -> Report:
+def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = RANKS, *, compare: bool = True) -> Report:
     """A disturbed run and, to ``compare``, an undisturbed one; raises `AssertionError` for any broken promise."""
     started = time.monotonic()
     make_task(folder)
@@ -256,7 +276,8 @@ def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = 1, *, comp
         check_history(run.out, config["max_steps"], folder, config["seed"], report)
         if compare:
             report.undisturbed_accuracy = undisturbed_accuracy(folder, config)
-            assert abs(report.accuracy - report.undisturbed_accuracy) <= NOISE, report
+            report.noise = noise(VALIDATION_PROMPTS)
+            assert abs(report.accuracy - report.undisturbed_accuracy) <= report.noise, report
     finally:
         for pid in run.processes():
             _kill(pid)
@@ -265,8 +286,11 @@ def soak(folder: Path, kills: Sequence[Kill], seed: int, ranks: int = 1, *, comp
 
 
 def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
-    """The tiny task, one step off, some of its prompts impossible to judge."""
-    rows = [json.loads(line) | {"domain": "check"} for line in (folder / "val.jsonl").read_text().splitlines()]
+    """The tiny task, one step off, some of its prompts impossible to judge; validated on all there are."""
+    rows = [
+        {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "domain": "check"} for a in range(10) for b in range(10)
+    ]
+    assert len(rows) == VALIDATION_PROMPTS
     (folder / "check.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tiny_config(
         folder,
@@ -282,7 +306,7 @@ def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
         actor_infer__max_replica_restarts=1000,
         rewards__addition__verifier="reward_functions:sometimes_failing_reward",
         rewards__addition__max_retries=0,
-        rewards__check__verifier="reward_functions:digit_reward",
+        rewards__check__verifier="reward_functions:share_of_digits_reward",
         validation={"data_args": {"file_name": str(folder / "check.jsonl")}},
     )
 
@@ -290,7 +314,7 @@ def soak_config(folder: Path, max_steps: int, ranks: int) -> dict[str, Any]:
 def undisturbed_accuracy(folder: Path, config: dict[str, Any]) -> float:
     """Of the same run when nobody kills anything."""
     process, out = start_command(folder, config)
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS + 2 * config["max_steps"])
     assert process.returncode == 0, output
     return json.loads((out / "summary.json").read_text())["val/last"]["check"]
 
@@ -311,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=50, help="kills (default 50)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer (default 1)")
+    parser.add_argument("--ranks", type=int, default=RANKS, help=f"ranks of the trainer (default {RANKS})")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         report = soak(Path(folder), random_plan(options.count, options.seed), options.seed, options.ranks)

@@ -121,3 +121,9 @@ def test_a_process_kills_itself_or_finds_its_disk_full():
 def test_a_frozen_process_goes_on_after_its_time():
     frozen = in_a_process("import time; t = time.time(); harm('freeze', 0.5); print(time.time() - t)")
     assert float(frozen.stdout) >= 0.5
+
+
+def test_nothing_happens_unless_harm_is_enabled(tmp_path):
+    asked = SimpleNamespace(chaos=ChaosConfig(enabled=False, events=[KILL]))
+    assert events_to_come(asked, RunDirectory(tmp_path)) == []
+    assert events_to_come(config(KILL), RunDirectory(tmp_path)) == [KILL]

@@ -11,7 +11,7 @@ import pytest
 
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline import journal_keeper
-from roll.pipeline.journal_keeper import JournalKeeper, finished_again
+from roll.pipeline.journal_keeper import NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
 from roll.rollout.schedule import DroppedGroup
@@ -45,6 +45,62 @@ def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
     assert (again.start_version, again.item, again.result.samples[0].score) == (3, "item", 1.5)
     assert (dropped.group_id, dropped.version, dropped.payload) == (6, 4, b"filtered")
     assert marker.version == 2
+
+
+SETTINGS = {"actor_infer.generating_args.temperature": 1.0, "response_length": 8}
+
+
+def open_journal(folder, settings, *groups) -> None:
+    keeper = JournalKeeper(folder)
+    keeper.made_with(settings)
+    for group_id in groups:
+        keeper.group_finished(finished(group_id, 0, versions=(0,)))
+    keeper.close()
+
+
+def counted(folder) -> list[int]:
+    return sorted(recover(read_journal(folder), RolloutProgress.at_start()).finished)
+
+
+def test_groups_count_as_long_as_the_settings_that_they_were_made_with_are_the_same(tmp_path):
+    open_journal(tmp_path, SETTINGS, 0, 1)
+    assert other_settings(tmp_path, SETTINGS) == []
+    open_journal(tmp_path, SETTINGS, 2)
+    assert counted(tmp_path) == [0, 1, 2]
+    cold = {**SETTINGS, "actor_infer.generating_args.temperature": 0.5, "group_filter": "zero_variance"}
+    assert other_settings(tmp_path, cold) == ["actor_infer.generating_args.temperature", "group_filter"]
+    open_journal(tmp_path, cold, 3)
+    assert counted(tmp_path) == [3], "also for a third process that is killed before its first checkpoint"
+    open_journal(tmp_path, cold, 4)
+    assert counted(tmp_path) == [3, 4]
+    open_journal(tmp_path, SETTINGS)
+    assert counted(tmp_path) == [], "what was made before the change does not come back with the settings"
+
+
+def test_a_process_that_is_killed_before_it_noted_other_settings_is_followed_by_one_that_does(tmp_path, monkeypatch):
+    open_journal(tmp_path, SETTINGS, 0)
+    colder = {**SETTINGS, "response_length": 4}
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    keeper = JournalKeeper(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_keeper, "write_atomically", killed)
+        keeper.made_with(colder)
+        keeper._thread.shutdown()
+    assert counted(tmp_path) == [] and other_settings(tmp_path, colder) == ["response_length"]
+    open_journal(tmp_path, colder, 0)
+    assert counted(tmp_path) == [0] and other_settings(tmp_path, colder) == []
+
+
+def test_groups_of_which_nobody_noted_how_they_were_made_are_made_again(tmp_path):
+    keeper = JournalKeeper(tmp_path)
+    keeper.group_finished(finished(0, 0, versions=(0,)))
+    keeper.close()
+    assert other_settings(tmp_path, SETTINGS) == [NOT_ON_RECORD]
+    open_journal(tmp_path, SETTINGS)
+    assert counted(tmp_path) == []
 
 
 def test_a_group_without_tokens_counts_from_its_start(tmp_path):

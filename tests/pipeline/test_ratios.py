@@ -128,6 +128,23 @@ def test_reference_and_kl_terms_on_any_devices(task, ray_cluster, devices):
     assert kl[0] < 1e-6 < kl[-1]
 
 
+def test_a_reference_of_whole_models_on_two_devices_gives_the_run_of_the_default_one(task, ray_cluster):
+    def run(**reference):
+        config = tiny_config(
+            task,
+            cluster__num_devices_per_node=3,
+            reference={"device_mapping": [0, 2], **reference},
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+        )
+        return run_pipeline(task, ray_cluster, config).metrics
+
+    replicas = run(strategy_args={"strategy_name": "hf_infer"}, use_sequence_packing=True)
+    for step, default in zip(replicas, run(), strict=True):
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/reference_kl"):
+            assert step[name] == pytest.approx(default[name], rel=1e-3, abs=1e-6), (step["step"], name)
+
+
 def test_colocated_roles_at_ratio_one_interrupt_generation_and_go_on(task, ray_cluster):
     config = tiny_config(
         task,

@@ -63,3 +63,16 @@ def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run
     assert ended["exit_code"] == 1 and ended["ending"]["error"] == "RuntimeError: engine gone; api_key=***"
     assert ended["ending"]["summary"]["val/last"] == {"sums": 0.25}
     assert list(directory.tensorboard.iterdir()), "TensorBoard is written in any case"
+
+
+def test_an_end_that_cannot_be_written_is_told_and_no_success(tmp_path, capsys):
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    for status, error in (("success", None), ("failed", RuntimeError("the engine broke"))):
+        recorder = RunRecorder(RLVRConfig(track_with=[]), directory, started=time.monotonic(), decoder=Letters())
+        directory.summary.unlink()
+        directory.summary.mkdir()  # nothing can take its place any more
+        recorder.ended(status, error)
+        assert recorder.close(status, error) == "failed"
+        told = capsys.readouterr()
+        assert ("the engine broke" if error else str(directory.summary)) in told.out + told.err
+        directory.summary.rmdir()

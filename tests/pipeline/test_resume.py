@@ -19,8 +19,9 @@ from test_agentic_runs import agentic_config
 from tiny import make_task, tiny_config, write_config
 
 from roll.pipeline.checkpoints import checkpoint_folder, read_checkpoint, saved_steps
-from roll.rollout.journal import read_journal, segments
+from roll.rollout.journal import read_journal, recover, segments
 from roll.tracking.metrics import read_metrics
+from tests.unprivileged import obey_permissions
 
 STEPS = 8
 
@@ -42,7 +43,7 @@ class Command:
         changed = {**config, "output_dir": str(self.out), "resume_from_checkpoint": True}
         self.path = write_config(folder, changed, "resumed.yaml")
 
-    def start(self, *overrides: str) -> subprocess.Popen:
+    def start(self, *overrides: str, preexec_fn=None) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(self.path), *overrides],
             stdout=subprocess.PIPE,
@@ -50,11 +51,12 @@ class Command:
             text=True,
             cwd=TESTS,
             start_new_session=True,
+            preexec_fn=preexec_fn,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
         )
 
-    def finish(self, *overrides: str, expect: int = 0) -> FinishedRun:
-        process = self.start(*overrides)
+    def finish(self, *overrides: str, expect: int = 0, preexec_fn=None) -> FinishedRun:
+        process = self.start(*overrides, preexec_fn=preexec_fn)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == expect, output
         self.output = output
@@ -64,9 +66,9 @@ class Command:
         path = self.out / "metrics.jsonl"
         return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
 
-    def kill_when(self, reached) -> None:
+    def kill_when(self, reached, *overrides: str) -> None:
         """SIGKILL of the driver, so that it can clean up nothing."""
-        process = self.start()
+        process = self.start(*overrides)
         try:
             give_up = time.monotonic() + 150
             while not reached():
@@ -219,6 +221,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_of_another_task_refused(tas
     assert (run.folder / "checkpoints" / "abandoned-step-6").is_dir()
 
 
+def test_a_killed_run_whose_weights_travel_as_files_goes_on_and_leaves_none(task, tmp_path):
+    """The same versions are published again; those of the killed process are deleted, wherever they were."""
+    config = tiny_config(task, max_steps=STEPS, save_steps=2, weight_update__transport="checkpoint")
+    command = Command(tmp_path, config)
+    command.kill_when(lambda: command.steps() >= 4 and any(command.out.glob("weights/*/version-*")))
+    shared = tmp_path / "shared"
+    command.kill_when(lambda: any(shared.glob("*/version-*")), f"weight_update.checkpoint_dir={shared}")
+    run = command.finish(f"weight_update.checkpoint_dir={shared}")
+    assert_one_history(run)
+    assert list(shared.iterdir()) == [] and not (run.folder / "weights").exists()
+
+
 def test_two_processes_never_work_on_one_run(task, tmp_path):
     command = Command(tmp_path, tiny_config(task, max_steps=100_000))
     first = command.start()
@@ -244,6 +258,69 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint(task, t
     assert "File too large" in output and ".step-4.partial" in output
     assert saved_steps(command.out / "checkpoints")[:1] == [2]
     assert_one_history(command.finish("accept_config_changes=true"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("closed", ["checkpoints", "."])
+def test_a_folder_that_cannot_be_written_is_named_and_the_last_checkpoint_stays(task, tmp_path, closed):
+    """When the run is to go on, and in the middle of it."""
+    command = Command(tmp_path, tiny_config(task, max_steps=STEPS, save_steps=2))
+    command.kill_when(lambda: saved_steps(command.out / "checkpoints")[-1:] == [2] and command.steps() >= 3)
+    checkpoint, folder = checkpoint_folder(command.out / "checkpoints", 2), command.out / closed
+    before = contents(checkpoint)
+    command.out.chmod(0o555)
+    command.finish(expect=1, preexec_fn=obey_permissions)
+    assert f"the run in {command.out} cannot go on" in command.output and "Permission denied" in command.output
+    assert "Traceback" not in command.output
+    assert contents(checkpoint) == before and command.steps() >= 3
+    command.out.chmod(0o755)
+
+    process = command.start(preexec_fn=obey_permissions)
+    try:
+        while saved_steps(command.out / "checkpoints")[-1:] != [4]:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        folder.chmod(0o555)
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        folder.chmod(0o755)
+    assert process.returncode == 1
+    assert "Permission denied" in output and str(folder.resolve()) in output and "Traceback" not in output
+    last = saved_steps(command.out / "checkpoints")[-1]
+    assert last in (4, 6), "one may have been complete before the folder was closed"
+    assert read_checkpoint(checkpoint_folder(command.out / "checkpoints", last)).step == last
+    run = command.finish()
+    assert f"the run goes on after step {last}" in command.output
+    assert_one_history(run)
+
+
+def test_rollouts_of_other_settings_are_made_again_and_nothing_is_skipped(task, tmp_path):
+    """Every rollout leaves a line; after the change of the reward all that is trained on has one in the new file."""
+    calls = {name: tmp_path / name for name in ("before", "after")}
+    config = tiny_config(
+        task,
+        max_steps=STEPS,
+        save_steps=2,
+        async_generation_ratio=2,
+        rewards__addition__verifier="reward_functions:noted_reward",
+        rewards__addition__verifier_args={"path": str(calls["before"])},
+    )
+    command = Command(tmp_path, config)
+    command.kill_when(lambda: saved_steps(command.out / "checkpoints")[-1:] == [4])
+    last = saved_steps(command.out / "checkpoints")[-1]
+    progress = read_checkpoint(checkpoint_folder(command.out / "checkpoints", last)).state.progress
+    assert recover(read_journal(command.out / "journal"), progress).finished, "there is something to make again"
+    changed = (f"rewards.addition.verifier_args.path={calls['after']}", "accept_config_changes=true")
+    command.finish(changed[0], expect=2)
+    run = command.finish(*changed)
+    assert "are made again, for these have changed: rewards.addition.verifier_args.path" in command.output
+    assert_one_history(run)
+    assert len(calls["after"].read_text().splitlines()) >= (STEPS - last) * 8 * 4
+    assert run.summary["lag/max"] <= 2
 
 
 def test_a_run_killed_at_random_moments_again_and_again_ends_like_any_other(task, tmp_path):

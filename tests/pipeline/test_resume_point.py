@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config
 from roll.pipeline.checkpoints import checkpoint_folder, saved_steps
-from roll.pipeline.resume import find_resume_point, take_out_of_the_way
+from roll.pipeline.resume import PUT_ASIDE_KEPT, find_resume_point, look_again, take_out_of_the_way
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import JsonLines, read_json_lines
 from roll.tracking.run_directory import RunDirectory
@@ -34,6 +37,27 @@ def make_checkpoint(run: RunDirectory, step: int, source: str = "prompts") -> Pa
     }
     (folder / "state" / "checkpoint.json").write_text(json.dumps(facts))
     return folder
+
+
+def make_model(run: RunDirectory, step: int) -> Path:
+    """What a run without `save_steps` leaves behind."""
+    folder = checkpoint_folder(run.checkpoints, step)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(64, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def write_steps(run: RunDirectory, *steps: int) -> None:
+    for path in (run.metrics, run.samples):
+        lines = JsonLines(path)
+        for step in steps:
+            lines.append({"step": step})
+        lines.close()
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record["step"] for record in read_json_lines(path)]
 
 
 @pytest.fixture
@@ -108,7 +132,7 @@ def test_a_latest_run_without_files_is_one_too(tmp_path, monkeypatch):
 
 
 def test_a_run_that_has_its_last_model_has_ended_also_without_states(run):
-    (run.checkpoints / "step-7").mkdir()
+    make_model(run, 7)
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")
     assert point.has_ended(7) and not point.has_ended(8)
     make_checkpoint(run, 4)
@@ -116,6 +140,137 @@ def test_a_run_that_has_its_last_model_has_ended_also_without_states(run):
     assert point.step == 4 and point.has_ended(7) and point.has_ended(4) and not point.has_ended(5)
     point = find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-4")), "prompts")
     assert not point.has_ended(7) and point.has_ended(4), "who names a checkpoint wants to go on from there"
+
+
+def test_a_last_checkpoint_that_is_not_whole_is_no_end(run):
+    for step in (4, 7):
+        make_checkpoint(run, step)
+    (run.checkpoints / "step-7" / "state" / "actor_train" / "rank-00000.safetensors").write_bytes(b"we")
+    point = find_resume_point(config(output_dir=str(run.root), max_steps=7), "prompts")
+    assert point.step == 4 and not point.has_ended(7)
+    assert any("has 2 bytes, not 7" in note for note in point.notes)
+
+
+def cut_short(model: Path) -> None:
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 8)
+
+
+def lacking_a_part(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_short, "model.safetensors cannot be read"),
+        (lacking_a_part, "2.safetensors cannot be read"),
+        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors cannot be read"),
+        (lambda model: (model / "config.json").write_text("{"), "no model that can be read"),
+        (lambda model: (model / "config.json").unlink(), "no model that can be read"),
+    ],
+)
+def test_a_last_model_that_cannot_be_read_is_no_end_and_is_said_to_be_made_again(run, damage, words):
+    damage(make_model(run, 7))
+    make_checkpoint(run, 4)
+    point = find_resume_point(config(output_dir=str(run.root), max_steps=7), "prompts")
+    assert point.step == 4 and not point.has_ended(7)
+    (note,) = (note for note in point.notes if note.startswith("the last step is done again"))
+    assert words in note
+    take_out_of_the_way(point)
+    assert (run.checkpoints / "abandoned-step-7").is_dir()
+
+
+def test_what_another_process_did_before_the_run_was_held_counts(run):
+    make_checkpoint(run, 2)
+    asked = config(output_dir=str(run.root))
+    point = find_resume_point(asked, "prompts")
+    make_checkpoint(run, 4)
+    assert look_again(point, asked, "prompts").step == 4
+    asked = config(resume_from_checkpoint=str(run.checkpoints / "step-2"))
+    point = find_resume_point(asked, "prompts")
+    assert look_again(point, asked, "prompts").step == 2
+    (run.checkpoints / "step-2").rename(run.checkpoints / "gone")
+    with pytest.raises(ConfigError, match="of these steps there are: 4"):
+        look_again(point, asked, "prompts")
+
+
+def test_who_named_the_wrong_checkpoint_can_undo_it(run):
+    for step in (2, 4, 6):
+        make_checkpoint(run, step)
+    write_steps(run, *range(8))
+    take_out_of_the_way(find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts"), 2)
+    for path in (run.metrics, run.samples):
+        aside = path.with_name(f"{path.stem}-before.jsonl")
+        assert steps_of(path) == [0, 1, 2] and steps_of(aside) == [3, 4, 5, 6, 7]
+        path.write_text(path.read_text() + aside.read_text())
+    for step in (4, 6):
+        (run.checkpoints / f"abandoned-step-{step}").rename(run.checkpoints / f"step-{step}")
+    point = find_resume_point(config(output_dir=str(run.root)), "prompts")
+    assert point.step == 6
+    take_out_of_the_way(point, 2)
+    assert steps_of(run.metrics) == steps_of(run.samples) == list(range(7))
+
+
+def test_a_process_that_is_killed_while_it_cuts_is_followed_by_one_that_does_the_rest(run, monkeypatch):
+    """At each of its changes of the folder, one after the other."""
+    make_checkpoint(run, 2)
+    for allowed in range(8):
+        make_checkpoint(run, 4)
+        lines = JsonLines(run.metrics)
+        for step in range(len(read_json_lines(run.metrics)), 6):
+            lines.append({"step": step, "turn": allowed})
+        lines.close()
+        run.timeline.write_text("[]")
+        point = find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts")
+        replace_file, left = os.replace, iter(range(allowed))
+
+        def replace_or_die(source, target, replace_file=replace_file, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            replace_file(source, target)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "replace", replace_or_die)
+            take_out_of_the_way(point, 1)
+            raise KeyboardInterrupt  # all changes were allowed
+        take_out_of_the_way(point, 1)
+        take_out_of_the_way(point, 1)
+        assert saved_steps(run.checkpoints) == [2] and steps_of(run.metrics) == [0, 1, 2]
+        number = f"-{allowed + 1}" if allowed else ""
+        assert read_json_lines(run.root / f"metrics-before{number}.jsonl") == [
+            {"step": step, "turn": allowed} for step in (3, 4, 5)
+        ]
+        assert not (run.root / f"metrics-before-{allowed + 2}.jsonl").exists(), "once, whenever it was killed"
+        assert not run.timeline.exists()
+
+
+def test_what_was_put_aside_is_bounded_and_the_newest_stays(run):
+    make_checkpoint(run, 2)
+    for turn in range(9):
+        abandoned = make_checkpoint(run, 4)
+        os.utime(abandoned, (turn, turn))
+        (abandoned / "turn").write_text(str(turn))
+        os.utime(abandoned, (turn, turn))
+        write_steps(run, 3, 10 + turn)
+        run.timeline.write_text(str(turn))
+        take_out_of_the_way(
+            find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts"), 2
+        )
+    turns = sorted((path / "turn").read_text() for path in run.checkpoints.glob("abandoned-step-*"))
+    assert turns == ["7", "8"] and not list(run.checkpoints.glob(".*"))
+    newest = [f"-{number}" for number in range(10 - PUT_ASIDE_KEPT, 10)]
+    for path, read in ((run.metrics, steps_of), (run.samples, steps_of), (run.timeline, Path.read_text)):
+        asides = [path.with_name(f"{path.stem}-before{number}{path.suffix}") for number in newest]
+        assert set(run.root.glob(f"{path.stem}-before*")) == set(asides)
+        assert [read(aside) for aside in asides] == [
+            str(turn) if path == run.timeline else [3, 10 + turn] for turn in range(9 - PUT_ASIDE_KEPT, 9)
+        ]
+    make_checkpoint(run, 4)
+    take_out_of_the_way(
+        find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts"), 0
+    )
+    assert len(list(run.checkpoints.glob("abandoned-step-*"))) == 3, "0: all stay"
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_an_empty_record(run):

@@ -28,6 +28,7 @@ def started(limit):
         pool=SimpleNamespace(completed=0, restarts=0, buffers=SimpleNamespace(holders=lambda: {})),
         side=SimpleNamespace(steps=0, metrics=lambda: {}),
         steps=StepCounter(),
+        checkpoints=SimpleNamespace(progress=lambda: ()),
     )
     config = SimpleNamespace(stall_timeout_seconds=limit, max_steps=1)
     keeper = StatusKeeper(config, recorder, handles=list, clock=clock)

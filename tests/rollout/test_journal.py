@@ -12,6 +12,7 @@ from roll.rollout.journal import (
     RolloutProgress,
     dropped_record,
     finished_record,
+    made_anew_record,
     read_journal,
     recover,
     segments,
@@ -73,6 +74,13 @@ def test_a_lost_future_stays_lost_when_versions_come_by_again():
     """Group 1 finished at version 3 of a run that went back to 1. At version 4 of the next run it has not ended."""
     records = [finished_record(0, 1, b"kept"), finished_record(1, 3, b"lost"), went_back_record(1)]
     assert recover(records, RolloutProgress(4, 2, {}, (0, 1))) == Recovered(2, {0: b"kept"}, {}, (1,))
+
+
+def test_nothing_counts_that_was_made_in_another_way():
+    before = [finished_record(1, 0, b"old"), dropped_record(2, 0, "filtered")]
+    progress = RolloutProgress(0, 1, {}, (0,))
+    again = recover([*before, made_anew_record(), finished_record(0, 0, b"new")], progress)
+    assert again.finished == {0: b"new"} and again.dropped == {} and (again.issued, again.in_flight) == (1, ())
 
 
 def test_the_last_record_of_a_group_counts():

@@ -5,13 +5,14 @@ import pytest
 from roll.configs import schema
 from roll.strategies.infer import INFER_STRATEGIES
 from roll.strategies.score import SCORE_STRATEGIES
-from roll.strategies.train import TRAIN_STRATEGIES
+from roll.strategies.train import FORWARD_STRATEGIES, TRAIN_STRATEGIES
 
 
 @pytest.mark.parametrize(
     ("names", "registered"),
     [
         (schema.TRAIN_STRATEGIES, TRAIN_STRATEGIES),
+        (schema.FORWARD_STRATEGIES, FORWARD_STRATEGIES),
         (schema.INFER_STRATEGIES, INFER_STRATEGIES),
         (schema.SCORE_STRATEGIES, SCORE_STRATEGIES),
     ],

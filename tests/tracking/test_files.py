@@ -21,6 +21,20 @@ def test_only_wanted_lines_stay_and_the_file_goes_on(tmp_path):
     assert [record["step"] for record in read_json_lines(path)] == [0, 1, 2, 3]
 
 
+def test_lines_that_are_taken_out_are_handed_over_while_they_are_still_there(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "text": "ü"}\n{"step": 3}\n')
+    seen = []
+
+    def put_aside(text):
+        assert len(read_json_lines(path)) == 3
+        seen.append(text)
+
+    keep_lines(path, lambda record: record["step"] <= 1, put_aside)
+    keep_lines(path, lambda record: record["step"] <= 1, put_aside)
+    assert seen == ['{"step": 2, "text": "ü"}\n{"step": 3}\n'], "and nothing where nothing is taken out"
+
+
 def test_a_file_that_is_not_there_stays_away(tmp_path):
     keep_lines(tmp_path / "none.jsonl", lambda record: True)
     assert list(tmp_path.iterdir()) == []

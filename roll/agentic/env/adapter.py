@@ -49,6 +49,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         the order of the game's actions; numbers if nothing is known. Raises `BadOption`, and `TypeError` for an
         environment that cannot be written as text."""
         super().__init__(env)
+        self._game_env = env
         space = env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise TypeError(f"{env} has the action space {space}, which is not discrete")
@@ -67,11 +68,13 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self.action_space = AnyText()
 
     @property
-    def render_mode(self) -> str | None:
+    def render_mode(self) -> str | None:  # type: ignore[override]  # a property in gymnasium's own wrapper, too
+        """`ansi`, whatever the game's own mode is."""
         return "ansi"
 
     @property
     def example_actions(self) -> tuple[str, ...]:
+        """An answer for each action, in the form that is asked for."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -92,7 +95,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
             text = self.render()
             note = f"{self._reader.complaint()}\n" if self._instructions else ""
             return note + text, 0.0, False, False, {"action_is_valid": False, "state": text}
-        self._seen, reward, terminated, truncated, info = self.env.step(self._first_action + chosen)
+        self._seen, reward, terminated, truncated, info = self._game_env.step(self._first_action + chosen)
         self._is_over = bool(terminated or truncated)
         text = self.render()
         told: dict[str, Any] = {"action_is_valid": True, "state": text}

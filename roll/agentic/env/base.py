@@ -53,6 +53,7 @@ class AnyText(spaces.Space[str]):
 
     @property
     def is_np_flattenable(self) -> bool:
+        """False: texts have no fixed size."""
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
@@ -60,6 +61,7 @@ class AnyText(spaces.Space[str]):
         return "".join(chr(code) for code in self.np_random.integers(32, 127, size=self.np_random.integers(0, 21)))
 
     def contains(self, x: Any) -> bool:
+        """Whether it is a text."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:
@@ -152,7 +154,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _bad(name, value, "a number")
     try:
         number = float(value)

@@ -38,6 +38,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
+        """Whether an environment may be used although this was found."""
         return self.level != "failed"
 
 

@@ -117,9 +117,11 @@ class Subject:
             self.connection.send(("returned",))
 
     def make(self) -> gymnasium.Env[str, str]:
+        """A new environment, within the time that making one may take. Raises `Defect`."""
         return self.call(MAKING, lambda: make_env(self.env_type, self.env_config))
 
     def reset(self, env: gymnasium.Env[str, str], seed: int) -> Observation:
+        """Begin an episode. Raises `Defect` for an answer that is no (text, info)."""
         what = f"reset(seed={seed})"
         answer = self.call(what, lambda: env.reset(seed=seed))
         if not isinstance(answer, tuple) or len(answer) != 2:
@@ -127,10 +129,12 @@ class Subject:
         return _checked(what, lambda: observation_from(*answer))
 
     def step(self, env: gymnasium.Env[str, str], action: str) -> Observation:
+        """Act. Raises `Defect` as `checked_step` does."""
         what = f"step({_short(action)})"
         return self.checked_step(what, self.call(what, lambda: env.step(action)))
 
     def checked_step(self, what: str, answer: Any) -> Observation:
+        """What ``answer``, given to ``what``, says of the environment. Raises `Defect` if it is no answer of a step."""
         if not isinstance(answer, tuple) or len(answer) != 5:
             message = "it has to be (text, reward, terminated, truncated, info)"
             raise Defect(f"{what} answered {_short(answer)}; {message}")
@@ -146,9 +150,11 @@ class Subject:
             return
 
     def strictly_close(self, env: gymnasium.Env[str, str]) -> None:
+        """Close, and raise `Defect` if that fails or takes too long."""
         self.call("close()", env.close)
 
     def seeds(self) -> range:
+        """One for each episode of a check."""
         return range(self.seed, self.seed + self.episodes)
 
     def play(

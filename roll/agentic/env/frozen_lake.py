@@ -74,6 +74,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
+        """An answer for each direction, in the form that is asked for."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -227,6 +227,8 @@ def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | 
         remedy = f"{hint} Or use a gymnasium id, or an import path `package.module:Class`"
         raise _error(path, f"`{env_type}` is no environment", remedy) from cause
     try:
+        if spec.entry_point is None:
+            raise ImportError("it has no entry point")
         create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)
     except Exception as cause:  # whatever its module raises, such as gymnasium's own error for a missing package
         message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"

@@ -48,6 +48,7 @@ class Level:
     player: Cell
 
     def is_solved(self) -> bool:
+        """Whether each box is on a target."""
         return self.boxes == self.targets
 
     def is_free(self, cell: Cell) -> bool:
@@ -124,6 +125,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
+        """An answer for each direction, in the form that is asked for."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -85,25 +85,28 @@ def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample
     """One row of the turns given, each of whose prompts begins with the row up to it."""
     token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
     length = len(token_ids)
+    numbers = np.full(length, -1, dtype=np.int32)
+    credited = np.zeros(length, dtype=np.float32)
+    states = np.full(length, -1, dtype=np.int64)
     sample = Sample(
         token_ids=token_ids,
         response_mask=np.zeros(length, dtype=bool),
         behaviour_logprobs=np.zeros(length, dtype=np.float32),
         versions=np.full(length, -1, dtype=np.int32),
         finish_reason=turns[-1].sampled.finish_reason,
-        turns=np.full(length, -1, dtype=np.int32),
-        turn_rewards=np.zeros(length, dtype=np.float32),
-        turn_states=np.full(length, -1, dtype=np.int64),
+        turns=numbers,
+        turn_rewards=credited,
+        turn_states=states,
     )
     for turn in turns:
         place = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))
         sample.response_mask[place] = True
         sample.behaviour_logprobs[place] = turn.sampled.logprobs
         sample.versions[place] = turn.sampled.versions
-        sample.turns[place] = turn.number
-        sample.turn_states[place] = state_id(turn.observation.state)
+        numbers[place] = turn.number
+        states[place] = state_id(turn.observation.state)
         if turn.number in rewards:
-            sample.turn_rewards[place.stop - 1] = rewards[turn.number]
+            credited[place.stop - 1] = rewards[turn.number]
     return sample
 
 

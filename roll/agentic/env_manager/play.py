@@ -20,7 +20,8 @@ from roll.agentic.episode import EnvironmentFailed, EnvSession, EpisodeEnd, Obse
 class Decoder(Protocol):
     """The part of a tokenizer that turns a response into text."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; special ones left out if asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class PlayedTurn:
 
     @property
     def reward(self) -> float:
+        """The environment's reward and the penalty."""
         return self.answer.reward + self.penalty
 
 
@@ -94,7 +96,7 @@ async def _play(
     observation = await session.reset(seed)
     if observation.done:
         raise EnvironmentFailed(f"environment {tag!r}, seed {seed}: the reset answered that the episode is over")
-    prompt: np.ndarray | None = prompter.first(observation)
+    prompt = prompter.first(observation)
     if len(prompt) > settings.prompt_limit:
         raise EpisodeRefused(_too_long(tag, seed, len(prompt), settings))
     turns: list[PlayedTurn] = []
@@ -107,12 +109,12 @@ async def _play(
         penalty = 0.0 if answer.action_is_valid else settings.format_penalty
         turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
         end = _end(answer, len(turns), settings.max_steps)
-        if end is None:
-            prompt = prompter.following(turns)
-            end = "sequence_length" if prompt is None else None
         if end is not None:
             return PlayedEpisode(tag, seed, tuple(turns), end)
-        observation = answer
+        following = prompter.following(turns)
+        if following is None:
+            return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
+        prompt, observation = following, answer
 
 
 async def _sample(policy: Policy, prompt: np.ndarray, turn: int, max_new_tokens: int, where: str) -> SampledTurn:

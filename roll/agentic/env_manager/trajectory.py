@@ -44,11 +44,13 @@ class GrowingContext:
 
     def first(self, observation: Observation) -> np.ndarray:
         """The observation as the template renders it."""
-        self._conversation = self._template.begin(observation.messages, observation.tools)
-        return self._conversation.prompt_token_ids
+        conversation = self._conversation = self._template.begin(observation.messages, observation.tools)
+        return conversation.prompt_token_ids
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
         """The last prompt, what was sampled, and the glue up to where the policy writes next."""
+        if self._conversation is None:
+            raise RuntimeError("a prompt follows the first one: call `first` before `following`")
         last = turns[-1]
         glue = self._conversation.glue(last.sampled.token_ids, last.answer.messages)
         pieces = (last.sampled.token_ids, glue)

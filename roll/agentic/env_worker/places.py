@@ -19,10 +19,12 @@ class Places:
 
     @property
     def taken(self) -> int:
+        """Places given away."""
         return self.count - self._free
 
     @property
     def waiting(self) -> int:
+        """How many wait for a place."""
         return sum(not turn.done() for turn in self._queue)
 
     async def take(self) -> None:

@@ -172,6 +172,7 @@ class EnvPool:
 
     @property
     def place_timeout_seconds(self) -> float:
+        """Longest wait of an episode for a place, in seconds."""
         return self._settings.place_timeout_seconds
 
     async def _leased(self, who: Who, alone: bool) -> Lease | None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from roll.agentic.env_worker.records import Close, Command, EnvFailure, Report, Reset, Step
 from roll.agentic.env_worker.suspects import Who
 from roll.agentic.episode import Observation
+from roll.data.actor_deaths import ACTOR_GONE, memory_death
 from roll.tracking.waits import WORKER, waiting
 
 EXIT_TIMEOUT_SECONDS = 10.0
@@ -76,10 +77,12 @@ class EnvProcess:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the process has ended, or no longer answers."""
         return self._lost_because is not None
 
     @property
     def takes_sessions(self) -> bool:
+        """Whether new episodes may begin in it."""
         return not self.is_lost and not self._retiring
 
     async def start(self, timeout_seconds: float) -> None:
@@ -154,7 +157,7 @@ class EnvProcess:
         ray.kill(self._actor)
         try:
             await asyncio.wait_for(self._actor.start.remote(), EXIT_TIMEOUT_SECONDS)
-        except (RayActorError, TimeoutError):
+        except (RayError, TimeoutError):
             return
 
     def _send(self, command: Command) -> None:
@@ -191,8 +194,9 @@ class EnvProcess:
             return answer.result()
         except RayTaskError as error:
             raise ProcessLost(f"the worker process failed ({_last_line(error)})") from error
-        except RayActorError as error:
-            raise ProcessLost(f"the worker process died ({death_cause(str(error))})") from error
+        except ACTOR_GONE as error:
+            because = memory_death(error) or death_cause(str(error))
+            raise ProcessLost(f"the worker process died ({because})") from error
         except RayError as error:
             raise ProcessLost(f"the worker process cannot be reached ({_last_line(error)})") from error
         finally:

@@ -28,6 +28,7 @@ class Quarantine:
 
     @property
     def waiting(self) -> int:
+        """How many wait for their turn."""
         return self._turn.waiting
 
     async def enter(self) -> None:

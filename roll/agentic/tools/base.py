@@ -34,6 +34,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
+        """The deadline in so many seconds from now."""
         return cls(time.monotonic() + seconds)
 
     def seconds_left(self) -> float:

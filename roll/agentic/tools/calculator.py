@@ -49,6 +49,7 @@ class Calculator:
     }
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
+        """See `Tool.call`; ``expression`` is the text to calculate."""
         try:
             return Answer(calculate(arguments["expression"]))
         except CannotCalculate as error:
@@ -177,9 +178,10 @@ def _choose(of: _Number, which: _Number) -> _Number:
 
 
 def _rounded(value: _Number, digits: _Number = Fraction(0)) -> _Number:
-    if abs(digits) > 300:
+    if digits > 300 or digits < -300:
         raise CannotCalculate("so many digits cannot be rounded to")
-    return Fraction(round(value, _whole(digits)))
+    places = _whole(digits)
+    return round(value, places) if isinstance(value, Fraction) else Fraction(round(value, places))
 
 
 _EXACT_FUNCTIONS: dict[str, Callable[..., _Number]] = {

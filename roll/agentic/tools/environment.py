@@ -60,7 +60,7 @@ class ToolSettings:
         return cls(**values)
 
 
-class ToolEnv(gymnasium.Wrapper):
+class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
     """A text environment (see `roll.agentic.env`) in which tools can be called."""
 
     def __init__(
@@ -81,7 +81,7 @@ class ToolEnv(gymnasium.Wrapper):
         self._calls = self._errors = 0
         self._state = str(info.get("state", text))
         schemas = [function_schema(tool) for tool in self._tools.values()]
-        offered = {"tools": [*info.get("tools", ()), *schemas]}
+        offered: dict[str, Any] = {"tools": [*info.get("tools", ()), *schemas]}
         if self._settings.describe_in_prompt:
             system = [part for part in (info.get("system"), _described(schemas, self._settings)) if part]
             offered = {"system": "\n\n".join(system)}
@@ -93,7 +93,7 @@ class ToolEnv(gymnasium.Wrapper):
             return self._carried_out(calls)
         text, reward, terminated, truncated, info = self.env.step(action)
         self._state = str(info.get("state", text))
-        return text, reward, terminated, truncated, self._counted(info)
+        return text, float(reward), terminated, truncated, self._counted(info)
 
     def close(self) -> None:
         for each in self._sources:
@@ -116,12 +116,16 @@ class ToolEnv(gymnasium.Wrapper):
 
     def _carried_out(self, calls: list[ToolCall | MalformedCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
         within = calls[: self._settings.max_calls_per_turn]
-        answers, valid = [], True
+        answers: list[tuple[ToolCall | MalformedCall, Answer]] = []
+        valid = True
         turn = Deadline.after(self._settings.turn_timeout_seconds)
         for call in within:
-            problem = self._problem(call)
-            valid = valid and problem is None
-            answer = Answer(problem, is_error=True) if problem is not None else self._answer(call, turn)
+            if isinstance(call, ToolCall):
+                problem = self._problem(call)
+                answer = self._answer(call, turn) if problem is None else Answer(problem, is_error=True)
+                valid = valid and problem is None
+            else:
+                answer, valid = Answer(call.problem, is_error=True), False
             answers.append((call, answer))
         if len(calls) > len(within):
             text = f"only the first {len(within)} of {len(calls)} calls were carried out; no more are allowed in a turn"
@@ -136,9 +140,7 @@ class ToolEnv(gymnasium.Wrapper):
         reward = self._settings.call_penalty * len(within)
         return text, reward, False, False, self._counted(info)
 
-    def _problem(self, call: ToolCall | MalformedCall) -> str | None:
-        if isinstance(call, MalformedCall):
-            return call.problem
+    def _problem(self, call: ToolCall) -> str | None:
         if call.name not in self._tools:
             return f"there is no tool `{call.name[:60]}`; {nearest_name_hint(call.name[:60], self._tools)}"
         try:

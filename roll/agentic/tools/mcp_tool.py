@@ -82,6 +82,7 @@ class McpServer:
         return list(self._tools)
 
     def close(self) -> None:
+        """See `Toolset.close`: end the session."""
         self.drop_session()
 
     def session(self, deadline: Deadline) -> _Session:
@@ -135,6 +136,7 @@ class McpTool:
         self.parameters = parameters
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
+        """See `Tool.call`; the server carries it out."""
         try:
             result = self._server.session(deadline).do(
                 lambda client: client.call_tool(self._remote_name, arguments), deadline

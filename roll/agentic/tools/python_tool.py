@@ -75,6 +75,7 @@ class PythonTool:
         return (self,)
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
+        """See `Tool.call`; ``code`` is run in the sandbox. Raises `ToolUnavailable` where nothing can be run safely."""
         seconds = min(self._limits.wall_seconds, max(0.1, deadline.seconds_left()))
         try:
             result = self._sandbox.run(

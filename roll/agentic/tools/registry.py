@@ -72,7 +72,11 @@ def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
 
 
 def _name_and_options(spec: ToolSpec, path: str) -> tuple[str, dict[str, Any]]:
-    options = {"tool": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
+    options: dict[str, Any] = {}
+    if isinstance(spec, str):
+        options = {"tool": spec}
+    elif isinstance(spec, Mapping):
+        options = dict(spec)
     name = options.pop("tool", None)
     if not isinstance(name, str) or not name:
         remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"

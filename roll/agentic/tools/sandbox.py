@@ -130,7 +130,7 @@ class Sandbox:
 
     async def run_async(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
         """As `run`, without blocking the event loop. Cancelling ends the program."""
-        level = self._level or await asyncio.to_thread(self._strongest_level)
+        level = self._level if self._level is not None else await asyncio.to_thread(self._strongest_level)
         return await _run_async(self._interpreter, level, code, stdin, limits or Limits())
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class Sandbox:
             return self._level
 
     def _choose(self) -> Level:
-        refused = []
+        refused: list[str] = []
         for level in self._levels:
             reason = self._reason_against(level)
             if reason is None:
@@ -242,17 +242,20 @@ class _Call:
 def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
     call = _Call(interpreter, level, code, stdin, limits)
     try:
-        with subprocess.Popen(call.command, env={}, start_new_session=True, **_pipes()) as supervisor:
+        with subprocess.Popen(
+            call.command,
+            env={},
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as supervisor:
             try:
                 return call.result(_exchange(supervisor, call))
             finally:
                 _dismiss(supervisor)
     finally:
         remove_folder(call.folder)
-
-
-def _pipes() -> dict[str, int]:
-    return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
 def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
@@ -289,7 +292,14 @@ def _dismiss(supervisor: subprocess.Popen[bytes]) -> None:
 async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
     call = _Call(interpreter, level, code, stdin, limits)
     try:
-        supervisor = await asyncio.create_subprocess_exec(*call.command, env={}, start_new_session=True, **_pipes())
+        supervisor = await asyncio.create_subprocess_exec(
+            *call.command,
+            env={},
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             async with asyncio.timeout(call.seconds):
                 return call.result(await _exchange_async(supervisor, call))

@@ -36,14 +36,14 @@ def estimate_advantages(
     ``turn_rewards`` ``[batch, seq]`` are added to the token rewards. The other fields are those of `AdvantageInputs`;
     ``ValueError`` names one that the estimator lacks.
     """
-    if (logprobs is None) != (reference_logprobs is None):
-        raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
-    if logprobs is None:
-        token_rewards = sequence_token_rewards(rewards, response_mask)
-    else:
+    if logprobs is not None and reference_logprobs is not None:
         token_rewards = kl_penalised_token_rewards(
             rewards, logprobs, reference_logprobs, response_mask, kl_coef, kl_estimator
         )
+    elif logprobs is None and reference_logprobs is None:
+        token_rewards = sequence_token_rewards(rewards, response_mask)
+    else:
+        raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
     if turn_rewards is not None:
         token_rewards = token_rewards + keep(turn_rewards, response_mask).to(token_rewards.dtype)
     advantages = estimator(

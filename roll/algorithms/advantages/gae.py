@@ -19,6 +19,7 @@ from roll.algorithms.advantages.estimator import (
 )
 from roll.algorithms.advantages.returns import accumulate_from_the_end, token_returns
 from roll.algorithms.masking import keep
+from roll.algorithms.needed import needed
 from roll.algorithms.registry import knob
 
 
@@ -69,5 +70,9 @@ class GAEKnobs:
 def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
     """The advantages of `generalised_advantages`, ``[batch, seq]``."""
     return generalised_advantages(
-        inputs.token_rewards, inputs.values, inputs.response_mask, knobs.gamma, knobs.lambda_
+        inputs.token_rewards,
+        needed(inputs.values, "values"),
+        inputs.response_mask,
+        knobs.gamma,
+        knobs.lambda_,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
 from roll.algorithms.advantages.group_relative import GRPOKnobs, compared, group_normalised
 from roll.algorithms.advantages.turns import checked_turns, spread_over_tokens, turn_returns, turn_sums
+from roll.algorithms.needed import needed
 from roll.algorithms.registry import knob
 
 
@@ -53,7 +54,7 @@ def gigpo_advantages(inputs: AdvantageInputs, knobs: GiGPOKnobs) -> Tensor:
 
 def _states_of_turns(inputs: AdvantageInputs, number: int) -> Tensor:
     batch = len(inputs.response_mask)
-    states = inputs.states
+    states = needed(inputs.states, "states")
     if states.dim() != 2 or len(states) != batch or states.shape[1] < number:
         raise ValueError(f"states must have the shape [{batch}, {number} turns or more], not {list(states.shape)}")
     return states[:, :number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
+from roll.algorithms.needed import needed
 from roll.algorithms.registry import NoKnobs
 
 
@@ -17,5 +18,5 @@ from roll.algorithms.registry import NoKnobs
 )
 def remax_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
     """Reward of the sequence (sum of its token rewards) minus its greedy baseline, ``[batch, seq]``."""
-    advantages = inputs.token_rewards.sum(-1) - inputs.baseline_rewards
+    advantages = inputs.token_rewards.sum(-1) - needed(inputs.baseline_rewards, "baseline_rewards")
     return advantages[:, None].expand(inputs.response_mask.shape)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
 from roll.algorithms.advantages.returns import accumulate_from_the_end
+from roll.algorithms.needed import needed
 from roll.algorithms.registry import knob
 
 
@@ -25,9 +26,10 @@ def response_segments(response_mask: Tensor) -> Tensor:
 
 def checked_turns(inputs: AdvantageInputs) -> Tensor:
     """The turns of ``inputs``. ``ValueError`` if a response token has none: its reward would be lost."""
-    if (inputs.response_mask & (inputs.turns < 0)).any():
+    turns = needed(inputs.turns, "turns")
+    if (inputs.response_mask & (turns < 0)).any():
         raise ValueError("turns: a response token belongs to no turn; turns are counted from 0")
-    return inputs.turns
+    return turns
 
 
 def turn_sums(token_values: Tensor, turns: Tensor) -> Tensor:

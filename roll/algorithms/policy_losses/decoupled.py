@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from roll.algorithms.needed import needed
 from roll.algorithms.policy_losses.base import (
     POLICY_LOSSES,
     PolicyInputs,
@@ -55,10 +56,11 @@ def decoupled_ppo_loss(inputs: PolicyInputs, knobs: DecoupledPPOKnobs) -> tuple[
     The anchor of the inputs does not matter. ``clip_fraction``: share of tokens whose gradient is cut off or whose
     weight is truncated.
     """
-    ratio = (inputs.proximal_logprobs - inputs.behaviour_logprobs).detach().exp()
+    proximal = needed(inputs.proximal_logprobs, "proximal_logprobs")
+    ratio = (proximal - inputs.behaviour_logprobs).detach().exp()
     weights = ratio if knobs.behaviour_weight_cap is None else ratio.clamp(max=knobs.behaviour_weight_cap)
     losses, cut = clipped_surrogate(
-        inputs.logprobs - inputs.proximal_logprobs.detach(),
+        inputs.logprobs - proximal.detach(),
         inputs.advantages,
         knobs.clip_low,
         knobs.clip_high,

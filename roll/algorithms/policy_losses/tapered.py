@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from roll.algorithms.needed import needed
 from roll.algorithms.policy_losses.base import (
     POLICY_LOSSES,
     PolicyInputs,
@@ -53,7 +54,7 @@ def topr_loss(inputs: PolicyInputs, knobs: TOPRKnobs) -> tuple[Tensor, TokenMetr
     w is ``positive_weight`` for rows whose score is above ``positive_above``, else ``negative_weight`` times the ratio
     truncated to [0, 1]. ``clip_fraction``: share of tokens whose ratio was truncated.
     """
-    positive = (inputs.scores > knobs.positive_above)[:, None]
+    positive = (needed(inputs.scores, "scores") > knobs.positive_above)[:, None]
     log_ratio = inputs.sequence_log_ratio(mean=False) if knobs.level == "sequence" else inputs.log_ratio()
     log_ratio = log_ratio.detach()
     tapered = knobs.negative_weight * log_ratio.clamp(max=0).exp()

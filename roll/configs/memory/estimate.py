@@ -18,7 +18,7 @@ from roll.configs.memory.records import CONTEXT, ELEMENT_BYTES, GIB, Part, Phase
 from roll.configs.memory.scorers import scorer_memory
 from roll.configs.memory.shapes import ModelShape, ShapeUnknown, find_shape
 from roll.configs.memory.trainers import trainer_memory
-from roll.configs.schema import PipelineConfig, RewardConfig, WorkerConfig
+from roll.configs.schema import FORWARD_STRATEGIES, PipelineConfig, RewardConfig, WorkerConfig
 from roll.configs.wording import count
 
 LIBRARIES = 0.5 * GIB
@@ -67,9 +67,9 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     roles: list[RoleMemory] = []
     unknown: dict[str, list[str]] = {}
     misfits: list[str] = []
-    for name, section in {**derived.present_roles(config), **derived.reward_models(config)}.items():
+    for name, section in derived.roles_and_reward_models(config).items():
         try:
-            shape = find_shape(_model(config, section))
+            shape = find_shape(derived.role_model_path(config, section))
         except ShapeUnknown as reason:
             unknown.setdefault(str(reason), []).append(name)
             continue
@@ -84,7 +84,9 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
     devices = _devices(config, roles, on_gpu)
     needs = {_named(each): each.peak for each in devices}
     tight: list[str] = []
-    for name, peak in needs.items() if device_bytes is not None else ():
+    for name, peak in needs.items():
+        if device_bytes is None:
+            break
         said = f"{name} needs {_gib(peak)} of {_gib(device_bytes)}"
         if peak > device_bytes:
             misfits.append(said)
@@ -108,15 +110,9 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _model(config: PipelineConfig, section: WorkerConfig | RewardConfig) -> str:
-    if isinstance(section, RewardConfig):
-        return derived.reward_model_path(config, section)
-    return derived.model_path(config, section)
-
-
 def _title(config: PipelineConfig, section: WorkerConfig | RewardConfig, shape: ModelShape) -> str:
     size = f"{shape.parameters / 1e9:.2f} billion parameters"
-    return f"{section.strategy_args.strategy_name}, {_model(config, section)} ({size})"
+    return f"{section.strategy_args.strategy_name}, {derived.role_model_path(config, section)} ({size})"
 
 
 def _engine_misfits(engine: EngineMemory, device_bytes: float | None) -> list[str]:
@@ -158,6 +154,8 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         infer=_infer_micro_batch(config, section),
     )
     memory = trainer_memory(trainer)
+    # Replicas join their results on the hosts; only trainers talk from device to device.
+    talking = 1 if section.strategy_args.strategy_name in FORWARD_STRATEGIES else len(devices)
     publication = _publication(config, shape) if name == "actor_train" else None
     pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
     reads_all = section.strategy_args.strategy_name != "megatron_train"
@@ -172,7 +170,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         role=name,
         title=_title(config, section, shape),
         devices=devices,
-        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, len(devices))),
+        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, talking)),
         phases=(*memory.phases, *at_the_end),
         processes=len(devices),
         host=(*(replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere), *saved),

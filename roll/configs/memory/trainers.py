@@ -35,7 +35,15 @@ DEEPSPEED_BUCKET = 500_000_000
 def trainer_memory(trainer: Trainer) -> TrainerMemory:
     """Memory of the rank that needs most."""
     strategy = trainer.config.strategy_args.strategy_name
-    return {"megatron_train": megatron, "deepspeed_train": _deepspeed}.get(strategy, _fsdp2)(trainer)
+    own = {"megatron_train": megatron, "deepspeed_train": _deepspeed, "hf_infer": _replica}
+    return own.get(strategy, _fsdp2)(trainer)
+
+
+def _replica(trainer: Trainer) -> TrainerMemory:
+    """`hf_infer`: all weights on each rank, and one forward pass."""
+    dtype = trainer.config.model_args.dtype
+    weights = states("weights", trainer.shape.parameters, 1, trainer.element, f"{dtype}, whole on each rank")
+    return TrainerMemory((weights,), (Phase(LOG_PROBABILITIES, _forward_only(trainer)),))
 
 
 def _fsdp2(trainer: Trainer) -> TrainerMemory:

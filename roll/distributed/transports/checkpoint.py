@@ -58,9 +58,11 @@ class CheckpointSender:
         """The files do not depend on the memory they were written from."""
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
         return self._memory.allocate(half, index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
+        """See `WeightSender.send`; a folder under its final name is complete."""
         folder = self._folder(version)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -68,10 +70,13 @@ class CheckpointSender:
         names = [f"bucket-{index:05d}.safetensors" for index in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
             save_file(dict(views(bucket)), unfinished / name, metadata={"version": str(version)})
+        if folder.exists():  # of an earlier process that published this version here and was killed
+            shutil.rmtree(folder)
         unfinished.rename(folder)
         return [FileHandle(str(folder / name)) for name in names]
 
     def release(self, version: int) -> None:
+        """See `WeightSender.release`; files that cannot be deleted are logged."""
         folder = self._folder(version)
         try:
             shutil.rmtree(folder)
@@ -86,6 +91,7 @@ class CheckpointReceiver:
     """Maps the files of a version."""
 
     def receive(self, handles: Sequence[FileHandle], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
         for handle in handles:
             yield read_file(Path(handle.path), version)
 

@@ -42,13 +42,17 @@ class PushTarget:
 class RemoteCalls(Protocol):
     """The four calls of an engine that the library's transfer makes, as plain dictionaries."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the group of trainer and engine."""
 
-    def start_weight_update(self) -> None: ...
+    def start_weight_update(self) -> None:
+        """A publication begins."""
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take tensors in; ``update_info`` says which."""
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """A publication has come to its end."""
 
 
 class EngineCallFailed(RuntimeError):
@@ -63,15 +67,19 @@ class RayEngineCalls:
         self._timeout_seconds = timeout_seconds
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `RemoteCalls`."""
         self._call("init", init_info)
 
     def start_weight_update(self) -> None:
+        """See `RemoteCalls`."""
         self._call("start", None)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """See `RemoteCalls`."""
         self._call("update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `RemoteCalls`."""
         self._call("finish", weight_version)
 
     def _call(self, step: str, payload: Any) -> None:

@@ -34,9 +34,11 @@ class ObjectStoreSender:
         """The store has copies of its own."""
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
         return self._memory.allocate(half, index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
+        """See `WeightSender.send`."""
         return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
 
     def release(self, version: int) -> None:
@@ -47,6 +49,7 @@ class ObjectStoreReceiver:
     """Reads buckets where the store has them in this host's memory."""
 
     def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
         for handle in handles:
             if handle.version != version:
                 raise WeightMismatch(f"the object store holds version {handle.version}, expected {version}")

@@ -41,6 +41,7 @@ class MemoryHandle:
 
     @property
     def path(self) -> str:
+        """Where other processes of this host open the memory."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
 
@@ -98,14 +99,17 @@ class SharedMemorySender:
         self._segments: dict[int, Segment] = {}
 
     def begin(self, half: int) -> None:
+        """See `WeightSender.begin`."""
         if half not in self._segments:
             self._segments[half] = Segment(f"roll-weights-{half}")
         self._segments[half].stamp(_NOTHING)
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
         return self._segments[half].extent(index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
+        """See `WeightSender.send`; the memory is stamped with the version."""
         segment = self._segments[half]
         segment.stamp(version)
         first = MemoryHandle(
@@ -127,6 +131,7 @@ class SharedMemoryReceiver:
         self._mappings: dict[int, np.ndarray] = {}
 
     def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
         for handle in handles:
             memory = self._memory(handle)
             magic, found = memory[:16].view(np.int64).tolist()

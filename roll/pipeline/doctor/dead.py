@@ -24,8 +24,8 @@ def of_a_dead_run(evidence: Evidence) -> Diagnosis:
         verdict: Verdict = "failed" if summary["status"] == "failed" else "interrupted"
         cause = summary["error"] or "no cause is on record"
         return Diagnosis(verdict, f"the run {_PAST[verdict]} {steps}", cause, _go_on(evidence), findings)
-    pid = evidence.status.driver.pid if evidence.status is not None else None
-    who = "its driver" if pid is None else f"its driver (process {pid} on {evidence.status.driver.host})"
+    driver = evidence.status.driver if evidence.status is not None else None
+    who = "its driver" if driver is None else f"its driver (process {driver.pid} on {driver.host})"
     culprit = (
         f"{who} is gone without a word: killed (SIGKILL, as the kernel does when memory runs out: see `dmesg`), or its "
         "host went down"

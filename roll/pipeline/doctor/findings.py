@@ -61,6 +61,7 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
+        """Whether nothing has to be done about the run."""
         return self.verdict in WELL
 
 

@@ -20,6 +20,7 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
+        """Requests that wait to be let in."""
         return len(self._waiting)
 
     async def enter(self, request_id: str, *, first: bool = False) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 PauseMode = Literal["keep", "resume", "drain"]
+FinishReason = Literal["stop", "length", "abort"]
+TransferStep = Literal["init", "start", "update", "finish"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """What is to go on, and how it is sampled."""
+
     request_id: str
     prompt_token_ids: np.ndarray
     """int32 ``[prompt]``. At a re-issue after a dead engine: prompt plus the partial response."""
@@ -61,7 +65,7 @@ class Completion:
     """float32 ``[new]``."""
     versions: np.ndarray
     """int32 ``[new]``."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
 
 
 @dataclass
@@ -71,7 +75,7 @@ class TokenChunk:
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class WeightReceipt:
     version: int
     parameter_count: int
     """Elements over all named parameters, tied ones counted once."""
-    checksums: dict[str, int | None] = field(default_factory=dict)
+    checksums: Mapping[str, int | None] = field(default_factory=dict)
     """Name of each tensor -> xxh3_64 of its bytes as the engine holds it; None where that cannot be read back."""
     in_place: bool = False
     """Whether the engine computes with the publication's own memory, which must then stay as it is."""
@@ -173,6 +177,17 @@ class InferStrategy(Protocol):
 
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything."""
+
+
+@runtime_checkable
+class PushedStrategy(Protocol):
+    """An engine whose library takes weights straight from the trainer: by NCCL or CUDA IPC. See `RemoteCalls`."""
+
+    async def transfer_step(self, step: TransferStep, payload: Any) -> None:
+        """One call of the engine library's weight transfer."""
+
+    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
+        """What is held after a push of this version, of tensors of this layout: name -> dtype name, shape."""
 
 
 class WeightMismatch(ValueError):

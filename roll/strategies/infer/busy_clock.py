@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll.tracking.busy_spans import BusySpans
 
@@ -29,3 +30,7 @@ class BusyClock:
         """Seconds so far."""
         self.set(self.since is not None)
         return self.total
+
+    def stats(self) -> dict[str, Any]:
+        """`busy_seconds` and `busy_spans`, as an engine's stats have them."""
+        return {"busy_seconds": self.read(), "busy_spans": self.spans.recent()}

@@ -87,7 +87,9 @@ class EngineThread:
 
     @property
     def engine(self) -> HFEngine:
-        """The engine, for reading counters only."""
+        """The engine; for others than its thread to read counters only. ``EngineFailed`` before the start."""
+        if self._engine is None:
+            raise EngineFailed("the engine is not there yet, or no longer")
         return self._engine
 
     def check_alive(self) -> None:
@@ -114,20 +116,20 @@ class EngineThread:
 
     def abandon(self, key: int) -> None:
         """Abort a request for which nobody waits any more."""
-        self._post(lambda: self._engine.abort([key]))
+        self._post(lambda: self.engine.abort([key]))
 
     async def call(self, function: Callable[[HFEngine], Any]) -> Any:
         """Run a function on the engine between two steps."""
-        return await self._command(lambda future: self._answer(future, function(self._engine)))
+        return await self._command(lambda future: self._answer(future, function(self.engine)))
 
     async def call_while_still(self, function: Callable[[HFEngine], Any], name: str) -> Any:
         """Like `call`, but raises ``RuntimeError`` unless the engine is paused or idle."""
 
         def command(future: asyncio.Future[Any]) -> None:
-            busy = self._engine.running + self._engine.waiting
+            busy = self.engine.running + self.engine.waiting
             if self._state is not _State.PAUSED and busy:
                 raise RuntimeError(f"{name} needs a paused or idle engine; {busy} requests are in progress")
-            self._answer(future, function(self._engine))
+            self._answer(future, function(self.engine))
 
         return await self._command(command)
 
@@ -202,14 +204,14 @@ class EngineThread:
             command()
         if self._report.answers:
             # Who gave a command does not wait for the step that follows it.
-            self._report.output = self._engine.take_output()
+            self._report.output = self.engine.take_output()
             self._send_report()
         if self._can_step():
-            self._engine.step(admit=self._state is _State.RUNNING)
-        if self._state is _State.DRAINING and not self._engine.running:
+            self.engine.step(admit=self._state is _State.RUNNING)
+        if self._state is _State.DRAINING and not self.engine.running:
             self._state = _State.PAUSED
             self._end_drain(None)
-        self._report.output = self._engine.take_output()
+        self._report.output = self.engine.take_output()
         self._send_report()
 
     def _next_commands(self) -> list[Callable[[], None]]:
@@ -222,7 +224,7 @@ class EngineThread:
         return commands
 
     def _can_step(self) -> bool:
-        engine = self._engine
+        engine = self.engine
         if self._closing or engine.asleep or self._state is _State.PAUSED:
             return False
         return bool(engine.running or (engine.waiting and self._state is _State.RUNNING))
@@ -248,7 +250,7 @@ class EngineThread:
 
     def _submit(self, key: int, request: GenerateRequest, streaming: bool) -> None:
         try:
-            self._engine.submit(key, request, streaming)
+            self.engine.submit(key, request, streaming)
         except ValueError as error:
             self._report.rejected.append((key, error))
 
@@ -260,11 +262,11 @@ class EngineThread:
         self._end_drain(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
         self._state = _State.PAUSED
         if mode == "resume":
-            self._engine.drop_caches()
+            self.engine.drop_caches()
         self._answer(future)
 
     def _resume(self, future: asyncio.Future[Any]) -> None:
-        if self._engine.asleep:
+        if self.engine.asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
         self._end_drain(RuntimeError("the drain was interrupted by resume()"))
         self._state = _State.RUNNING
@@ -277,5 +279,5 @@ class EngineThread:
 
     def _close(self) -> None:
         self._end_drain(RuntimeError("the drain was interrupted by shutdown()"))
-        self._engine.abort_all()
+        self.engine.abort_all()
         self._closing = True

@@ -22,6 +22,7 @@ from roll.algorithms.logprobs import token_logprobs
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
+    FinishReason,
     GenerateRequest,
     SamplingParams,
     TokenChunk,
@@ -383,12 +384,12 @@ class HFEngine:
     def _finish_ended(self, tokens: np.ndarray) -> None:
         stopped, at_limit = self._table.ended(tokens)
         for active in self._watched.values():
-            if active.matcher.push([int(tokens[active.row])]):
+            if active.matcher is not None and active.matcher.push([int(tokens[active.row])]):
                 stopped[active.row] = True
         rows = np.flatnonzero(stopped | at_limit)
         self._finish(rows, ["stop" if stopped[row] else "length" for row in rows])
 
-    def _finish(self, rows: np.ndarray, reasons: list[str]) -> None:
+    def _finish(self, rows: np.ndarray, reasons: list[FinishReason]) -> None:
         """Report the rows' requests as ended and close the gaps."""
         if not len(rows):
             return

@@ -45,7 +45,7 @@ class _Waiter:
     def fail(self, error: Exception) -> None:
         if self.chunks is not None:
             self.chunks.put_nowait(error)
-        elif not self.completion.done():
+        elif self.completion is not None and not self.completion.done():
             self.completion.set_exception(error)
 
 
@@ -94,20 +94,20 @@ class HFInferStrategy:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
-        waiter = _Waiter(request.request_id, completion=asyncio.get_running_loop().create_future())
-        key = self._submit(request, waiter)
+        completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        key = self._submit(request, _Waiter(request.request_id, completion=completion))
         try:
-            return await waiter.completion
+            return await completion
         finally:
             self._forget(key)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, one chunk per step. Leaving the iteration early aborts the request."""
-        waiter = _Waiter(request.request_id, chunks=asyncio.Queue())
-        key = self._submit(request, waiter)
+        chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
+        key = self._submit(request, _Waiter(request.request_id, chunks=chunks))
         try:
             while True:
-                chunk = await waiter.chunks.get()
+                chunk = await chunks.get()
                 if isinstance(chunk, Exception):
                     raise chunk
                 yield chunk
@@ -223,7 +223,7 @@ class HFInferStrategy:
         if waiter is None:
             return
         del self._keys[waiter.request_id]
-        if self._thread.alive:
+        if self._thread is not None and self._thread.alive:
             self._thread.abandon(key)
 
     def _end(self, key: int) -> _Waiter | None:
@@ -235,8 +235,9 @@ class HFInferStrategy:
     def _receive(self, report: EngineReport) -> None:
         """The one callback of the thread, in the event loop."""
         for key, chunk in report.output.chunks:
-            if key in self._waiters:
-                self._waiters[key].chunks.put_nowait(chunk)
+            listener = self._waiters.get(key)
+            if listener is not None and listener.chunks is not None:
+                listener.chunks.put_nowait(chunk)
         for key, completion in report.output.completions:
             waiter = self._end(key)
             if waiter is not None and waiter.completion is not None and not waiter.completion.done():
@@ -247,4 +248,6 @@ class HFInferStrategy:
                 waiter.fail(error)
         if report.failure is not None:
             for key in list(self._waiters):
-                self._end(key).fail(engine_failed_from(report.failure))
+                waiter = self._end(key)
+                if waiter is not None:
+                    waiter.fail(engine_failed_from(report.failure))

@@ -70,8 +70,7 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model: write the step's keys and values ``[n, kv_heads, 1, head_dim]``, return the views."""
         rows, positions = self._step_rows, self._step_positions
-        self._allocate(layer_idx, key_states, value_states)
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys, values = self._allocate(layer_idx, key_states, value_states)
         keys[rows, :, positions] = key_states[:, :, 0]
         values[rows, :, positions] = value_states[:, :, 0]
         count = len(rows)
@@ -86,10 +85,10 @@ class SlotCache(Cache):
     ) -> None:
         """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
         beginnings of ``rows``; one source may go to many rows."""
-        self._allocate(layer, keys, values)
+        held_keys, held_values = self._allocate(layer, keys, values)
         length = keys.shape[2]
-        self._keys[layer][rows, :, :length] = keys[sources]
-        self._values[layer][rows, :, :length] = values[sources]
+        held_keys[rows, :, :length] = keys[sources]
+        held_values[rows, :, :length] = values[sources]
 
     def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets`` (the two are disjoint)."""
@@ -105,11 +104,13 @@ class SlotCache(Cache):
         self._values = [None] * len(self._values)
         self._rows_capacity = self._length_capacity = 0
 
-    def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Create a layer's tensors at its first use, when its head count and size are known."""
-        if self._keys[layer] is None:
-            self._keys[layer] = self._zeros_like(keys)
-            self._values[layer] = self._zeros_like(values)
+    def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's tensors, created at its first use, when its head count and size are known."""
+        held_keys, held_values = self._keys[layer], self._values[layer]
+        if held_keys is None or held_values is None:
+            held_keys = self._keys[layer] = self._zeros_like(keys)
+            held_values = self._values[layer] = self._zeros_like(values)
+        return held_keys, held_values
 
     def _zeros_like(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros(self._rows_capacity, states.shape[1], self._length_capacity, states.shape[3])

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from roll.strategies.infer.base import Completion, EngineFailed, GenerateRequest, SamplingParams, TokenChunk
+from roll.strategies.infer.base import (
+    Completion,
+    EngineFailed,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+)
 from roll.strategies.infer.stop_strings import StopStringMatcher
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Response:
             self.finish_reason = finish_reason
         return self._stop_at_string(len(token_ids))
 
-    def chunk(self, known: int, finish_reason: str | None = None) -> TokenChunk:
+    def chunk(self, known: int, finish_reason: FinishReason | None = None) -> TokenChunk:
         """The tokens beyond the first ``known``."""
         return TokenChunk(*self._arrays(known), finish_reason=finish_reason)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll.strategies.infer.base import Completion, GenerateRequest, TokenChunk
+from roll.strategies.infer.base import Completion, FinishReason, GenerateRequest, TokenChunk
 from roll.strategies.infer.stop_strings import StopStringMatcher
 
 _PARAMETERS = np.dtype(
@@ -110,7 +110,7 @@ class RequestTable:
         stopped = (self._stop_ids[: len(self)] == tokens[:, None]).any(axis=1)
         return stopped, self.column("length") >= self.column("limit")
 
-    def completion(self, row: int, finish_reason: str) -> Completion:
+    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
         """What the row has produced."""
         new = slice(self._parameters["prompt_length"][row], self._parameters["length"][row])
         return Completion(
@@ -121,14 +121,14 @@ class RequestTable:
             finish_reason=finish_reason,
         )
 
-    def next_chunk(self, row: int, finish_reason: str | None) -> TokenChunk:
+    def next_chunk(self, row: int, finish_reason: FinishReason | None) -> TokenChunk:
         """The row's tokens since its last chunk."""
         active = self.requests[row]
         chunk = self.chunk(row, active.streamed, finish_reason)
         active.streamed += len(chunk.token_ids)
         return chunk
 
-    def chunk(self, row: int, start: int, finish_reason: str | None) -> TokenChunk:
+    def chunk(self, row: int, start: int, finish_reason: FinishReason | None) -> TokenChunk:
         """The row's new tokens from number ``start`` on."""
         new = slice(int(self._parameters["prompt_length"][row]) + start, int(self._parameters["length"][row]))
         return TokenChunk(

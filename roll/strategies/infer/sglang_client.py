@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ class SGLangServer:
             env=server_environment(),
             start_new_session=True,
         )
+        if process.stdin is None:
+            raise EngineFailed("the process of SGLang's server has no standard input")
         process.stdin.write(json.dumps({"owner": os.getpid(), "arguments": dict(arguments)}).encode())
         process.stdin.close()
         session = aiohttp.ClientSession(
@@ -82,7 +84,7 @@ class SGLangServer:
             raise CallRefused(f"SGLang refused {path} ({reply.status}): {_message(content, text)}")
         return content
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The messages of a streamed answer. Raises `CallRefused`, `EngineFailed` if it breaks off."""
         import aiohttp
 

@@ -18,11 +18,12 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from roll.strategies.infer.admission_gate import AdmissionGate
+from roll.strategies.infer.admitted import AdmittedRequests, Drains
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
@@ -73,17 +74,14 @@ class SGLangInferStrategy:
         that shares them is started so that it can sleep. Weights are loaded from buckets, whatever ``transport``
         brought them."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
+        self._own_eos_token_ids = eos_token_ids
+        self._eos_token_ids: Sequence[int] = eos_token_ids or ()
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices
         self._strategy_config = strategy_config
         self._server: SGLangServer | None = None
-        self._running: dict[str, _Inside] = {}
-        self._known: set[str] = set()
-        self._aborted: set[str] = set()
-        """Requests aborted between being let in and being inside."""
         self._numbers = itertools.count()
-        self._drains: list[asyncio.Future[None]] = []
+        self._drains = Drains()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused = False
         self._asleep = False
@@ -104,7 +102,7 @@ class SGLangInferStrategy:
         config = load_config(spec.model_path, spec.trust_remote_code)
         self._shapes = parameter_shapes(config, spec.trust_remote_code)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        if self._eos_token_ids is None:
+        if self._own_eos_token_ids is None:
             self._eos_token_ids = eos_token_ids(spec, config)
         arguments = server_arguments(
             self._strategy_config,
@@ -122,7 +120,9 @@ class SGLangInferStrategy:
         self._mask_limit = mask_limit(arguments)
         self._quantised = arguments.get("quantization") is not None
         # A score follows an update, which must not wait for requests that have not begun.
-        self._gate, self._scoring = AdmissionGate(arguments["max_running_requests"] - 1), asyncio.Semaphore(1)
+        places = arguments["max_running_requests"] - 1
+        self._requests: AdmittedRequests[_Inside] = AdmittedRequests(places, self._requests_changed)
+        self._scoring = asyncio.Semaphore(1)
         self._server = await SGLangServer.start(arguments)
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -137,16 +137,13 @@ class SGLangInferStrategy:
         """New tokens of each running request beyond the first ``known[id]``. Asks what decodes for a sign of life
         first."""
         await self._sign_of_life()
-        return new_tokens((inside.response for inside in self._running.values()), known)
+        return new_tokens(self._requests.responses_inside(), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now, with the tokens that have arrived; unknown ids are ignored."""
         self._live_server()
-        self._gate.turn_away(set(request_ids))
-        self._aborted |= {name for name in request_ids if name in self._known and name not in self._running}
-        for name in request_ids:
-            if name in self._running:
-                self._running[name].end_as_aborted()
+        for inside in self._requests.abort(request_ids):
+            inside.end_as_aborted()
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
@@ -159,11 +156,11 @@ class SGLangInferStrategy:
         self._live_server()
         if mode not in ("keep", "resume", "drain"):
             raise ValueError(f"pause mode {mode!r} is unknown; one of keep, resume, drain")
-        self._gate.shut()
+        self._requests.gate.shut()
         if mode == "drain":
             await self._drain()
         else:
-            self._end_drains(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
+            self._drains.interrupt(f"pause({mode!r})")
         await self._halt(keeps_caches=mode != "resume" and not self._overlaps)
         self._paused = True
         self._tick()
@@ -173,11 +170,11 @@ class SGLangInferStrategy:
         self._live_server()
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
-        self._end_drains(RuntimeError("the drain was interrupted by resume()"))
+        self._drains.interrupt("resume()")
         await self._go_on()
         self._paused = False
         self._tick()
-        self._gate.open()
+        self._requests.gate.open()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
         """Write a publication down where SGLang reads it, beside whatever runs."""
@@ -197,8 +194,7 @@ class SGLangInferStrategy:
             held = "nothing" if self._prepared is None else f"version {self._prepared.version}"
             self._forget_prepared()
             raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
-        if not self._paused and self._running:
-            raise RuntimeError(f"load_weights needs a paused or idle engine; {len(self._running)} requests are running")
+        self._requests.require_none("load_weights", paused=self._paused)
         prepared = self._prepared
         try:
             async with self._still():
@@ -216,11 +212,10 @@ class SGLangInferStrategy:
         """Free the caches and move the weights to the host (an engine of its own devices: free the caches). Pause
         first."""
         self._live_server()
-        if not self._paused and self._running:
-            raise RuntimeError(f"sleep needs a paused or idle engine; {len(self._running)} requests are running")
+        self._requests.require_none("sleep", paused=self._paused)
         if self._asleep:
             return
-        self._gate.shut()
+        self._requests.gate.shut()
         await self._halt(keeps_caches=False)
         if self._sleeps:
             await self._order("/release_memory_occupation", {})
@@ -236,7 +231,7 @@ class SGLangInferStrategy:
             await self._order("/resume_memory_occupation", {})
         if not self._paused:
             await self._go_on()
-            self._gate.open()
+            self._requests.gate.open()
         self._asleep = False
         self._tick()
 
@@ -244,13 +239,10 @@ class SGLangInferStrategy:
         """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
         inside and not paused: SGLang does not tell how long it computed), and `busy_spans`, when that was."""
         self._live_server()
-        return {
-            "running": len(self._running),
-            "waiting": self._gate.waiting,
+        return self._requests.counts() | {
             "version": self._version,
             "generated_tokens": self._generated_tokens,
-            "busy_seconds": self._clock.read(),
-            "busy_spans": self._clock.spans.recent(),
+            **self._clock.stats(),
         }
 
     async def shutdown(self) -> None:
@@ -258,9 +250,9 @@ class SGLangInferStrategy:
         server, self._server = self._server, None
         if server is None:
             return
-        self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
-        self._gate.turn_all_away()
-        for inside in self._running.values():
+        self._drains.interrupt("shutdown()")
+        self._requests.gate.turn_all_away()
+        for inside in self._requests.inside.values():
             inside.end_as_aborted()
         self._forget_prepared()
         await server.stop()
@@ -273,33 +265,19 @@ class SGLangInferStrategy:
         """The request's state after each message of SGLang; nothing if it was aborted before it began."""
         server = self._live_server()
         name = request.request_id
-        if name in self._known:
-            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        self._requests.require_new(name)
         check_request(request, self._spec.max_length, self._vocabulary)
         check_recordable(request, self._mask_limit)
         matcher = self._stop_strings.matcher(request)
-        self._known.add(name)
-        had_a_place = False
-        try:
-            while await self._gate.enter(name, first=had_a_place):
-                inside = _Inside(Response(request, self._engine_id(), matcher))
-                try:
-                    if name in self._aborted:
-                        return
-                    self._enter(name, inside)
-                    async with aclosing(self._inside(server, inside)) as updates:
-                        async for update in updates:
-                            yield update
-                finally:
-                    self._leave(name)
-                if inside.response.aborted or not inside.response.begins_again:
-                    return
-                had_a_place = True
-        finally:
-            self._known.discard(name)
-            self._aborted.discard(name)
 
-    async def _inside(self, server: SGLangServer, inside: _Inside) -> AsyncIterator[Response]:
+        def enter() -> _Inside:
+            return _Inside(Response(request, self._engine_id(), matcher))
+
+        async with aclosing(self._requests.run(name, enter, partial(self._updates, server))) as updates:
+            async for update in updates:
+                yield update
+
+    async def _updates(self, server: SGLangServer, inside: _Inside) -> AsyncGenerator[Response, None]:
         """Run a request in SGLang, to its end or until it is to begin again."""
         response = inside.response
         body = generate_body(
@@ -312,7 +290,7 @@ class SGLangInferStrategy:
                 message = await inside.messages.get()
                 if response.begins_again and not response.aborted:
                     return
-                if response.aborted:
+                if response.aborted or message is None:
                     response.finish_reason = "abort"
                     yield response
                     return
@@ -342,16 +320,10 @@ class SGLangInferStrategy:
             )
         return response.finish_reason is not None and not stopped_here
 
-    def _enter(self, name: str, inside: _Inside) -> None:
-        self._running[name] = inside
+    def _requests_changed(self) -> None:
         self._tick()
-
-    def _leave(self, name: str) -> None:
-        self._running.pop(name, None)
-        self._tick()
-        self._gate.leave()
-        if not self._running:
-            self._end_drains(None)
+        if not self._requests.inside:
+            self._drains.end(None)
 
     async def _halt(self, *, keeps_caches: bool) -> None:
         """No step runs after this. Requests stay in SGLang, with their caches or with only their tokens."""
@@ -378,23 +350,8 @@ class SGLangInferStrategy:
 
     async def _drain(self) -> None:
         """Wait until what runs has ended, unless somebody interrupts."""
-        if not self._running:
-            return
-        drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._drains.append(drain)
-        try:
-            await drain
-        finally:
-            self._drains.remove(drain)
-
-    def _end_drains(self, error: RuntimeError | None) -> None:
-        for drain in self._drains:
-            if drain.done():
-                continue
-            if error is None:
-                drain.set_result(None)
-            else:
-                drain.set_exception(error)
+        if self._requests.inside:
+            await self._drains.wait()
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
@@ -409,7 +366,7 @@ class SGLangInferStrategy:
     def _begin_again(self) -> None:
         """Take requests without a token out of SGLang, whose caches may hold their prompts as old weights saw them.
         They enter again, before all others, when the engine goes on."""
-        for inside in self._running.values():
+        for inside in self._requests.inside.values():
             if not inside.response.token_ids:
                 inside.begin_again()
 
@@ -488,7 +445,7 @@ class SGLangInferStrategy:
 
     def _tick(self) -> None:
         """Note whether something is being computed now."""
-        self._clock.set(bool(self._running) and not self._paused and not self._asleep)
+        self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
 
 
 class _Inside:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,7 +68,7 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
     return Prepared(version, WeightReceipt(version, parameter_count, checksums), layout, checkpoint)
 
 
-def fingerprint(checksums: dict[str, int | None]) -> str:
+def fingerprint(checksums: Mapping[str, int | None]) -> str:
     """One text for the contents of a publication."""
     return hashlib.sha256(json.dumps(sorted(checksums.items())).encode()).hexdigest()
 

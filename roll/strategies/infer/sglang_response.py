@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from roll.strategies.infer.base import EngineFailed
-from roll.strategies.infer.response import FinishReason, Response, VersionSpan, is_greedy
+from roll.strategies.infer.base import EngineFailed, FinishReason
+from roll.strategies.infer.response import Response, VersionSpan, is_greedy
 from roll.strategies.infer.sglang_requests import needs_mask
 
 _NAN = "NaN happened"
@@ -59,9 +59,10 @@ def _sampled_logprobs(response: Response, told: Mapping[str, Any], count: int) -
 
 def _numbers(logprobs: list[float | None]) -> list[float]:
     """JSON knows no NaN: it arrives as null."""
-    if any(logprob is None or logprob != logprob for logprob in logprobs):
+    numbers = [logprob for logprob in logprobs if logprob is not None and logprob == logprob]
+    if len(numbers) != len(logprobs):
         raise EngineFailed("SGLang's logits are NaN: there is no distribution to sample from")
-    return logprobs
+    return numbers
 
 
 def _finish_reason(told: Mapping[str, Any] | None, request_id: str) -> FinishReason | None:

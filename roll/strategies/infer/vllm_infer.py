@@ -14,19 +14,22 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from roll.strategies.infer.admission_gate import AdmissionGate
+from roll.strategies.infer.admitted import AdmittedRequests, Drains
 from roll.strategies.infer.base import (
     Completion,
     EngineFailed,
     GenerateRequest,
     PauseMode,
     TokenChunk,
+    TransferStep,
     WeightBucket,
     WeightMismatch,
     WeightReceipt,
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
 _FAREWELL_SECONDS = 5.0
 """Most that a shutdown waits for aborted requests to end."""
 Result = TypeVar("Result")
-TransferStep = Literal["init", "start", "update", "finish"]
 
 
 class VLLMInferStrategy:
@@ -81,18 +83,15 @@ class VLLMInferStrategy:
         that shares them is started so that it can sleep. With the transports ``nccl`` and ``cuda_ipc`` weights are
         pushed (`transfer_step`), with all others they are loaded from buckets."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
-        self._eos_token_ids = eos_token_ids
+        self._own_eos_token_ids = eos_token_ids
+        self._eos_token_ids: Sequence[int] = eos_token_ids or ()
         self._tensor_parallel_size = devices_per_engine if device == "cuda" else 1
         self._sleeps = shares_devices and device == "cuda"
         self._weight_backend = WEIGHT_BACKENDS.get(transport, BUCKET_BACKEND)
         self._strategy_config = strategy_config
         self._engine: AsyncLLM | None = None
-        self._running: dict[str, Response] = {}
-        self._known: set[str] = set()
-        self._aborted: set[str] = set()
-        """Requests aborted between being let in and being known to vLLM."""
         self._numbers = itertools.count()
-        self._drains: list[asyncio.Future[None]] = []
+        self._drains = Drains()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused = False
         self._asleep = False
@@ -110,7 +109,7 @@ class VLLMInferStrategy:
         config = load_config(spec.model_path, spec.trust_remote_code)
         self._shapes = parameter_shapes(config, spec.trust_remote_code)
         self._vocabulary = config.get_text_config(decoder=True).vocab_size
-        if self._eos_token_ids is None:
+        if self._own_eos_token_ids is None:
             self._eos_token_ids = eos_token_ids(spec, config)
         arguments = engine_arguments(
             self._strategy_config,
@@ -128,7 +127,8 @@ class VLLMInferStrategy:
         self._engine = _start_engine(arguments)
         places = self._engine.vllm_config.scheduler_config.max_num_seqs
         # A score follows an update, which must not wait for requests that have not begun.
-        self._gate, self._scoring = AdmissionGate(places - 1), asyncio.Semaphore(1)
+        self._requests: AdmittedRequests[_Inside] = AdmittedRequests(places - 1, self._tick)
+        self._scoring = asyncio.Semaphore(1)
         await self._answer(self._engine.update_weight_version("0"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -143,19 +143,17 @@ class VLLMInferStrategy:
         """New tokens of each running request beyond the first ``known[id]``. Asks vLLM's own process for a sign of
         life first."""
         await self._answer(self._live_engine().get_weight_version())
-        return new_tokens(self._running.values(), known)
+        return new_tokens(self._requests.responses_inside(), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests now; unknown ids are ignored."""
         engine = self._live_engine()
-        self._gate.turn_away(set(request_ids))
-        self._aborted |= {name for name in request_ids if name in self._known and name not in self._running}
-        inside = [self._running[name] for name in request_ids if name in self._running]
-        for response in inside:
+        inside = self._requests.abort(request_ids)
+        for each in inside:
             # vLLM ignores names that it does not know yet; such a request ends at its first message.
-            response.aborted = True
+            each.response.aborted = True
         if inside:
-            await self._answer(engine.abort([response.engine_id for response in inside]))
+            await self._answer(engine.abort([each.response.engine_id for each in inside]))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
@@ -167,11 +165,11 @@ class VLLMInferStrategy:
         engine = self._live_engine()
         if mode not in ("keep", "resume", "drain"):
             raise ValueError(f"pause mode {mode!r} is unknown; one of keep, resume, drain")
-        self._gate.shut()
+        self._requests.gate.shut()
         if mode == "drain":
             await self._drain(engine)
         else:
-            self._end_drains(RuntimeError(f"the drain was interrupted by pause({mode!r})"))
+            self._drains.interrupt(f"pause({mode!r})")
             await self._answer(engine.pause_generation(mode="keep", clear_cache=mode == "resume"))
         self._paused = True
         self._tick()
@@ -181,11 +179,11 @@ class VLLMInferStrategy:
         engine = self._live_engine()
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
-        self._end_drains(RuntimeError("the drain was interrupted by resume()"))
+        self._drains.interrupt("resume()")
         await self._answer(engine.resume_generation())
         self._paused = False
         self._tick()
-        self._gate.open()
+        self._requests.gate.open()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
         """Check a publication beside whatever runs. The engine copies it in `load_weights`."""
@@ -208,8 +206,7 @@ class VLLMInferStrategy:
         if prepared is None or prepared.version != version:
             held = "nothing" if prepared is None else f"version {prepared.version}"
             raise RuntimeError(f"version {version} is to be loaded, but {held} was prepared")
-        if not self._paused and self._running:
-            raise RuntimeError(f"load_weights needs a paused or idle engine; {len(self._running)} requests are running")
+        self._requests.require_none("load_weights", paused=self._paused)
         async with self._still(engine):
             try:
                 await self._load(engine, prepared)
@@ -257,11 +254,10 @@ class VLLMInferStrategy:
     async def sleep(self) -> None:
         """Free the caches and move the weights to the host (on a CPU: free the caches). Pause first."""
         engine = self._live_engine()
-        if not self._paused and self._running:
-            raise RuntimeError(f"sleep needs a paused or idle engine; {len(self._running)} requests are running")
+        self._requests.require_none("sleep", paused=self._paused)
         if self._asleep:
             return
-        self._gate.shut()
+        self._requests.gate.shut()
         if self._sleeps:
             await self._answer(engine.sleep(level=1, mode="keep"))
         else:
@@ -280,7 +276,7 @@ class VLLMInferStrategy:
             await self._answer(engine.pause_generation(mode="keep", clear_cache=False))
         else:
             await self._answer(engine.resume_generation())
-            self._gate.open()
+            self._requests.gate.open()
         self._asleep = False
         self._tick()
 
@@ -288,13 +284,10 @@ class VLLMInferStrategy:
         """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
         inside and not paused: vLLM does not tell how long it computed), and `busy_spans`, when that was."""
         self._live_engine()
-        return {
-            "running": len(self._running),
-            "waiting": self._gate.waiting,
+        return self._requests.counts() | {
             "version": self._version,
             "generated_tokens": self._generated_tokens,
-            "busy_seconds": self._clock.read(),
-            "busy_spans": self._clock.spans.recent(),
+            **self._clock.stats(),
         }
 
     async def shutdown(self) -> None:
@@ -302,8 +295,8 @@ class VLLMInferStrategy:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
-        self._gate.turn_all_away()
+        self._drains.interrupt("shutdown()")
+        self._requests.gate.turn_all_away()
         if not engine.errored:
             await self._end_all(engine)
         # On the loop itself, because vLLM ends its own tasks there before its processes go, and reports a death else.
@@ -313,39 +306,21 @@ class VLLMInferStrategy:
         """The request's state after each message of vLLM; nothing if it was aborted before it began."""
         engine = self._live_engine()
         name = request.request_id
-        if name in self._known:
-            raise ValueError(f"request {name!r} cannot run: another one with this id is running")
+        self._requests.require_new(name)
         check_request(request, self._spec.max_length, self._vocabulary)
         params = sampling_params(request, self._eos_token_ids)
         matcher = self._stop_strings.matcher(request)
-        self._known.add(name)
-        had_a_place = False
-        try:
-            while await self._gate.enter(name, first=had_a_place):
-                response = Response(request, f"{name}:{next(self._numbers)}", matcher)
-                try:
-                    if name in self._aborted:
-                        return
-                    self._running[name] = response
-                    self._tick()
-                    async with aclosing(self._inside(engine, response, params)) as updates:
-                        async for update in updates:
-                            yield update
-                finally:
-                    self._running.pop(name, None)
-                    self._tick()
-                    self._gate.leave()
-                if response.aborted or not response.begins_again:
-                    return
-                had_a_place = True
-        finally:
-            self._known.discard(name)
-            self._aborted.discard(name)
 
-    async def _inside(
-        self, engine: AsyncLLM, response: Response, params: VLLMSamplingParams
-    ) -> AsyncIterator[Response]:
+        def enter() -> _Inside:
+            return _Inside(Response(request, f"{name}:{next(self._numbers)}", matcher), params)
+
+        async with aclosing(self._requests.run(name, enter, partial(self._updates, engine))) as updates:
+            async for update in updates:
+                yield update
+
+    async def _updates(self, engine: AsyncLLM, inside: _Inside) -> AsyncGenerator[Response, None]:
         """Run a request in vLLM, to its end or until it is to begin again."""
+        response, params = inside.response, inside.params
         prompt = prompt_input(response.request, self._version)
         try:
             # Leaving the iteration is what aborts the request inside vLLM.
@@ -366,28 +341,21 @@ class VLLMInferStrategy:
 
     async def _drain(self, engine: AsyncLLM) -> None:
         """Wait until what runs has ended, unless somebody interrupts."""
-        drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._drains.append(drain)
 
-        async def wait() -> None:
+        async def wait(end: Callable[[Exception | None], None]) -> None:
             error: Exception | None = None
             try:
                 await self._answer(engine.pause_generation(mode="wait", clear_cache=True))
             except EngineFailed as failure:
                 error = failure
-            _end(drain, error)
+            end(error)
 
-        task = asyncio.get_running_loop().create_task(wait())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            await drain
-        finally:
-            self._drains.remove(drain)
+        def begin(end: Callable[[Exception | None], None]) -> None:
+            task = asyncio.get_running_loop().create_task(wait(end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _end_drains(self, error: RuntimeError) -> None:
-        for drain in self._drains:
-            _end(drain, error)
+        await self._drains.wait(begin)
 
     @asynccontextmanager
     async def _still(self, engine: AsyncLLM) -> AsyncIterator[None]:
@@ -395,18 +363,18 @@ class VLLMInferStrategy:
         if self._paused:
             yield
             return
-        self._gate.shut()
+        self._requests.gate.shut()
         await self._answer(engine.pause_generation(mode="keep", clear_cache=True))
         try:
             yield
         finally:
             await self._answer(engine.resume_generation())
-            self._gate.open()
+            self._requests.gate.open()
 
     async def _begin_again(self, engine: AsyncLLM) -> None:
         """Take requests without a token out of vLLM, whose caches may hold their prompts as old weights saw them. They
         enter again, before all others, when the engine goes on."""
-        waiting = [response for response in self._running.values() if not response.token_ids]
+        waiting = [response for response in self._requests.responses_inside() if not response.token_ids]
         for response in waiting:
             response.begins_again = True
         if waiting:
@@ -414,11 +382,12 @@ class VLLMInferStrategy:
 
     async def _end_all(self, engine: AsyncLLM) -> None:
         """Abort what runs, and give it a moment to say so."""
-        for response in self._running.values():
+        inside = self._requests.responses_inside()
+        for response in inside:
             response.aborted = True
-        await engine.abort([response.engine_id for response in self._running.values()])
+        await engine.abort([response.engine_id for response in inside])
         deadline = asyncio.get_running_loop().time() + _FAREWELL_SECONDS
-        while self._running and asyncio.get_running_loop().time() < deadline:
+        while self._requests.inside and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
 
     async def _load(self, engine: AsyncLLM, prepared: Prepared) -> None:
@@ -480,7 +449,15 @@ class VLLMInferStrategy:
 
     def _tick(self) -> None:
         """Note whether something is being computed now."""
-        self._clock.set(bool(self._running) and not self._paused and not self._asleep)
+        self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A request that has a place in vLLM."""
+
+    response: Response
+    params: VLLMSamplingParams
 
 
 def _set_environment(arguments: dict[str, Any]) -> None:
@@ -516,13 +493,3 @@ def _vllm_failures() -> tuple[type[Exception], ...]:
 def _engine_failed(engine: AsyncLLM, error: Exception) -> EngineFailed:
     cause = error.__cause__ or error
     return EngineFailed(f"vLLM cannot go on: {type(cause).__name__}: {cause}")
-
-
-def _end(future: asyncio.Future[None], error: Exception | None) -> None:
-    """Resolve a future, unless it is already."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -57,6 +57,10 @@ def _aligned(size: int) -> int:
 
 
 def bucket_info(bucket: WeightBucket) -> dict[str, Any]:
+    """What vLLM's processes are told of a bucket: where its bytes are, and the tensors in it. ``ValueError`` for one
+    that is nowhere they can read; `locate` gives it a place."""
+    if bucket.location is None:
+        raise ValueError("this bucket is in no file, so other processes cannot read it")
     return {
         "path": bucket.location.path,
         "offset": bucket.location.offset,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
-from roll.strategies.infer.base import EngineFailed
-from roll.strategies.infer.response import FinishReason, Response, VersionSpan
+from roll.strategies.infer.base import EngineFailed, FinishReason
+from roll.strategies.infer.response import Response, VersionSpan
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -38,6 +38,6 @@ def _sampled_logprobs(output: CompletionOutput) -> list[float]:
 
 
 def _finish_reason(reason: str, request_id: str) -> FinishReason:
-    if reason not in ("stop", "length", "abort"):
+    if reason not in get_args(FinishReason):
         raise EngineFailed(f"vLLM ended request {request_id!r} with {reason!r}")
-    return reason
+    return cast(FinishReason, reason)

@@ -106,7 +106,11 @@ WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine
 
 
 class WorkerCalls:
-    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker."""
+    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker, which has these."""
+
+    weight_transfer_engine: Any
+    model_config: Any
+    model_runner: Any
 
     def roll_unloaded_parameters(self) -> list[str]:
         """Parameters of the engine's model that the last update did not touch. Empty for quantised models, whose

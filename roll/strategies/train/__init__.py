@@ -7,12 +7,12 @@ here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.configs.errors import ConfigProblem
-    from roll.strategies.train.base import TrainStrategy
+    from roll.strategies.train.base import ForwardStrategy, TrainStrategy
     from roll.strategies.train.setup import TrainerSetup
 
 TRAIN_STRATEGIES = {
@@ -22,25 +22,38 @@ TRAIN_STRATEGIES = {
 }
 """Strategy name -> ``module:class``."""
 
+FORWARD_STRATEGIES = {"hf_infer": "roll.strategies.train.hf_replica:HfReplicaStrategy"}
+"""The same of what drives a forward-only role, and cannot train."""
+
 OPTION_CHECKS = {
     "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
     "deepspeed_train": "roll.strategies.train.deepspeed_options:check_options",
     "megatron_train": "roll.strategies.train.megatron_options:check_options",
+    "hf_infer": "roll.strategies.train.hf_replica_options:check_options",
 }
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
 def train_strategy_class(name: str) -> type:
-    """The class registered as ``name``; ``ValueError`` with the valid names otherwise."""
-    if name not in TRAIN_STRATEGIES:
-        raise ValueError(f"unknown training strategy {name!r}; valid: {', '.join(sorted(TRAIN_STRATEGIES))}")
-    module, _, class_name = TRAIN_STRATEGIES[name].partition(":")
-    return getattr(importlib.import_module(module), class_name)
+    """The trainer registered as ``name``; ``ValueError`` with the valid names otherwise."""
+    return _registered(name, TRAIN_STRATEGIES, "training")
 
 
 def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy:
     """One rank of the trainer ``name``, not yet initialised."""
     return train_strategy_class(name)(setup)
+
+
+def build_forward_strategy(name: str, setup: TrainerSetup) -> ForwardStrategy:
+    """One rank of a forward-only role that ``name`` drives: a trainer, or what cannot train. Not yet initialised."""
+    return _registered(name, {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}, "forward-only")(setup)
+
+
+def _registered(name: str, registered: Mapping[str, str], what: str) -> type:
+    if name not in registered:
+        raise ValueError(f"unknown {what} strategy {name!r}; valid: {', '.join(sorted(registered))}")
+    module, _, class_name = registered[name].partition(":")
+    return getattr(importlib.import_module(module), class_name)
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:

@@ -22,17 +22,30 @@ if TYPE_CHECKING:
     from roll.strategies.train.step import Objective
 
 
-class TrainStrategy(Protocol):
-    """One rank of a trainer (or of a forward-only role such as the reference)."""
+class ForwardStrategy(Protocol):
+    """One rank of a forward-only role such as the reference: all that such a role is asked for."""
 
     def initialize(self) -> None:
-        """Join the process group, load and shard the model, build optimizer and schedule."""
+        """Join the process group, load and shard the model; of a trainer, build optimizer and schedule."""
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probabilities of each token given those before it, at ``temperature``.
 
         Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
         """
+
+    def offload_states(self) -> None:
+        """Move weights, gradients and optimizer state off the device."""
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+
+
+class TrainStrategy(ForwardStrategy, Protocol):
+    """One rank of a trainer. Every trainer can drive a forward-only role as well."""
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Of a trainer of adapters (LoRA): `log_probs` of the model that they are trained on, without them."""
@@ -64,12 +77,3 @@ class TrainStrategy(Protocol):
     def restore(self, state: SavedState) -> None:
         """Go on where a snapshot was taken, by however many ranks of this trainer. Collective. Raises `UnfitState` if
         it is not of this model."""
-
-    def offload_states(self) -> None:
-        """Move weights, gradients and optimizer state off the device."""
-
-    def load_states(self) -> None:
-        """Undo `offload_states`."""
-
-    def shutdown(self) -> None:
-        """Leave the process group."""

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roll.configs.rules_deepspeed import obstacle_to_moving
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights
 from roll.strategies.train.deepspeed_engine import import_deepspeed, start_engine
 from roll.strategies.train.deepspeed_options import engine_config, parse_options
 from roll.strategies.train.export import ModelExport, build_export, copied_weights
-from roll.strategies.train.hf_forward import hf_forward
+from roll.strategies.train.hf_forward import hf_forward, policy_forward, value_forward
 from roll.strategies.train.hf_model import prepare_model, stored_dtype
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
 from roll.strategies.train.optimizer import build_optimizer, clip_gradients, learning_rate_schedule, move_state
@@ -82,11 +83,13 @@ class DeepSpeedTrainStrategy:
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         rows = self._rows(batch, self.setup.infer_limits)
-        return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
+        return joined_over_ranks(policy_forward(self.forward).token_logprobs(batch, rows, temperature))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
         """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        return joined_over_ranks(self.forward.token_values(batch, self._rows(batch, self.setup.infer_limits)))
+        return joined_over_ranks(
+            value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
+        )
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
         """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
@@ -328,16 +331,10 @@ class DeepSpeedTrainStrategy:
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
     def _require_movable_states(self) -> None:
-        if not self.trains:
-            raise RuntimeError(
-                "DeepSpeed cannot move the weights of a forward-only role at ZeRO stage 3; give the role devices of "
-                "its own, or another stage"
-            )
-        if self.options.zero_stage == 1 and self.bfloat16:
-            raise RuntimeError(
-                "DeepSpeed cannot move the states of ZeRO stage 1 in bfloat16; write `zero_optimization: {stage: 2}`, "
-                "or give the trainer devices of its own"
-            )
+        zero = self.setup.strategy_config.get("zero_optimization")
+        obstacle = obstacle_to_moving(zero, bfloat16=self.bfloat16, learns=self.trains)
+        if obstacle is not None:
+            raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
 
     def _move_states(self, device: torch.device) -> None:
         self.model.to(device)

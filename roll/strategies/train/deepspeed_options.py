@@ -210,6 +210,6 @@ def zero_option_names() -> frozenset[str]:
             names |= {
                 word.value.value
                 for word in getattr(item.value, "keywords", ())
-                if word.arg == "alias" and isinstance(word.value, ast.Constant)
+                if word.arg == "alias" and isinstance(word.value, ast.Constant) and isinstance(word.value.value, str)
             }
     return frozenset(names)

@@ -23,7 +23,7 @@ from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights
 from roll.strategies.train.export import ModelExport, build_export, copied_weights
 from roll.strategies.train.fsdp2_options import Fsdp2Options, parse_options
-from roll.strategies.train.hf_forward import hf_forward
+from roll.strategies.train.hf_forward import hf_forward, policy_forward, value_forward
 from roll.strategies.train.hf_model import decoder_layers, prepare_model, stored_dtype
 from roll.strategies.train.lora import add_adapters, is_adapter
 from roll.strategies.train.microbatches import MicroBatch, MicroBatchLimits, plan_micro_batches
@@ -35,6 +35,12 @@ from roll.strategies.train.step import Objective, StepMetrics, TrainingStep, com
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def _sharded(parameter: Tensor) -> DTensor:
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"FSDP2 shards all parameters, and here is a {type(parameter).__name__}")
+    return parameter
 
 
 class Fsdp2TrainStrategy:
@@ -66,7 +72,8 @@ class Fsdp2TrainStrategy:
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
-        values = self.forward.token_logprobs(batch, self._rows(batch, self.setup.infer_limits), temperature)
+        rows = self._rows(batch, self.setup.infer_limits)
+        values = policy_forward(self.forward).token_logprobs(batch, rows, temperature)
         self._reshard()
         return joined_over_ranks(values)
 
@@ -79,7 +86,7 @@ class Fsdp2TrainStrategy:
 
     def values(self, batch: SampleBatch) -> np.ndarray:
         """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        values = self.forward.token_values(batch, self._rows(batch, self.setup.infer_limits))
+        values = value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
         self._reshard()
         return joined_over_ranks(values)
 
@@ -137,11 +144,12 @@ class Fsdp2TrainStrategy:
             source = {parameter: weights[name] for name, parameter in own.items()}
         with torch.no_grad():
             for parameter, weight in source.items():
+                own_shard = _sharded(parameter)
                 # Every rank has read the file, so each cuts its own shard out, with no communication.
                 shard = distribute_tensor(
-                    weight.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                    weight.to(self.device), own_shard.device_mesh, own_shard.placements, src_data_rank=None
                 )
-                parameter.to_local().copy_(shard.to_local())
+                own_shard.to_local().copy_(shard.to_local())
 
     def snapshot(self) -> StateSnapshot:
         """Copies of this rank's shards; see `TrainStrategy`."""
@@ -227,14 +235,16 @@ class Fsdp2TrainStrategy:
                 f"{state.folder} is the state of training {kinds[base is None]}, and this trainer trains "
                 f"{kinds[self.adapters is None]}"
             )
-        difference = self.adapters.base.difference(base) if self.adapters is not None else None
+        if self.adapters is None or base is None:
+            return
+        difference = self.adapters.base.difference(base)
         if difference is not None:
             raise UnfitState(f"the adapters in {state.folder} were made {difference}")
 
     def _full(self, parameter: Tensor) -> Tensor:
         """All of a parameter, in float32. Collective."""
         # Ranks exchange what is on their devices faster than what is kept in the host's memory.
-        weight = parameter.detach().to(self.device)
+        weight = _sharded(parameter.detach().to(self.device))
         return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:

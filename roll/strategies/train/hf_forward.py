@@ -41,6 +41,20 @@ def hf_forward(
     return HfValueForward(model, device, packed)
 
 
+def policy_forward(forward: HfForward | HfValueForward) -> HfForward:
+    """The forward pass of a policy. ``RuntimeError`` if it is that of a value model."""
+    if not isinstance(forward, HfForward):
+        raise RuntimeError("this role has a value model, which gives no log-probabilities")
+    return forward
+
+
+def value_forward(forward: HfForward | HfValueForward) -> HfValueForward:
+    """The forward pass of a value model. ``RuntimeError`` if it is that of a policy."""
+    if not isinstance(forward, HfValueForward):
+        raise RuntimeError("this role has a policy, which gives no values")
+    return forward
+
+
 class HfValueForward:
     """Calls a value model, which a trainer may have wrapped."""
 
@@ -117,7 +131,7 @@ class HfForward:
 
     def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
         """A micro-batch's contribution to the loss of the step, and to its metrics."""
-        logprobs, entropy = self.logprobs_and_entropy(micro_batch, temperature, step.objective.needs_entropy_gradient)
+        logprobs, entropy = self.logprobs_and_entropy(micro_batch, temperature, step.needs_entropy_gradient)
         return step.loss(micro_batch, logprobs, entropy)
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:

@@ -280,5 +280,5 @@ def fingerprint(model: nn.Module) -> Base:
     for name, parameter in model.named_parameters():
         dtypes.add(dtype_name(parameter.dtype))
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(tensor_bytes(parameter))
+        digest.update(tensor_bytes(parameter).data)
     return Base(digest.hexdigest(), " and ".join(sorted(dtypes)))

@@ -44,8 +44,11 @@ def plan_micro_batches(
     A sample longer than the budget has a micro-batch to itself. The largest micro-batches come first, so that a batch
     too large for the device fails at once. Padded, rows of similar length meet; packed, those that fill the budget.
     """
-    fill = _fill_tightly if limits.packed and limits.max_tokens is not None else _fill
-    by_rank = [fill(rows, lengths, limits) for rows in _balanced(lengths, world_size)]
+    ranks = _balanced(lengths, world_size)
+    if limits.packed and limits.max_tokens is not None:
+        by_rank = [_fill_tightly(rows, lengths, limits.max_tokens) for rows in ranks]
+    else:
+        by_rank = [_fill(rows, lengths, limits) for rows in ranks]
     count = max(1, max(len(micro_batches) for micro_batches in by_rank))
     return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
 
@@ -76,7 +79,7 @@ def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBat
     return micro_batches
 
 
-def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBatchLimits) -> list[list[int]]:
+def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
     """Put rows (longest first) where the least room remains: best fit decreasing, at most 11/9 of the fewest possible
     micro-batches and one more (Johnson, 1973)."""
     micro_batches: list[list[int]] = []
@@ -88,7 +91,7 @@ def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: 
             room, number = by_room.pop(place)
             micro_batches[number].append(row)
         else:
-            room, number = limits.max_tokens, len(micro_batches)
+            room, number = max_tokens, len(micro_batches)
             micro_batches.append([row])
         insort(by_room, (room - length, number))
     return [micro_batches[number] for _, number in by_room]
@@ -183,7 +186,7 @@ def build_micro_batch(
     part = whole.select(rows) if rows else _stand_in(whole)
     width = max(2, int(part.lengths.max()))
     mask = part.padded("wanted", False, width)[:, 1:]
-    kept = _range_of_true(mask.any(axis=0))
+    kept = _range_of_true(np.logical_or.reduce(mask, axis=0))
 
     def aligned(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[:, kept])).to(device)

@@ -59,7 +59,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     gradients unfit for use, and the caller must not step.
     """
     owners = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in owners])
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in owners if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if max_norm > 0:

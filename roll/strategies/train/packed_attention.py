@@ -160,8 +160,10 @@ def packed_sdpa(
     Without ``cu_seq_lens_q`` each row is one sample, padded on the right or not at all.
     """
     _refuse_masks(attention_mask)
-    if cu_seq_lens_q is not None and _fits_kernel(query, value):
-        return _variable_length(query, key, value, cu_seq_lens_q, int(max_length_q), scaling, sliding_window), None
+    kernel = _kernel_for(query, value)
+    if kernel is not None and cu_seq_lens_q is not None and max_length_q is not None:
+        longest = int(max_length_q)
+        return _variable_length(kernel, query, key, value, cu_seq_lens_q, longest, scaling, sliding_window), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -239,22 +241,22 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return visible if window is None else visible.triu(1 - window)
 
 
-def _fits_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes these."""
+def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
+    """Torch's variable-length kernel, if it takes these."""
     size = query.shape[-1]
-    return (
+    fits = (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and size == value.shape[-1]
         and size % 8 == 0
         and size <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and _kernel() is not None
     )
+    return _kernel() if fits else None
 
 
 @cache
-def _kernel() -> Callable[..., Tensor] | None:
+def _kernel() -> Callable[..., Any] | None:
     """Torch's variable-length attention; None where this torch has none, or an earlier form of it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -265,6 +267,7 @@ def _kernel() -> Callable[..., Tensor] | None:
 
 
 def _variable_length(
+    kernel: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -277,7 +280,7 @@ def _variable_length(
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     # A window counts the token itself; the kernel counts those to its left, -1 being all.
     left = -1 if window is None or window >= longest else window - 1
-    attended = _kernel()(
+    attended = kernel(
         query,
         key,
         value,

@@ -8,8 +8,7 @@ rank ever holds a whole model. Names are of Hugging Face's weights behind what a
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from roll.tracking.files import sync_file
 
 
 class UnfitState(ValueError):
@@ -82,11 +83,14 @@ def common_updates(state: SavedState) -> int:
     return counts.pop()
 
 
-def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
-    """Write this rank's file and wait until it is on the disk. Empty parts need no place. `OSError` names the file."""
+def write_state(
+    folder: Path, rank: int, snapshot: StateSnapshot, on_synced: Callable[[int], None] = lambda size: None
+) -> Path:
+    """Write this rank's file and wait until it is on the disk; ``on_synced`` hears of the bytes that are. Empty parts
+    need no place. `OSError` names the file."""
     parts = _by_key(part for part in snapshot.parts if part.tensor.numel())
     places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
-    path = _file(folder, rank)
+    path = state_file(folder, rank)
     folder.mkdir(parents=True, exist_ok=True)
     header = {
         "places": json.dumps(places),
@@ -97,8 +101,7 @@ def write_state(folder: Path, rank: int, snapshot: StateSnapshot) -> Path:
         save_file({key: part.tensor.contiguous() for key, part in parts.items()}, path, header)
     except SafetensorError as cause:
         raise OSError(f"cannot write {path}: {cause}") from cause
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync_file(path, on_synced)
     return path
 
 
@@ -128,11 +131,11 @@ class SavedState:
         self._places: dict[str, list[_Place]] = {}
         self._files: dict[Path, Any] = {}
         self.facts: dict[str, Any] = {}
-        if not _file(folder, 0).is_file():
-            raise UnfitState(f"{folder} holds no training state: there is no {_file(folder, 0).name}")
-        ranks = self._read_header(_file(folder, 0))
+        if not state_file(folder, 0).is_file():
+            raise UnfitState(f"{folder} holds no training state: there is no {state_file(folder, 0).name}")
+        ranks = self._read_header(state_file(folder, 0))
         for rank in range(1, ranks):
-            self._read_header(_file(folder, rank))
+            self._read_header(state_file(folder, rank))
 
     def names(self) -> list[str]:
         """Of all tensors."""
@@ -220,5 +223,6 @@ class SavedState:
         return int(header["ranks"])
 
 
-def _file(folder: Path, rank: int) -> Path:
+def state_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its part of a state."""
     return folder / f"rank-{rank:05d}.safetensors"

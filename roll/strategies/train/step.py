@@ -45,13 +45,18 @@ class TrainingStep:
         wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
         trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
         owner = np.repeat(np.arange(len(batch)), batch.lengths)
-        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)))
+        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)).tolist())
         return cls(batch, objective, fields, wanted, normalizers)
 
     @property
     def is_empty(self) -> bool:
         """No token is left to train on: an update would be momentum and weight decay only."""
         return self.normalizers.tokens == 0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the entropy is trained on, or a metric only; a value model has none."""
+        return not isinstance(self.objective, ValueObjective) and self.objective.needs_entropy_gradient
 
     def micro_batches(
         self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False
@@ -66,7 +71,12 @@ class TrainingStep:
         """A micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics. ``outputs``
         are what the model gives for the targets, in the order in which the objective takes them."""
         fields = micro_batch.fields
-        return self.objective(*outputs, micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
+        about = (micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
+        if isinstance(self.objective, ValueObjective):
+            (values,) = outputs
+            return self.objective(values, *about)
+        logprobs, entropy = outputs
+        return self.objective(logprobs, entropy, *about)
 
 
 def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -45,6 +45,7 @@ class Lane:
 
     @property
     def label(self) -> str:
+        """The name as it is shown."""
         return self.name.removeprefix("stage/").removesuffix("/all")
 
     def seconds(self, window: tuple[int, int]) -> dict[str, float]:
@@ -72,6 +73,7 @@ class Trace:
 
     @property
     def end(self) -> int:
+        """Where the last span of all lanes ends."""
         return max((lane.spans[-1].end for lane in self.lanes if lane.spans), default=0)
 
     @property
@@ -81,6 +83,7 @@ class Trace:
         return min(starts, default=0), self.end
 
     def lane(self, name: str) -> Lane | None:
+        """The lane of this name; None: there is none."""
         return next((lane for lane in self.lanes if lane.name == name), None)
 
     def step_ends(self) -> list[int]:

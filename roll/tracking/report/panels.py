@@ -190,9 +190,8 @@ def thin(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[in
     kept = {len(points) - 1}
     for index in range(stretches):
         start, stop = len(points) * index // stretches, len(points) * (index + 1) // stretches
-        finite = [place for place in range(start, stop) if points[place][1] is not None]
+        finite = {place: value for place in range(start, stop) if (value := points[place][1]) is not None}
         kept.add(start)
         if finite:
-            kept.add(min(finite, key=lambda place: points[place][1]))
-            kept.add(max(finite, key=lambda place: points[place][1]))
+            kept |= {min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)}
     return [points[place] for place in sorted(kept)]

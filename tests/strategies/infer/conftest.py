@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests.strategies.infer import sglang_helpers, vllm_helpers
+from tests.strategies.infer.engines import EngineOnTrial
 from tests.strategies.infer.hf_helpers import EOS, VOCABULARY
 from tests.strategies.infer.vllm_helpers import RunningEngine, make_model, make_tokenizer
 
@@ -83,6 +85,65 @@ def vllm_engine(vllm_path):
 
 @pytest.fixture
 def published(vllm_engine, vllm_model):
-    """The engine, holding the first model's weights."""
+    """vLLM, holding the first model's weights."""
     vllm_engine.publish(vllm_model)
     return vllm_engine
+
+
+@pytest.fixture(scope="session")
+def vllm_on_trial(vllm_engine, vllm_model):
+    """The same engine, as the tests of all engines know it."""
+    return EngineOnTrial(
+        vllm_engine,
+        vllm_model,
+        make_model,
+        places=vllm_helpers.PLACES,
+        tolerance=(1e-5, 1e-3),
+        refused=(vllm_helpers.request("cold", temperature=0.001),),
+        scored_lengths=(2, 17, 64),
+        settling_looks=0,
+    )
+
+
+@pytest.fixture(scope="session")
+def sglang_model():
+    """The weights that SGLang starts with."""
+    return sglang_helpers.make_wide_model()
+
+
+@pytest.fixture(scope="session")
+def sglang_path(sglang_model, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("sglang")
+    sglang_model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def sglang_stand_in(sglang_path, sglang_model):
+    """SGLang's adapter with the stand-in for its server."""
+    with sglang_helpers.running_stand_in(sglang_path, enable_deterministic_inference=True) as engine:
+        yield _sglang_on_trial(engine, sglang_model, tolerance=(1e-5, 1e-3))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(sglang_path, sglang_model):
+    """SGLang's adapter with SGLang."""
+    with sglang_helpers.running_sglang(sglang_path) as engine:
+        yield _sglang_on_trial(engine, sglang_model, tolerance=(1e-3, 2e-2))
+
+
+def _sglang_on_trial(engine, model, tolerance) -> EngineOnTrial:
+    request = vllm_helpers.request
+    return EngineOnTrial(
+        engine,
+        model,
+        sglang_helpers.make_wide_model,
+        places=sglang_helpers.PLACES,
+        tolerance=tolerance,
+        refused=(
+            request("cold", temperature=1e-7), request("nucleus", top_p=0.9), request("wide", top_k=5000)
+        ),
+        scored_lengths=(1, 17, 64, vllm_helpers.MAX_LENGTH - 1),
+        settling_looks=5,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -65,12 +64,3 @@ def running_sglang(model_path: str) -> Iterator[RunningEngine]:
     engine = RunningEngine(model_path, strategy=sglang_strategy(model_path, "cuda", shares_devices=True, **config))
     yield engine
     engine.close()
-
-
-async def begun(strategy, count: int, tokens: int) -> None:
-    """Wait until this many requests run that have this many tokens."""
-    while True:
-        chunks = await strategy.progress({})
-        if sum(len(chunk.token_ids) >= tokens for chunk in chunks.values()) >= count:
-            return
-        await asyncio.sleep(0.005)

@@ -22,7 +22,7 @@ from tests.strategies.infer.test_vllm_processes import engine_process
 
 async def crash(strategy):
     running = [asyncio.ensure_future(strategy.generate(request(str(i), 150, ignore_eos=True))) for i in range(4)]
-    while min([len(each.token_ids) for each in strategy._running.values()], default=0) < 8:
+    while min([len(each.token_ids) for each in strategy._requests.responses_inside()], default=0) < 8:
         await asyncio.sleep(0.005)
     engine_process(psutil.Process()).kill()
     failures = await asyncio.gather(*running, return_exceptions=True)

@@ -26,9 +26,9 @@ def test_requests_that_vllm_itself_had_queued_see_nothing_that_old_weights_compu
             asyncio.create_task(engine.strategy.generate(request(str(i), 30, prompt=prompt, seed=i, ignore_eos=True)))
             for i in range(24)
         ]
-        while not any(len(each.token_ids) > 4 for each in engine.strategy._running.values()):
+        while not any(len(each.token_ids) > 4 for each in engine.strategy._requests.responses_inside()):
             await asyncio.sleep(0.002)
-        queued = [name for name, each in engine.strategy._running.items() if not each.token_ids]
+        queued = [name for name, each in engine.strategy._requests.inside.items() if not each.response.token_ids]
         await engine.strategy.prepare_weights(buckets_of(second), 1)
         await engine.strategy.pause("keep")
         await engine.strategy.load_weights(1)
@@ -38,7 +38,7 @@ def test_requests_that_vllm_itself_had_queued_see_nothing_that_old_weights_compu
         return queued, await asyncio.gather(*running)
 
     queued, completions = engine.run(scenario)
-    assert engine.strategy._gate._free == PLACES
+    assert engine.strategy._requests.gate._free == PLACES
     engine.close()
     aborted = [each for each in completions if each.request_id in queued[-2:]]
     assert [(each.finish_reason, len(each.token_ids)) for each in aborted] == [("abort", 0)] * 2

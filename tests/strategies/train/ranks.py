@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from roll.strategies.train import build_train_strategy
-from roll.strategies.train.base import TrainStrategy
+from roll.strategies.train import build_forward_strategy, build_train_strategy
+from roll.strategies.train.base import ForwardStrategy, TrainStrategy
 from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.trainers import free_ports, trainer_setup
 
-Work = Callable[[TrainStrategy, Any], Any]
-"""What a rank does with its trainer: a function of a test module, (trainer, argument) -> a result to send back."""
+Work = Callable[[TrainStrategy, Any], Any] | Callable[[ForwardStrategy, Any], Any]
+"""What a rank does with its trainer (or with what drives a forward-only role): a function of a test module, (trainer,
+argument) -> a result to send back."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def _run_rank(rank: int, jobs: list[Job], world_size: int, meeting: Meeting, fol
             continue
         if job.strategy == "megatron_train":
             megatron_cpu_shim.install()
-        trainer = build_train_strategy(job.strategy, trainer_setup(job.model_path, **place | job.setup))
+        setup = trainer_setup(job.model_path, **place | job.setup)
+        build = build_forward_strategy if setup.forward_only else build_train_strategy
+        trainer = build(job.strategy, setup)
         trainer.initialize()
         results.append(job.work(trainer, job.argument))
         trainer.shutdown()

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from roll.configs.schema import ModelArguments, TrainingArguments
-from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from roll.strategies.train.sharded_state import SavedState, write_state
+from tests.strategies.train.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
 from tests.strategies.train.ranks import Job, run_jobs
-from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
+from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, write_model
 
 pytestmark = pytest.mark.timeout(900)
 """Many trainers start in one fixture: a minute on a quiet machine."""
@@ -22,6 +22,7 @@ TRAINING = TrainingArguments(
     learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", adam_epsilon=1e-4
 )
 """A schedule and a bias correction that tell the steps apart."""
+HISTORIES = Histories(make_batch, OBJECTIVE)
 
 
 @dataclass(frozen=True)
@@ -66,40 +67,9 @@ ELSEWHERE = {
 """Saved by two ranks of the one, restored by one rank of each other."""
 
 
-def trained(trainer, steps):
-    return [trainer.train_step(make_batch(step), OBJECTIVE, 0.9) for step in steps], weights_of(trainer)
-
-
-def skip_an_update(trainer):
-    batch = make_batch(9)
-    batch.tokens["advantages"][np.flatnonzero(batch.tokens["response_mask"])[3]] = np.nan
-    assert trainer.train_step(batch, OBJECTIVE, 0.9)["skipped_updates"] == 1.0
-
-
-def save_and_go_on(trainer, folder):
-    trained(trainer, [0])
-    skip_an_update(trainer)
-    trained(trainer, [1])
-    snapshot = trainer.snapshot()
-    results = trained(trainer, [2, 3])
-    write_state(Path(folder), trainer.setup.rank, snapshot)
-    return results
-
-
-def go_on(trainer, folder):
-    trainer.restore(SavedState(Path(folder)))
-    return trained(trainer, [2, 3])
-
-
 def save_untrained(trainer, folder):
     write_state(Path(folder), trainer.setup.rank, trainer.snapshot())
-    return trained(trainer, [2, 3])
-
-
-def refuse(trainer, folder):
-    with pytest.raises(UnfitState) as refusal:
-        trainer.restore(SavedState(Path(folder)))
-    return str(refusal.value)
+    return HISTORIES.trained(trainer, [2, 3])
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +86,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(model_path, folder):
     """By trainer: what each rank saw in an undisturbed history, and in a resumed one."""
-    works = (save_and_go_on, go_on)
+    works = (HISTORIES.save_and_go_on, HISTORIES.go_on)
     jobs = [trainer.job(work, model_path, str(folder / name)) for name, trainer in TRAINERS.items() for work in works]
     results = iter(run_jobs(jobs, 2, folder / "results"))
     return {name: (next(results), next(results)) for name in TRAINERS}
@@ -126,9 +96,9 @@ def two_ranks(model_path, folder):
 def one_rank(two_ranks, model_path, folder, tmp_path_factory):
     """Results by (trainer that saved, trainer that went on), and what was refused."""
     pairs = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
-    jobs = [TRAINERS[other].job(go_on, model_path, str(folder / saver)) for saver, other in pairs]
+    jobs = [TRAINERS[other].job(HISTORIES.go_on, model_path, str(folder / saver)) for saver, other in pairs]
     fresh = str(folder / "fresh")
-    jobs += [TRAINERS["ZeRO 3"].job(work, model_path, fresh) for work in (save_untrained, go_on)]
+    jobs += [TRAINERS["ZeRO 3"].job(work, model_path, fresh) for work in (save_untrained, HISTORIES.go_on)]
     wider = write_model(tmp_path_factory.mktemp("wider"), tied=False, hidden_size=16, head_dim=8)
     tied = write_model(tmp_path_factory.mktemp("tied"), hidden_size=15, head_dim=8)
     jobs += [TRAINERS["ZeRO 2"].job(refuse, path, str(folder / "ZeRO 3")) for path in (wider, tied)]
@@ -139,28 +109,19 @@ def one_rank(two_ranks, model_path, folder, tmp_path_factory):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_restored_trainer_goes_on_to_the_bit(two_ranks, name):
     undisturbed, resumed = two_ranks[name]
-    for (metrics, weights), (found_metrics, found_weights) in zip(undisturbed, resumed, strict=True):
-        assert found_metrics == metrics
-        assert found_weights.keys() == weights.keys()
-        assert all(np.array_equal(found_weights[key], weight) for key, weight in weights.items())
+    for expected, found in zip(undisturbed, resumed, strict=True):
+        assert_equal_to_the_bit(found, expected)
 
 
 @pytest.mark.parametrize(("saver", "other"), [(saver, other) for saver, names in ELSEWHERE.items() for other in names])
 def test_another_number_of_ranks_and_another_stage_go_on_alike(two_ranks, one_rank, saver, other):
-    metrics, weights = two_ranks[saver][0][0]
-    found_metrics, found_weights = one_rank[saver, other]
     rtol, atol = (1e-4, 2e-5) if TRAINERS[saver].dtype == "float32" else (2e-2, 2e-3)
-    for found, expected in zip(found_metrics, metrics, strict=True):
-        for key in ("loss", "grad_norm", "learning_rate"):
-            assert found[key] == pytest.approx(expected[key], rel=rtol), key
-    for key, weight in weights.items():
-        np.testing.assert_allclose(found_weights[key], weight, rtol=rtol, atol=atol, err_msg=key)
+    assert_alike(one_rank[saver, other], two_ranks[saver][0][0], rtol, atol)
 
 
 def test_a_state_from_before_the_first_update_has_no_moments(one_rank, folder):
     assert all(name.startswith("weight/") for name in SavedState(folder / "fresh").names())
-    (metrics, weights), (found_metrics, found_weights) = one_rank["fresh"], one_rank["fresh again"]
-    assert found_metrics == metrics and all(np.array_equal(found_weights[key], weights[key]) for key in weights)
+    assert_equal_to_the_bit(one_rank["fresh again"], one_rank["fresh"])
 
 
 def test_each_rank_writes_its_share_of_float32(two_ranks, folder):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.schema import ReferenceConfig
 from roll.strategies.train import train_option_check
-from roll.strategies.train.megatron.facts import check_layout, read_facts
+from roll.strategies.train.megatron.facts import check_layout, layout_problems, read_facts
 from roll.strategies.train.megatron_options import parse_options
 from tests.strategies.train.megatron_models import MODELS
 
@@ -109,8 +110,17 @@ def test_all_reasons_are_given_at_once(tmp_path):
         check_layout(facts_of(tmp_path, "qwen2"), options, 3, forward_only=False)
 
 
-def test_experts_without_training_need_no_sequence_parallelism(tmp_path):
-    check_layout(facts_of(tmp_path, "qwen3_moe"), parse_options(TENSOR), 2, forward_only=True)
+def test_experts_need_sequence_parallelism_in_training_only(tmp_path):
+    facts_of(tmp_path, "qwen3_moe")
+    role = ReferenceConfig(device_mapping=[0, 1])
+    role.strategy_args.strategy_config = TENSOR
+
+    def problems(forward_only):
+        return layout_problems(role, str(tmp_path), "p", kind="policy", forward_only=forward_only)
+
+    (problem,) = problems(forward_only=False)
+    assert problem.path == "p" and "need sequence_parallel: true" in problem.message
+    assert problems(forward_only=True) == []
 
 
 @pytest.mark.parametrize(

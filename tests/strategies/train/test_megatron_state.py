@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from roll.configs.schema import ModelArguments
-from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from roll.strategies.train.sharded_state import SavedState, write_state
+from tests.strategies.train.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
 from tests.strategies.train.megatron_models import VOCABULARY, write_models
 from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch
 from tests.strategies.train.ranks import Job, run_jobs
-from tests.strategies.train.tiny_models import weights_of
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.timeout(900)
@@ -26,6 +26,7 @@ SEQUENCE = TENSOR | {"sequence_parallel": True}
 STAGES = {"pipeline_model_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
 PLAIN_OPTIMIZER = {"use_distributed_optimizer": False}
+HISTORIES = Histories(make_batch, OBJECTIVE)
 
 
 @dataclass(frozen=True)
@@ -81,44 +82,12 @@ OWN = [name for name, trainer in TRAINERS.items() if trainer.strategy == "megatr
 PAIRS = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
 
 
-def trained(trainer, steps):
-    return [trainer.train_step(make_batch(step), OBJECTIVE, 0.9) for step in steps], weights_of(trainer)
-
-
-def skip_an_update(trainer):
-    batch = make_batch(9)
-    batch.tokens["advantages"][np.flatnonzero(batch.tokens["response_mask"])[3]] = np.inf
-    assert trainer.train_step(batch, OBJECTIVE, 0.9)["skipped_updates"] == 1.0
-
-
-def save_and_go_on(trainer, folder):
-    write_state(Path(folder, "fresh"), trainer.setup.rank, trainer.snapshot())
-    trained(trainer, [0])
-    skip_an_update(trainer)
-    trained(trainer, [1])
-    snapshot = trainer.snapshot()
-    results = trained(trainer, [2, 3])
-    write_state(Path(folder), trainer.setup.rank, snapshot)
-    return results
-
-
-def go_on(trainer, folder):
-    trainer.restore(SavedState(Path(folder)))
-    return trained(trainer, [2, 3])
-
-
 def go_on_elsewhere(trainer, folders):
     """What is restored is the state itself, to the bit; what is made of it then, to rounding."""
     saved, again = folders
     trainer.restore(SavedState(Path(saved)))
     write_state(Path(again), trainer.setup.rank, trainer.snapshot())
-    return trained(trainer, [2, 3])
-
-
-def refuse(trainer, folder):
-    with pytest.raises(UnfitState) as refusal:
-        trainer.restore(SavedState(Path(folder)))
-    return str(refusal.value)
+    return HISTORIES.trained(trainer, [2, 3])
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +100,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder):
     """What each rank saw, by the trainer that saved and the one that went on (None: the undisturbed history)."""
-    asked = {(name, None): trainer.job(save_and_go_on, folder, str(folder / f"saved {name}"))
+    asked = {(name, None): trainer.job(HISTORIES.save_and_go_on, folder, str(folder / f"saved {name}"))
              for name, trainer in TRAINERS.items()}  # fmt: skip
     asked |= {
-        (saver, other): TRAINERS[other].job(go_on, folder, str(folder / f"saved {saver}"))
+        (saver, other): TRAINERS[other].job(HISTORIES.go_on, folder, str(folder / f"saved {saver}"))
         for saver, other in zip(OWN, OWN, strict=True)
     }
     asked |= {
@@ -145,7 +114,7 @@ def seen(folder):
     }
     whole = TRAINERS["qwen2, whole"]
     asked["another model", "refused"] = whole.job(refuse, folder, str(folder / "saved qwen2, tensors"), "llama")
-    asked["fresh", "restored"] = whole.job(go_on, folder, str(folder / "saved qwen2, stages" / "fresh"))
+    asked["fresh", "restored"] = whole.job(HISTORIES.go_on, folder, str(folder / "saved qwen2, stages" / "fresh"))
     # What fsdp2_train saves comes first, as megatron_train leaves its mark on the process; what is restored, later.
     ordered = sorted(asked, key=lambda key: asked[key].strategy == "megatron_train" or key[1] is not None)
     return dict(zip(ordered, run_jobs([asked[key] for key in ordered], 2, folder / "results"), strict=True))
@@ -153,24 +122,17 @@ def seen(folder):
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_same_layout_goes_on_to_the_bit(seen, name):
-    for (metrics, weights), (found_metrics, found_weights) in zip(seen[name, None], seen[name, name], strict=True):
-        assert found_metrics == metrics
-        assert found_weights.keys() == weights.keys()
-        assert all(np.array_equal(found_weights[key], weight) for key, weight in weights.items())
+    for expected, found in zip(seen[name, None], seen[name, name], strict=True):
+        assert_equal_to_the_bit(found, expected)
 
 
 @pytest.mark.parametrize(("saver", "other"), PAIRS)
 def test_another_layout_goes_on_alike(seen, saver, other):
-    metrics, weights = seen[saver, None][0]
-    for found_metrics, found_weights in seen[saver, other]:
+    expected = seen[saver, None][0]
+    for found in seen[saver, other]:
         if TRAINERS[saver].dtype != "float32":
             continue  # Where matrices are cut, bfloat16 rounds in other places.
-        for found, expected in zip(found_metrics, metrics, strict=True):
-            for key in ("loss", "grad_norm", "learning_rate"):
-                assert found[key] == pytest.approx(expected[key], rel=1e-4), key
-        assert found_weights.keys() == weights.keys()
-        for key, weight in weights.items():
-            np.testing.assert_allclose(found_weights[key], weight, rtol=1e-4, atol=2e-5, err_msg=key)
+        assert_alike(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(("saver", "other"), PAIRS)

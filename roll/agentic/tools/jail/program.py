@@ -13,6 +13,10 @@ import resource
 from roll.agentic.tools.jail import filesystem, kernel, seccomp
 from roll.agentic.tools.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
 
+TYPE_CHECKING = False  # not from `typing`, which takes longer to load than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 INSIDE_ID = 1000
 """User and group of a program in a user namespace, as it sees them."""
 NOBODY = 65534
@@ -110,7 +114,7 @@ def _prepare_folder(setup: Setup, identity: Identity) -> None:
     os.chown(setup.folder, identity.uid, identity.gid)
 
 
-def _guarded(streams: Streams, action) -> None:
+def _guarded(streams: Streams, action: Callable[[], object]) -> None:
     """Do what a forked process is for and end it; a failure is reported. No caller may do anything on the way out."""
     try:
         action()

@@ -35,7 +35,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., hidden_size]``."""
@@ -88,7 +88,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
             # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """``[positions, rows, 1]`` of all positions; megatron-core expects a bias beside it."""

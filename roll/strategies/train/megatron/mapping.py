@@ -33,9 +33,11 @@ class Alone:
     """One tensor, unchanged."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `Fusion.join`. The tensor itself."""
         return parts[0]
 
     def split(self, joined: Tensor) -> list[Tensor]:
+        """See `Fusion.split`. The tensor itself."""
         return [joined]
 
 
@@ -43,9 +45,11 @@ class Halves:
     """The rows of one after those of the other."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `Fusion.join`. One above the other."""
         return torch.cat(list(parts))
 
     def split(self, joined: Tensor) -> list[Tensor]:
+        """See `Fusion.split`. The upper and the lower half."""
         return list(joined.chunk(2))
 
 
@@ -58,10 +62,12 @@ class QueryGroups:
     head_size: int
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `Fusion.join`. Queries, keys and values, interleaved by group."""
         groups = len(parts[1]) // self.head_size
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, joined: Tensor) -> list[Tensor]:
+        """See `Fusion.split`. Queries, keys and values of all groups."""
         rows = [self.queries * self.head_size, self.head_size, self.head_size]
         groups = joined.reshape(-1, sum(rows), *joined.shape[1:])
         return [part.flatten(0, 1) for part in groups.split(rows, dim=1)]

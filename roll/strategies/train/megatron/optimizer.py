@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,5 +209,5 @@ def restore_buffers(chunks: Sequence[DistributedDataParallel]) -> None:
         buffer.reload_from_cpu()
 
 
-def _buffers(chunks: Sequence[DistributedDataParallel]) -> list:
+def _buffers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
     return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,14 @@ class Passes:
                 outputs: tuple[Tensor, ...] = (_values(micro_batch, logits),)
             else:
                 outputs = self._logprobs_and_entropy(
-                    micro_batch, logits, temperature, step.objective.needs_entropy_gradient
+                    micro_batch, logits, temperature, step.needs_entropy_gradient
                 )
             value, metrics = step.loss(micro_batch, *outputs)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
         return self._run(micro_batches, loss, forward_only=False)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], result: Callable, forward_only: bool) -> list:
+    def _run(self, micro_batches: Sequence[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
         schedule = get_forward_backward_func()
         iterators = [iter(micro_batches) for _ in self._chunks]
         return schedule(
@@ -87,7 +88,9 @@ class Passes:
             collect_non_loss_data=forward_only,
         )
 
-    def _forward(self, result: Callable, micro_batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple:
+    def _forward(
+        self, result: Callable[..., Any], micro_batches: Iterator[MicroBatch], chunk: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
         output = chunk(input_ids=self._input(micro_batch), position_ids=None, attention_mask=None)
@@ -124,10 +127,12 @@ def on_last_stage() -> bool:
 
 
 def from_last_stage(value: dict[str, float] | None, device: torch.device) -> dict[str, float]:
-    """What the last stage has, on all stages. Collective."""
+    """What the last stage has, on all stages. Collective. ``ValueError`` if it has nothing."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return value
     box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=group.size() - 1, device=device)
-    return box[0]
+    if group.size() > 1:
+        dist.broadcast_object_list(box, group=group, group_src=group.size() - 1, device=device)
+    (last,) = box
+    if last is None:
+        raise ValueError("the last stage has nothing to tell the others")
+    return last

@@ -143,8 +143,10 @@ class ModelWeights:
                 pieces.append(Piece(names[number], whole, offsets, shape))
                 continue
             rows = sum(len(other) for other in parts) * (group.size() if rule.shared_dim == 0 else 1)
+            if place.expert is None:
+                raise ValueError(f"{rule.megatron} is of experts, and its place names none")
             at = (place.expert, rows_before + offsets[0], *offsets[1:])
-            pieces.append(Piece(names[0], (self.facts.experts.experts, rows, *whole[1:]), at, (1, *shape)))
+            pieces.append(Piece(names[0], (self._experts(), rows, *whole[1:]), at, (1, *shape)))
             rows_before += whole[0]
         return pieces
 
@@ -249,6 +251,11 @@ class ModelWeights:
             key=lambda step: (_position(step.layer, step.rule, last), step.rule),
         )
 
+    def _experts(self) -> int:
+        if self.facts.experts is None:
+            raise ValueError("a rule is for experts, and this model has none")
+        return self.facts.experts.experts
+
     def _is_copy(self, own: OwnParameter) -> bool:
         """Whether another stage has it too: a tied output layer on the last stage."""
         return self.facts.tied and self._rules[own.place.rule].megatron == "output_layer.weight"
@@ -260,7 +267,7 @@ class ModelWeights:
         names = self._model_names(place)
         if rule.is_expert:
             rows = sum(shape[0] for shape in shapes)
-            shapes = [(self.facts.experts.experts, rows, *shapes[0][1:])]
+            shapes = [(self._experts(), rows, *shapes[0][1:])]
         return Streamed(self._stages.rank(), place.rule, place.layer, tuple(names), tuple(shapes))
 
     def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:
@@ -278,6 +285,8 @@ class ModelWeights:
 
     def _from_stage(self, stage: int, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         if self._stages.size() == 1:
+            if tensor is None:
+                raise ValueError("the only stage lacks a tensor of its own")
             return tensor
         like = self._own[0].parameter
         full = torch.empty(shape, dtype=like.dtype, device=like.device) if tensor is None else tensor.contiguous()

@@ -1,0 +1,60 @@
+"""`hf_infer` for the reference: the plain model of transformers, whole on each rank, which computes and never learns.
+
+Ranks share the samples of a batch out and nothing else: there are no shards to gather, so a pass waits for nobody until
+the results are joined, and the role needs no more of an engine than its model. Log-probabilities are those of a
+forward-only `fsdp2_train` within float32 rounding. The price is memory: every device holds all weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from roll.data.records import SampleBatch
+from roll.strategies.train.hf_forward import HfForward
+from roll.strategies.train.hf_model import prepare_model
+from roll.strategies.train.hf_replica_options import parse_options
+from roll.strategies.train.microbatches import plan_micro_batches
+from roll.strategies.train.ranks import join_process_group, joined_over_ranks, leave_process_group, pick_device
+from roll.strategies.train.setup import TrainerSetup
+
+
+class HfReplicaStrategy:
+    """One rank of the role; see `ForwardStrategy` for the contract of each method."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        """``ValueError`` for a role that learns, or one that is no policy."""
+        if not setup.forward_only or setup.kind != "policy":
+            raise ValueError("hf_infer only computes log-probabilities; a role that learns needs a trainer")
+        self.setup = setup
+        self.options = parse_options(setup.strategy_config)
+
+    def initialize(self) -> None:
+        """Join the process group and load the whole model. Collective."""
+        self.device = pick_device(self.setup)
+        join_process_group(self.setup, self.options.process_group_timeout_seconds)
+        model, head = prepare_model(self.setup, gradient_checkpointing=False)
+        self.model = model.to(self.device)
+        self.forward = HfForward(self.model, head, self.device, packed=self.setup.infer_limits.packed)
+
+    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        setup = self.setup
+        plan = plan_micro_batches(batch.lengths, setup.world_size, setup.infer_limits)[setup.rank]
+        # Nobody waits in the middle of a pass, so a rank short of work has no stand-ins to compute.
+        rows = [samples for samples in plan if samples]
+        return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
+
+    def offload_states(self) -> None:
+        """Move the weights to the CPU. Nothing to do on a CPU."""
+        if self.setup.device == "cuda":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+        self.model.to(self.device)
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        leave_process_group()

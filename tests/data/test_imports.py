@@ -1,0 +1,108 @@
+"""A user's own code is found in the folder where the command is called, and does not hide what is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import roll
+from roll.data.imports import import_object
+
+ROOT = Path(roll.__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder that is not on the import path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    return tmp_path
+
+
+def test_a_module_in_the_working_folder_is_found(folder):
+    (folder / "parts_in_the_working_folder.py").write_text("class Part:\n    class Inner:\n        size = 3\n")
+    assert import_object("parts_in_the_working_folder:Part.Inner.size") == 3
+
+
+def test_what_is_installed_comes_before_the_working_folder(folder):
+    (folder / "xxhash.py").write_text("xxh3_64 = 'not this one'\n")
+    sys.modules.pop("xxhash", None)
+    assert callable(import_object("xxhash:xxh3_64"))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no_colon", "is not of the form"),
+        ("no_such_module_anywhere:Part", "ModuleNotFoundError"),
+        ("broken_in_the_working_folder:Part", "ZeroDivisionError"),
+        ("json:Part", "has no 'Part'"),
+    ],
+)
+def test_what_cannot_be_imported_says_which_part(folder, path, reason):
+    (folder / "broken_in_the_working_folder.py").write_text("1 / 0\n")
+    with pytest.raises(ImportError, match=reason):
+        import_object(path)
+
+
+PARTS = """\
+from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.stages import AdvantageStage
+
+
+class OwnStage(AdvantageStage):
+    pass
+
+
+class OwnTrainer(TrainWorker):
+    pass
+
+
+def own_reward(response, ground_truth):
+    return float(response == ground_truth)
+"""
+
+
+def roll_check(folder: Path) -> subprocess.CompletedProcess[str]:
+    """`roll check run.yaml` in a folder, as the console command runs: with neither the folder nor the script's on the
+    import path (`-P`)."""
+    command = "import sys; from roll.pipeline.cli import main; sys.exit(main(['check', 'run.yaml']))"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_stages_workers_and_verifiers_beside_the_configuration_are_found_by_the_command(tmp_path):
+    (tmp_path / "my_parts.py").write_text(PARTS)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2", "domain": "sums"}) + "\n")
+    config = {
+        "pretrain": "some/model",
+        "cluster": {"device": "cpu", "num_devices_per_node": 2},
+        "stages": {"advantage": "my_parts:OwnStage"},
+        "actor_train": {
+            "device_mapping": [0],
+            "worker_cls": "my_parts:OwnTrainer",
+            "data_args": {"file_name": "train.jsonl"},
+        },
+        "actor_infer": {"device_mapping": [1]},
+        "rewards": {"sums": {"verifier": "my_parts:own_reward"}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    checked = roll_check(tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    (tmp_path / "my_parts.py").rename(tmp_path / "elsewhere.py")
+    missing = roll_check(tmp_path)
+    assert missing.returncode == 2
+    for path in ("stages.advantage", "actor_train.worker_cls", "rewards.sums.verifier"):
+        assert f"{path}: module 'my_parts' cannot be imported" in missing.stderr

@@ -1,0 +1,149 @@
+"""Every command of the documentation can be given, and those that are cheap are given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from roll.pipeline.cli import main
+from roll.tracking.metrics import MetricsLog
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.summary import Summary
+from tests.docs.commands import INSTEAD, Command, commands_of, hidden_commands, problems_of_commands, train_as_check
+from tests.docs.pages import Page, pages
+
+PAGES = pages()
+WITH_COMMANDS = [page for page in PAGES if any(not command.inline for command in commands_of(page))]
+EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "report": {0}, "doctor": {0, 1}}
+"""Sub-command -> how it may end. `doctor` is asked about a run that has ended, or failed."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_exists_with_its_files_flags_and_targets(page, sit_down):
+    assert hidden_commands(page) == []
+    assert problems_of_commands(page, sit_down(page)) == []
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_cheap_commands_are_really_given(page, sit_down, capsys):
+    folder = sit_down(page)
+    for command in (command for command in commands_of(page) if not command.inline):
+        words = own_words(command)
+        if words is None:
+            assert kind(command) in INSTEAD, f"{command.where}: {command} is neither run nor excused"
+            continue
+        if words[0] in ("report", "doctor"):
+            end_a_run(folder / words[1])
+        code = exit_code(words)
+        said = capsys.readouterr()
+        unfit = code == 2 and "--gpu-memory" in words and "will not fit" in said.err
+        assert unfit or code in EXIT_CODES.get(words[0], {0}), f"{command.where}: {command}\n{said.out}{said.err}"
+
+
+def test_each_kind_that_is_not_run_occurs():
+    """What nobody needs any more is no excuse any more."""
+    seen = {kind(command) for page in PAGES for command in commands_of(page)}
+    assert set(INSTEAD) - seen == set()
+
+
+def own_words(command: Command) -> list[str] | None:
+    """Arguments of `roll`, for a command that is run as it stands or, where it trains, as a check; else None."""
+    instead = train_as_check(command.words)
+    if instead is not None:
+        return list(instead)
+    if command.program == "eval":
+        return re.search(r"\$\(roll ([^()]+)\)", command.words[1])[1].split()
+    if command.program != "roll":
+        return None
+    words = list(command.words[1:])
+    return [*words, "--yes"] if words[:1] == ["init"] and "--yes" not in words else words
+
+
+def kind(command: Command) -> str:
+    """Under which name `INSTEAD` has it."""
+    if train_as_check(command.words) is not None:
+        return "roll train"
+    if command.program == "python":
+        module = command.words[2] if command.words[1:2] == ("-m",) else None
+        return module if module in INSTEAD else "python script"
+    return command.program
+
+
+def exit_code(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return ended.code
+
+
+def end_a_run(folder: Path) -> None:
+    """A run of one step that has ended."""
+    if folder.exists():
+        return
+    run = RunDirectory.create(str(folder), folder.parent.name)
+    run.write_config("pipeline: rlvr\nexp_name: additions\nmax_steps: 1\n")
+    summary = Summary(run.summary, clock=lambda: 2.0, started=0.0)
+    log = MetricsLog(run.metrics)
+    log.log({"reward/mean": 0.5, "time/step": 1.0}, 1)
+    log.close()
+    summary.update({"reward/mean": 0.5}, 1)
+    summary.finish("success", ledger={"issued": 1, "consumed": 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("roll tarin my_run.yaml", "no command tarin"),
+        ("roll --confg my_run.yaml", "no flag --confg"),
+        ("roll train examples/no-such/rlvr.yaml", "neither in the repository nor saved"),
+        ("roll check my_other_run.yaml", "neither in the repository nor saved"),
+        ("make bench-nothing", "no target bench-nothing"),
+        ("make venv TROCH=torch", "no variable TROCH"),
+        ("python examples/quickstart/make_modell.py", "neither in the repository nor saved"),
+        ("python benchmarks/engines.py --repeat 3", "no flag --repeat"),
+        ("python -m roll.configs.refrence", "no module"),
+        ('pip install "roll[loras]"', "no extra loras"),
+        ("pip install -r requirements/sglangs.txt", "neither in the repository nor saved"),
+        ("ray start --heads", "No such option"),
+        ("ray begin --head", "no command begin"),
+        ("pytest tests/no_such_test.py", "neither in the repository nor saved"),
+        ('eval "$(roll completon bash)"', "no command completon"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line, reason, sit_down):
+    page = Page("docs/a.md", f"Words.\n\n```\n{line}\n```\n")
+    [found] = problems_of_commands(page, sit_down(page))
+    assert found.startswith("docs/a.md:4: ") and reason in found
+
+
+def test_a_program_that_nobody_checks_is_found(sit_down):
+    page = Page("docs/a.md", "Words.\n\n```bash\nrool train my_run.yaml\n```\n")
+    assert "none of the programs" in problems_of_commands(page, sit_down(page))[0]
+
+
+@pytest.mark.parametrize("code", ["roll tarin FILE", "make bench-nothing", 'pip install "roll[loras]"'])
+def test_commands_within_sentences_are_looked_at(code, sit_down):
+    page = Page("docs/a.md", f"Say `{code}` and wait.\n")
+    assert len(problems_of_commands(page, sit_down(page))) == 1
+
+
+@pytest.mark.parametrize("text", ["what it says:\nroll train my_run.yaml\n", "$ make demo\n"])
+def test_a_command_in_the_middle_of_output_is_not_overlooked(text):
+    assert len(hidden_commands(Page("docs/a.md", f"Words.\n\n```\n{text}```\n"))) == 1
+
+
+@pytest.mark.parametrize("line", ["roll check my_run.yaml max_stps=3", "roll train my_run.yaml seed=none"])
+def test_a_command_whose_keys_do_not_exist_fails_when_it_is_given(line, sit_down, capsys):
+    page = Page("docs/a.md", f"Words.\n\n```\n{line}\n```\n")
+    sit_down(page)
+    [command] = commands_of(page)
+    assert exit_code(own_words(command)) == 2
+    assert "cannot run" in capsys.readouterr().err
+
+
+def test_a_file_that_a_page_saves_or_makes_is_there_for_its_commands(sit_down):
+    text = "Save this as `own.yaml`:\n\n```yaml\nseed: 1\n```\n\n```\nroll check own.yaml\nroll init made.yaml --yes\n"
+    page = Page("docs/a.md", text + "roll check made.yaml   # and this\n```\n")
+    assert problems_of_commands(page, sit_down(page)) == []

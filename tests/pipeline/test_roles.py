@@ -1,0 +1,55 @@
+"""The end of a run's processes, whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import OutOfMemoryError
+
+from roll.configs.loader import config_from_tree
+from roll.distributed.placement import Placement
+from roll.pipeline.preflight import Prepared
+from roll.pipeline.roles import Roles
+from roll.tracking.run_directory import RunDirectory
+
+
+class NotedPlacement(Placement):
+    """Without devices; knows whether it gave them back."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Workers:
+    """Processes of a rollout side whose end is not in order."""
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    async def shutdown(self) -> None:
+        raise self._failure
+
+
+@pytest.mark.parametrize("failure", [OutOfMemoryError("the node ran low on memory"), TimeoutError(), OSError("gone")])
+def test_devices_and_published_weights_go_although_a_process_does_not_end_in_order(failure, tmp_path, caplog):
+    tree = {"pretrain": "model", "actor_train": {"device_mapping": [0]}, "actor_infer": {"device_mapping": [1]}}
+    config = config_from_tree({**tree, "weight_update": {"transport": "checkpoint"}})
+    config.cluster.num_devices_per_node = 2
+    nothing = dict.fromkeys(
+        ("tokenizer", "rollouts", "source", "objective", "value_objective", "advantages", "correction")
+    )
+    prepared = Prepared(config=config, stage_classes={}, worker_classes={}, **nothing)
+    run = RunDirectory.create(str(tmp_path / "run"), "addition")
+    placement = NotedPlacement(config.cluster)
+
+    async def main() -> None:
+        roles = Roles(prepared, placement, {}, Workers(failure), run, lambda event: None)
+        (run.weights / "own" / "version-000001").mkdir(parents=True)
+        await roles.shutdown()
+
+    asyncio.run(main())
+    assert placement.released == 1 and not run.weights.exists()
+    assert "end with Ray" in caplog.text

@@ -1,0 +1,113 @@
+"""Deaths that a test cannot bring about in a real Ray, such as that by its memory monitor; Ray's part is simulated."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError
+
+from roll.configs.schema import RewardConfig
+from roll.rewards import pool as pool_module
+from roll.rewards.pool import PoolSettings, RewardPool
+from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
+from roll.rewards.worker import Verdict
+
+MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice")
+
+
+class SimulatedRay:
+    """Starts actors that judge each response with 1, until they are killed or a response is deadly."""
+
+    def __init__(self, death: Exception) -> None:
+        self.death = death
+        self.deadly: list[str] = []
+        """Responses, each of which kills once."""
+        self.actors: list[SimpleNamespace] = []
+
+    def remote(self, body: type) -> SimulatedRay:
+        return self
+
+    def options(self, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._start)
+
+    def kill(self, actor: SimpleNamespace) -> None:
+        actor.is_dead = True
+
+    def _start(self, *args: object) -> SimpleNamespace:
+        actor = SimpleNamespace(is_dead=False, calls=0)
+        actor.ready = SimpleNamespace(remote=lambda: self._answer(actor, None))
+        actor.judge = SimpleNamespace(remote=lambda records: self._judge(actor, records))
+        self.actors.append(actor)
+        return actor
+
+    def _judge(self, actor: SimpleNamespace, records: list[RewardInput]) -> asyncio.Future[object]:
+        actor.calls += 1
+        for record in records:
+            if record.response_text in self.deadly:
+                self.deadly.remove(record.response_text)
+                actor.is_dead = True
+        return self._answer(actor, [Verdict("judged", RewardOutput(1.0, {})) for _ in records])
+
+    def _answer(self, actor: SimpleNamespace, answer: object) -> asyncio.Future[object]:
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        if actor.is_dead:
+            future.set_exception(self.death)
+        else:
+            future.set_result(answer)
+        return future
+
+
+def judged(response: str) -> RewardInput:
+    return RewardInput("train.jsonl:1", "prompt", response, None, "test")
+
+
+def run(use):
+    async def main():
+        config = RewardConfig(verifier="exact", tag_included=["test"], num_workers=2, max_retries=1)
+        pool = RewardPool({"test": config}, settings=PoolSettings())
+        async with asyncio.timeout(20):
+            await pool.start()
+            try:
+                return await use(pool)
+            finally:
+                await pool.shutdown()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "death", [MEMORY, NodeDiedError("its node died"), ActorDiedError(), ObjectLostError("0", None, "")]
+)
+def test_a_process_that_is_gone_is_replaced_and_takes_no_later_call(death, monkeypatch):
+    simulated = SimulatedRay(death)
+    monkeypatch.setattr(pool_module, "ray", simulated)
+    simulated.deadly = ["deadly"]
+
+    async def use(pool: RewardPool) -> dict[str, float]:
+        outputs = await pool.score("test", [judged("a"), judged("deadly")])
+        assert [output.score for output in outputs] == [1.0, 1.0]
+        lost = next(actor for actor in simulated.actors if actor.is_dead)
+        calls = lost.calls
+        for _ in range(4):
+            await asyncio.gather(*(pool.score("test", [judged("a"), judged("b")]) for _ in range(4)))
+        assert lost.calls == calls, "the place of the dead process is the one that looks idle"
+        return pool.counts()["test"]
+
+    assert run(use)["restarts"] == 1
+    assert all(actor.is_dead for actor in simulated.actors)
+
+
+def test_a_response_that_takes_all_memory_fails_alone_and_is_told_why(monkeypatch):
+    simulated = SimulatedRay(MEMORY)
+    monkeypatch.setattr(pool_module, "ray", simulated)
+    simulated.deadly = ["deadly"] * 9
+
+    async def use(pool: RewardPool) -> str:
+        with pytest.raises(RewardFailed) as failed:
+            await pool.score("test", [judged("deadly")])
+        assert (await pool.score("test", [judged("a")]))[0].score == 1.0
+        return str(failed.value)
+
+    assert "ran low on memory (15.28GB used / 16.00GB)" in run(use)
