@@ -124,7 +124,7 @@ def run_pipeline(task: Path, out: Path, overrides: Mapping[str, Any], eval_steps
         "eval_steps": eval_steps,
         **(validation_file if eval_steps else {"validation": "null"}),
         "cluster.cpu_threads_per_device": 1,
-        "trackers": "[]",
+        "track_with": "[]",
         "logging_steps": 1000,
         **overrides,
     }

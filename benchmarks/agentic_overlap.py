@@ -43,7 +43,7 @@ def configuration(task: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "train_env_manager": {"group_size": arguments.group_size},
         "ppo_epochs": arguments.epochs,
-        "trackers": [],
+        "track_with": [],
         "logging_steps": 1000,
         "actor_train": {"device_mapping": [0], "training_args": {"learning_rate": 1e-5}},
         "actor_infer": {"device_mapping": [1], "generating_args": {"ignore_eos": True}},

@@ -76,7 +76,7 @@ def run_tree(model: Path, data: Path, out: Path, strategy_config: Mapping[str, A
         "num_return_sequences_in_group": 4,
         "prompt_length": PROMPT,
         "response_length": RESPONSE,
-        "trackers": [],
+        "track_with": [],
         "weight_update": {"canary_interval": 0},
         "actor_train": {
             "device_mapping": list(range(ranks)),

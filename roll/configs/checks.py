@@ -20,6 +20,7 @@ from roll.configs import (
     rules_keys,
     rules_lora,
     rules_rewards,
+    rules_trackers,
     rules_training,
 )
 from roll.configs.derived import rlvr
@@ -33,6 +34,8 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_keys.roll_names_fit,
     rules_keys.names_are_known,
     rules_keys.output_can_be_written,
+    rules_trackers.trackers_are_known,
+    rules_trackers.options_are_known,
     rules_data.models_are_named,
     rules_devices.cluster_can_be_reached,
     rules_devices.devices_exist,
@@ -82,8 +85,13 @@ AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = 
     rules_envs.validation_is_complete,
 )
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": (rules_data.models_exist, rules_data.prompts_exist, rules_devices.gpus_are_visible),
-    "agentic": (rules_data.models_exist, rules_devices.gpus_are_visible),
+    "rlvr": (
+        rules_data.models_exist,
+        rules_data.prompts_exist,
+        rules_devices.gpus_are_visible,
+        rules_trackers.trackers_are_here,
+    ),
+    "agentic": (rules_data.models_exist, rules_devices.gpus_are_visible, rules_trackers.trackers_are_here),
 }
 """What the machine of the run must have, and the one where a configuration is written need not."""
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {

@@ -37,6 +37,9 @@ RENAMED = {
     "model_path": "pretrain",
     "bucket_size_mb": "param_update_gather_bucket_size_mb",
     "group_size": "num_return_sequences_in_group",
+    "trackers": "track_with",
+    "report_to": "track_with",
+    "logger": "track_with",
 }
 """Names used elsewhere for keys of ours."""
 

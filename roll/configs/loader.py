@@ -25,6 +25,7 @@ from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll.configs.structure import PathPart, join
 from roll.configs.wording import masked, shown
 from roll.configs.yaml_text import MAX_DEPTH, MAX_NODES, dump_yaml, parse_yaml
+from roll.tracking.logs import redact
 
 PIPELINES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
 """Value of the key `pipeline` -> its configuration class."""
@@ -49,6 +50,19 @@ def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
 def dump_config(config: PipelineConfig) -> str:
     """The resolved configuration as YAML, which loads to an equal configuration. Secrets are masked."""
     return dump_yaml(_escaped(masked(asdict(config))))
+
+
+def told_config(config: PipelineConfig) -> dict[str, Any]:
+    """The resolved configuration as others are told it: secrets are masked by the names of their keys, and in texts."""
+    return _redacted(masked(asdict(config)))
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_redacted(below) for below in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:

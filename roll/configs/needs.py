@@ -15,6 +15,7 @@ from roll.configs.memory.estimate import TIGHT
 from roll.configs.memory.records import GIB
 from roll.configs.rules_data import files_of, is_local
 from roll.configs.rules_devices import sees_gpus
+from roll.configs.rules_trackers import chosen_trackers, is_installed
 from roll.configs.schema import PipelineConfig, RLVRConfig
 from roll.configs.wording import count
 
@@ -40,7 +41,8 @@ class Need:
 def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
     """Everything that a (checked) configuration needs."""
     return [
-        *_models(config), *_judges(config), *_files(config), *_packages(config), *_devices(config, estimate),
+        *_models(config), *_judges(config), *_files(config), *_packages(config), *_trackers(config),
+        *_devices(config, estimate),
     ]  # fmt: skip
 
 
@@ -95,6 +97,18 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
     if config.actor_train.model_args.lora_target is not None:
         here = _installed("peft")
         yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)
+
+
+def _trackers(config: PipelineConfig) -> Iterator[Need]:
+    for tracker in chosen_trackers(config):
+        if tracker.package is not None:
+            here = is_installed(tracker.package)
+            state = "installed" if here else f"not installed here: {tracker.install}"
+            yield Need(f"package {tracker.package}", state, here)
+        if tracker.secret is not None:
+            here = bool(os.environ.get(tracker.secret))
+            state = "set" if here else f"not set here: the key of {tracker.name}"
+            yield Need(f"variable {tracker.secret}", state, here)
 
 
 def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:

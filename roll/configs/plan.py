@@ -13,6 +13,7 @@ from roll.configs import derived
 from roll.configs.checks import config_warnings
 from roll.configs.device_mapping import compact, parse_device_mapping
 from roll.configs.rules_data import files_of
+from roll.configs.rules_trackers import tracker_words
 from roll.configs.schema import (
     FORWARD_STRATEGIES,
     AgenticConfig,
@@ -81,6 +82,7 @@ class Plan:
     in_flight: str
     eval_steps: int
     validation_count: int
+    trackers: list[str]
     warnings: list[str] = field(default_factory=list)
 
 
@@ -121,6 +123,7 @@ def plan(config: PipelineConfig) -> Plan:
         in_flight=config.weight_update.in_flight,
         eval_steps=config.eval_steps,
         validation_count=derived.validation_count(config),
+        trackers=tracker_words(config),
         warnings=config_warnings(config),
     )
 
@@ -196,6 +199,7 @@ def render(plan: Plan) -> str:
         ("staleness", _staleness_text(plan)),
         ("weights", _weights_text(plan)),
         ("validation", _validation_text(plan)),
+        ("metrics", ", ".join(["metrics.jsonl", *plan.trackers])),
         *(("warning", warning) for warning in plan.warnings),
     ]
     width = max(len(name) for name, _ in rows)

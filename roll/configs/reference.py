@@ -24,7 +24,7 @@ One YAML file describes a run. This page lists every key; `python -m roll.config
 dataclasses in `roll/configs/schema.py`, so edit those.
 
 - **Overrides.** `dotted.key=value` on the command line, the value in YAML: `max_steps=10`,
-  `actor_train.training_args.learning_rate=3e-4`, `rewards.math.tag_included=[gsm8k]`, `trackers[0]=tensorboard`.
+  `actor_train.training_args.learning_rate=3e-4`, `rewards.math.tag_included=[gsm8k]`, `track_with=[wandb]`.
   A mapping is merged into the one in the file, anything else replaces it.
 - **References.** `${other.key}` is the value of another key (also of a default), `${.sibling}` of one beside it, and
   `${oc.env:NAME,default}` an environment variable. No other resolver is allowed. Write `\\${` for the characters.

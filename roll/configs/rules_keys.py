@@ -266,7 +266,7 @@ def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
 
 
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Strategies are registered for their role, import paths have their form, no tracker is listed twice."""
+    """Strategies are registered for their role, import paths have their form."""
     for name, role in present_roles(config).items():
         known = STRATEGIES_OF_ROLES[name]
         strategy = role.strategy_args.strategy_name
@@ -282,8 +282,6 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if not (IMPORT_PATH.fullmatch(target) or _REGISTERED_NAME.fullmatch(target)):
             message = f"{shown(target)} is neither a name nor an import path"
             yield ConfigProblem(f"stages.{stage}", message, "write a registered name or `package.module:Class`")
-    if len(set(config.trackers)) != len(config.trackers):
-        yield ConfigProblem("trackers", f"{shown(config.trackers)} names a tracker twice", "name each once")
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:

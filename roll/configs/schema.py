@@ -752,8 +752,23 @@ class PipelineConfig:
     logging_steps: int = option(
         1, help="Print a console line every n steps. `metrics.jsonl` always has each step.", range=COUNT
     )
-    trackers: list[Literal["tensorboard"]] = option(
-        factory=lambda: ["tensorboard"], help="Trackers beside `metrics.jsonl`."
+    console_output: Literal["warnings", "all"] = option(
+        "warnings",
+        help="What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` "
+        "that they and their libraries write. It is in files in the run's `logs/` in either case.",
+    )
+    track_with: list[str] | str = option(
+        factory=lambda: ["tensorboard"],
+        help="Trackers beside `metrics.jsonl`: `wandb`, `swanlab`, `trackio`, or several in a list; TensorBoard is "
+        "written in any case, but with an empty list. See `docs/trackers.md`.",
+    )
+    tracker_kwargs: dict[str, dict[str, Any]] = option(
+        factory=dict,
+        help="Options by tracker, such as `wandb: {project: sums, mode: offline}`. See `docs/trackers.md`.",
+    )
+    tracker_timeout_seconds: float = option(
+        60.0, help="Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time.",
+        range=Range(above=0, at_most=180),
     )
     num_logged_samples: int = option(
         4, help="Readable rollouts written to `samples.jsonl` per step and per validation.", range=NOT_NEGATIVE

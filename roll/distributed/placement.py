@@ -23,6 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from roll.configs.schema import ClusterConfig
 from roll.distributed.errors import PlacementError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
@@ -38,9 +40,11 @@ class WorkerPlace:
 class RaySession:
     """A connection to Ray: the cluster at ``address``, or a local one that ends with the session."""
 
-    def __init__(self, config: ClusterConfig, *, local_cpus: int) -> None:
+    def __init__(self, config: ClusterConfig, *, local_cpus: int, link: Path | None = None) -> None:
+        """``link``: where a link to the folder of Ray's own logs is put, if that is on this host."""
         self._config = config
         self._local_cpus = local_cpus
+        self._link = link
 
     def __enter__(self) -> RaySession:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -51,10 +55,27 @@ class RaySession:
         else:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(address="local", num_cpus=self._local_cpus, include_dashboard=False, **common)
+        if self._link is not None:
+            link_to_logs(self._link)
         return self
 
     def __exit__(self, *_: object) -> None:
         ray.shutdown()
+
+
+def link_to_logs(link: Path) -> None:
+    """Link to the folder of Ray's own logs, if it is on this host; a run can do without. Ray tells of that folder by
+    the socket of this host's node."""
+    here = ray.get_runtime_context().get_node_id()
+    (socket,) = [node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here]
+    folder = Path(socket).parent.parent / "logs"
+    if not folder.is_dir():
+        return
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder, target_is_directory=True)
+    except OSError as error:
+        logger.warning("no link to Ray's logs in %s: %s", folder, error)
 
 
 @ray.remote(num_cpus=0)

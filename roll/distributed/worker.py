@@ -23,6 +23,7 @@ from roll.data.imports import import_object
 from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import WorkerPlace
+from roll.tracking.chatter import give_away_output
 from roll.tracking.logs import configure_logging
 from roll.tracking.stacks import thread_place, working_place
 
@@ -94,6 +95,8 @@ class WorkerProcess:
         for path in reversed(identity.import_paths):
             if path not in sys.path:
                 sys.path.insert(0, path)
+        if identity.log_dir is not None:
+            give_away_output(Path(identity.log_dir), identity.name)
         self._loop_thread = threading.get_ident()
         self._loop_beat = time.monotonic()
         self._beating = asyncio.create_task(self._beat())

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from roll.pipeline.resume import ResumePoint
 
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
+DRIVER = "driver"
 LAST_WORDS_SECONDS = 10.0
 """For what a process that is ended for good has to say; the disk may be what hangs."""
 
@@ -184,13 +185,26 @@ def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
 def _run(
     prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
 ) -> int:
+    from roll.tracking.chatter import native_output_kept
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(native_output_kept(run.logs, DRIVER))
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {run.root}: {error}") from error
+        return _run_quietly(prepared, run, status_file, point, started)
+
+
+def _run_quietly(
+    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
+) -> int:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
     from roll.pipeline.run import run_pipeline
     from roll.tracking.logs import configure_logging
 
     try:
-        configure_logging(run.logs, "driver", console=True)
+        configure_logging(run.logs, DRIVER, console=True)
         recorder = RunRecorder(
             prepared.config,
             run,
@@ -204,7 +218,7 @@ def _run(
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
     cluster = prepared.config.cluster
     try:
-        with RaySession(cluster, local_cpus=local_cpu_slots(cluster)):
+        with RaySession(cluster, local_cpus=local_cpu_slots(cluster), link=run.logs / "ray"):
             _end_in_order_on_signals()
             running = run_pipeline(prepared, recorder, status_file, point)
             outcome = asyncio.run(to_its_end(running, recorder, status_file))

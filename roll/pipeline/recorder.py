@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+from roll.configs.loader import told_config
+from roll.configs.rules_trackers import tracker_list
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.inference import InferencePool
@@ -22,13 +24,17 @@ from roll.pipeline.readable import TokenDecoder, readable, readable_validation
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
-from roll.tracking.console import Console
+from roll.tracking.console import Console, say_beside
+from roll.tracking.log_watch import LogWatch
 from roll.tracking.metrics import MetricsLog, read_metrics
+from roll.tracking.plugins.contract import Ending
+from roll.tracking.plugins.opening import open_plug_ins
+from roll.tracking.plugins.process import PlugIns
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import SampleLog
 from roll.tracking.summary import Summary
 from roll.tracking.timeline import Timeline
-from roll.tracking.trackers import Trackers, open_trackers
+from roll.tracking.trackers import TensorBoardTracker, Trackers
 from roll.tracking.waits import WaitBoard
 
 logger = logging.getLogger(__name__)
@@ -62,7 +68,13 @@ class RunRecorder:
             )
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
-        self._trackers = Trackers([self._metrics, *open_trackers(config.trackers, run, after_step)])
+        events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
+        self._trackers = Trackers([self._metrics, *events])
+        plug_ins = open_plug_ins(
+            tracker_list(config), config.tracker_kwargs, run, config.exp_name, told_config(config)
+        )
+        self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
+        self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
         self._samples = SampleLog(run.samples)
         self._samples_per_step = config.num_logged_samples
         self._decoder = decoder
@@ -118,8 +130,10 @@ class RunRecorder:
         fields = {"reference": "reference_logprobs", "critic": "values"}
         others = [role for role, name in fields.items() if name in batch.data.tokens]
         engines = await pool.stats()
+        spans = workers.busy_spans()
+        self._draw({**spans, **{engine["name"]: engine["busy_spans"] for engine in engines}})
         batch.metrics.update(self._rates(engines, window, others))
-        self._draw({**workers.busy_spans(), **{engine["name"]: engine["busy_spans"] for engine in engines}})
+        batch.metrics.update({f"idle/{role}": self.timeline.idle_share(role, window) for role in spans})
         batch.metrics["time/step"] = window[1] - window[0]
         batch.metrics["engine/restarts"] = float(pool.restarts)
         batch.metrics["engine/reissued"] = float(pool.reissued)
@@ -150,6 +164,7 @@ class RunRecorder:
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
         (a full disk) make a failure of a success."""
+        self._log_watch.close()
         try:
             self.timeline.close()
             self._samples.close()
@@ -158,7 +173,9 @@ class RunRecorder:
             status, error = "failed", error or unwritten
         if not self._finish(status, error) and status == "success":
             status = "failed"
-        self.console.close(self.summary.as_dict())
+        summary = self.summary.as_dict()
+        self._plug_ins.end(Ending(status, summary, summary["error"]))
+        self.console.close(summary)
         return status
 
     def _finish(self, status: FinalStatus, error: BaseException | str | None) -> bool:
@@ -175,6 +192,7 @@ class RunRecorder:
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self._trackers.log(metrics, step)
+        self._plug_ins.log(metrics, step)
         self.summary.update(metrics, step, self.ledger)
         self.console.step(metrics, step)
 

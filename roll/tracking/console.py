@@ -7,6 +7,7 @@ updated one. Nothing that a terminal lacks (width, colours, Unicode, being there
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ _logger = logging.getLogger(__name__)
 _STEPS_OF_ESTIMATE = 20
 _REDRAWS_PER_SECOND = 2
 _BAR_WIDTH = 60
+_ROLE_BAR_WIDTH = 20
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,17 @@ class Console:
 
     def _printable(self, text: str) -> str:
         """Text without control characters (they may come from a model) and without what the stream cannot encode."""
-        visible = "".join(char if char == "\n" or unicodedata.category(char) != "Cc" else " " for char in text)
         encoding = self._stream.encoding or "utf-8"
-        return visible.encode(encoding, errors="replace").decode(encoding)
+        return _without_control(text).encode(encoding, errors="replace").decode(encoding)
+
+
+def say_beside(text: str) -> None:
+    """A line of somebody else, on what `sys.stderr` is at the moment: above a live view, and not inside it. May come
+    from any thread; a reader that went away is told of elsewhere."""
+    try:
+        print(_without_control(text), file=sys.stderr)
+    except OSError as error:
+        _logger.info("not shown (%s): %s", error, text)
 
 
 def plain_line(progress: Progress, now: float) -> str:
@@ -173,11 +183,39 @@ def live_view(progress: Progress, now: float) -> Group:
     """The run as a few lines, cut to any width."""
     head = Text(f"{progress.name}  step {progress.step}/{progress.max_steps}  {_times(progress, now)}", style="bold")
     bar = ProgressBar(total=max(1, progress.max_steps), completed=progress.step, width=_BAR_WIDTH)
-    facts = [*_facts(progress), *([("last", progress.message)] if progress.message else [])]
-    lines = [Text.assemble((f"{label:<10}", "dim"), text) for label, text in facts]
+    facts = [fact for fact in _facts(progress) if fact[0] not in ("tokens/s", "idle")]
+    roles = _role_lines(progress.metrics)
+    last = [Text.assemble((f"{'last':<10}", "dim"), progress.message)] if progress.message else []
+    lines = [*(Text.assemble((f"{label:<10}", "dim"), text) for label, text in facts), *roles, *last]
     for line in (head, *lines):
         line.no_wrap, line.overflow = True, "crop"
     return Group(head, Padding(bar), *lines)
+
+
+def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
+    """A line for each role, the numbers first: of a narrow terminal the end is cut off."""
+    idle, speed = ({name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+                   for prefix in ("idle/", "tokens_per_second/"))
+    roles = list(dict.fromkeys([*speed, *idle]))
+    if not roles:
+        return []
+    lines = [Text(f"{'idle':>5} {'tokens/s':>9}  role", style="dim")]
+    for role in roles:
+        share = f"{idle[role]:.0%}" if role in idle else ""
+        tokens = _thousands(speed[role]) if role in speed else ""
+        lines.append(Text.assemble(f"{share:>5} {tokens:>9}  {role}  ", (_idle_bar(idle.get(role)), "dim")))
+    return lines
+
+
+def _idle_bar(share: float | None) -> str:
+    """Work, as long as its share of the time."""
+    if share is None or not math.isfinite(share):
+        return ""
+    return "#" * round(_ROLE_BAR_WIDTH * (1 - min(1.0, max(0.0, share))))
+
+
+def _without_control(text: str) -> str:
+    return "".join(char if char == "\n" or unicodedata.category(char) != "Cc" else " " for char in text)
 
 
 def closing_text(summary: Mapping[str, Any]) -> str:

@@ -94,7 +94,7 @@ def configure_logging(log_dir: Path | None, role: str, console: bool = False) ->
     raises `OSError` naming a file that cannot be opened.
     """
     handlers: list[logging.Handler] = []
-    file_path = None if log_dir is None else Path(log_dir) / f"{_file_name(role)}.log"
+    file_path = None if log_dir is None else role_file(log_dir, role, ".log")
     if file_path is not None:
         file_path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file_path, encoding="utf-8", errors="backslashreplace"))
@@ -123,6 +123,7 @@ def _replace_handlers(handlers: list[logging.Handler]) -> None:
     root.setLevel(logging.WARNING)
 
 
-def _file_name(role: str) -> str:
-    """``rewards.math/0`` -> ``rewards.math_0``: one file inside the folder, whatever the role is called."""
-    return re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"
+def role_file(log_dir: Path, role: str, suffix: str) -> Path:
+    """``rewards.math/0`` -> ``rewards.math_0.log``: one file inside the folder, whatever the role is called."""
+    name = re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"
+    return Path(log_dir) / f"{name}{suffix}"

@@ -153,6 +153,16 @@ class RunDirectory:
         return self.root / "tensorboard"
 
     @property
+    def trackers(self) -> Path:
+        """Files of plug-in trackers, a folder each."""
+        return self.root / "trackers"
+
+    @property
+    def tracker_ids(self) -> Path:
+        """Under which id each plug-in tracker knows the run."""
+        return self.trackers / "ids.json"
+
+    @property
     def episodes(self) -> Path:
         """Validation episodes to look at."""
         return self.root / "episodes"

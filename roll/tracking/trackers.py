@@ -1,12 +1,11 @@
-"""Where metrics go besides `metrics.jsonl`: a two-method protocol, a fan-out, and a registry of trackers by name.
+"""Trackers that the driver writes itself, and that a run cannot do without: files, on disk when `log` returns.
 
-Adding a tracker is one class and one line of `TRACKERS`. TensorBoard events are written with TensorBoard's own writer,
-so that the driver needs no torch. Each step is on disk when `log` returns.
+TensorBoard events are written with TensorBoard's own writer, so that the driver needs no torch. Libraries of others,
+which may hang or fail, are `roll.tracking.plugins`.
 """
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from roll.tracking.files import naming
-from roll.tracking.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
@@ -110,22 +108,3 @@ class Trackers:
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-
-
-TRACKERS: dict[str, Callable[[RunDirectory, int | None], Tracker]] = {
-    "tensorboard": lambda run, after_step: TensorBoardTracker(run.tensorboard, after_step=after_step),
-}
-"""Name -> (run, step after which it goes on, or None) -> tracker."""
-
-
-def open_trackers(names: Sequence[str], run: RunDirectory, after_step: int | None = None) -> list[Tracker]:
-    """Open registered trackers for a run, which goes on after a step or is new.
-
-    Raises `ValueError` with the known names for an unknown one.
-    """
-    for name in names:
-        if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(TRACKERS))}"
-            raise ValueError(f"unknown tracker {name!r}: {hint}")
-    return [TRACKERS[name](run, after_step) for name in names]

@@ -307,7 +307,7 @@ WRONG = [
     ),
     ({"actor_train.worker_cls": "my worker"}, "actor_train.worker_cls", "no import path", "package.module:Class"),
     ({"stages": {"reward": "my stage!"}}, "stages.reward", "neither", "package.module:Class"),
-    ({"trackers": ["tensorboard", "tensorboard"]}, "trackers", "twice", "once"),
+    ({"track_with": ["tensorboard", "tensorboard"]}, "track_with", "twice", "once"),
     ({"exp_name": "a/b"}, "exp_name", "no folder name", "without slashes"),
     ({"output_dir": "{tmp}/train.jsonl"}, "output_dir", "is a file", "another folder"),
     ({"output_dir": "{tmp}/train.jsonl/run"}, "output_dir", "is a file", "another folder"),

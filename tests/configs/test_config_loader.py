@@ -98,7 +98,7 @@ def test_learning_rates_are_floats_however_written(write, text):
         ("whiten_advantages: 1", "whiten_advantages", "true or false"),
         ("loss_agg_mode: token_mean", "loss_agg_mode", "`token-mean`"),
         ("pipeline: rlvrr", "pipeline", "`rlvr`"),
-        ("trackers: [wandb]", "trackers[0]", "`tensorboard`"),
+        ("track_with: {wandb: 1}", "track_with", "a list of texts or text"),
         ("actor_infer: null", "actor_infer", "leave the key out"),
         ("actor_infer: [1]", "actor_infer", "mapping"),
         ("actor_infer: {device_mapping: [0, x]}", "actor_infer.device_mapping[1]", "whole number"),
@@ -146,10 +146,10 @@ def test_references_that_multiply_are_refused(write):
 
 def test_all_problems_are_reported_at_once(write):
     text = "max_step: 3\nseed: x\nexp_name: ${nope}\nrewards: {math: {verifyer: a, num_workers: 1.5}}\n"
-    found = problems_of(write(text), "nonsense", "actor_train.modle_args=1", "trackers[7]=x", "save_steps=[")
+    found = problems_of(write(text), "nonsense", "actor_train.modle_args=1", "track_with[7]=x", "save_steps=[")
     assert set(found) == {
         "max_step", "seed", "exp_name", "rewards.math.verifyer", "rewards.math.num_workers", "command line",
-        "actor_train.modle_args", "trackers[7]", "command line, save_steps:1:2",
+        "actor_train.modle_args", "track_with[7]", "command line, save_steps:1:2",
     }
 
 
@@ -264,8 +264,8 @@ def test_a_malformed_override_is_refused(write, tree, override):
         ("max_stps=1", "max_stps"),
         ("rewards.math.x.y=1", "rewards.math.x"),
         ("max_steps.x=1", "max_steps"),
-        ("trackers.x=1", "trackers.x"),
-        ("trackers[3]=tensorboard", "trackers[3]"),
+        ("track_with.x=1", "track_with.x"),
+        ("track_with[3]=tensorboard", "track_with[3]"),
         ("exp_name=${oc.create:1}", "exp_name"),
     ],
 )

@@ -1,6 +1,7 @@
 """Placement, calls and deaths on Ray's own two-node test cluster."""
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from ray.cluster_utils import Cluster
 from roll.configs.schema import ClusterConfig
 from roll.distributed.errors import PlacementError, WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.group import start_group, start_worker
-from roll.distributed.placement import Placement, RaySession
+from roll.distributed.placement import Placement, RaySession, link_to_logs
 from roll.distributed.worker import Worker, split_devices
 
 
@@ -36,6 +37,12 @@ class Probe(Worker):
     async def sleep_for_ever(self):
         await asyncio.Event().wait()
 
+    async def chatter(self):
+        print("printed")
+        os.write(1, b"native\n")
+        os.system("echo child error >&2")
+        logging.getLogger("roll.probe").warning("worn out")
+
     async def parent_of_thread(self):
         return await self.in_thread(os.getpid)
 
@@ -52,11 +59,12 @@ def two_nodes():
     cluster.shutdown()
 
 
-async def start_probes(config, placement, devices, per_worker=1):
+async def start_probes(config, placement, devices, per_worker=1, log_dir=None):
     places = split_devices(devices, per_worker)
     return await start_group(
         lambda rank: start_worker(
-            Probe, placement, role="probe", rank=rank, world_size=len(places), devices=places[rank], log_dir=None
+            Probe, placement, role="probe", rank=rank, world_size=len(places), devices=places[rank],
+            log_dir=log_dir,
         ),
         len(places),
         config.worker_start_timeout_seconds,
@@ -175,3 +183,27 @@ def test_a_worker_never_spans_nodes(two_nodes):
 def test_the_session_leaves_an_existing_cluster_running(two_nodes):
     assert ray.is_initialized()
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+
+
+def test_what_a_worker_prints_is_in_a_file_of_its_own_and_not_on_the_drivers_console(two_nodes, tmp_path, capfd):
+    async def scenario():
+        placement = Placement(two_nodes)
+        await placement.reserve()
+        group = await start_probes(two_nodes, placement, [0, 1], log_dir=str(tmp_path))
+        try:
+            await group.workers[1].call("chatter")
+        finally:
+            group.kill()
+            placement.release()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "probe_1.out").read_text().splitlines() == ["printed", "native", "child error"]
+    assert "WARNING roll.probe: worn out" in (tmp_path / "probe_1.log").read_text()
+    assert (tmp_path / "probe_0.out").read_text() == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_rays_own_logs_are_linked_to(two_nodes, tmp_path):
+    link_to_logs(tmp_path / "ray")
+    link_to_logs(tmp_path / "ray")
+    assert (tmp_path / "ray").is_symlink() and list((tmp_path / "ray").glob("raylet*"))

@@ -69,7 +69,7 @@ def test_a_run_learns_in_an_environment_of_another_package(task, ray_cluster, ra
         actor_train__training_args__learning_rate=5e-3,
         train_env_manager__format_penalty=-0.1,
         val_env_manager={"num_env_groups": 16},
-        trackers=["tensorboard"],
+        track_with=["tensorboard"],
         **changes,
     )
     run = run_pipeline(task, ray_cluster, config)

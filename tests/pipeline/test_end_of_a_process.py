@@ -41,7 +41,7 @@ def summary_of(run):
 )
 def test_a_failure_is_on_record_although_a_thread_keeps_the_event_loop_from_closing(run, error, stuck, expected):
     hang, on_record = threading.Event(), []
-    recorder = RunRecorder(RLVRConfig(trackers=[]), run, started=time.monotonic(), decoder=None)
+    recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
 
     async def fails():
         asyncio.get_running_loop().run_in_executor(None, hang.wait)
@@ -62,7 +62,7 @@ def test_a_failure_is_on_record_although_a_thread_keeps_the_event_loop_from_clos
 
 
 def test_what_runs_to_its_end_is_well_only_when_all_is_closed(run):
-    recorder = RunRecorder(RLVRConfig(trackers=[]), run, started=time.monotonic(), decoder=None)
+    recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
 
     async def scenario(file):
         return await to_its_end(asyncio.sleep(0), recorder, file), summary_of(run)["status"]

@@ -1,7 +1,12 @@
+import json
+import math
 import time
+from pathlib import Path
 
 from roll.configs.schema import RLVRConfig
 from roll.pipeline.recorder import RunRecorder
+from roll.tracking.metrics import read_metrics
+from roll.tracking.plugins.registry import PLUG_INS
 from roll.tracking.report.lanes import read_trace
 from roll.tracking.run_directory import RunDirectory
 
@@ -14,7 +19,7 @@ class Letters:
 
 
 def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path):
-    config = RLVRConfig(trackers=[])
+    config = RLVRConfig(track_with=[])
     directory = RunDirectory.create(str(tmp_path / "run"), "test")
     recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())
     start = time.time()
@@ -26,7 +31,7 @@ def test_work_that_still_goes_on_at_the_end_of_a_step_is_not_idle_time(tmp_path)
 
 
 def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
-    config = RLVRConfig(trackers=[])
+    config = RLVRConfig(track_with=[])
     directory = RunDirectory.create(str(tmp_path / "run"), "test")
     recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())
     start = time.time()
@@ -39,10 +44,31 @@ def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
     }  # fmt: skip
 
 
+def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run_ended(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "tracking"))
+    monkeypatch.setitem(PLUG_INS, "diary", "odd_plug_ins:Diary")
+    config = RLVRConfig(exp_name="sums", track_with="diary", tracker_kwargs={"diary": {"after": 7}})
+    directory = RunDirectory.create(str(tmp_path / "run"), "sums")
+    recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())
+    recorder.before_training({"val/sums/accuracy": 0.25, "actor/kl": math.nan})
+    assert recorder.close("failed", RuntimeError("engine gone; api_key=hush")) == "failed"
+    (folder,) = [path for path in directory.trackers.iterdir() if path.is_dir()]
+    begun, logged, ended = [json.loads(line) for line in (folder / "diary.jsonl").read_text().splitlines()]
+    assert begun["run"]["config"]["tracker_kwargs"] == {"diary": {"after": 7}} and begun["run"]["name"] == "sums"
+    (record,) = read_metrics(directory.metrics)
+    assert {name: value for name, value in logged.items() if name != "pid"}.keys() == record.keys() - {
+        "metrics/non_finite"
+    }
+    assert logged["step"] == 0 and math.isnan(logged["actor/kl"])
+    assert ended["exit_code"] == 1 and ended["ending"]["error"] == "RuntimeError: engine gone; api_key=***"
+    assert ended["ending"]["summary"]["val/last"] == {"sums": 0.25}
+    assert list(directory.tensorboard.iterdir()), "TensorBoard is written in any case"
+
+
 def test_an_end_that_cannot_be_written_is_told_and_no_success(tmp_path, capsys):
     directory = RunDirectory.create(str(tmp_path / "run"), "test")
     for status, error in (("success", None), ("failed", RuntimeError("the engine broke"))):
-        recorder = RunRecorder(RLVRConfig(trackers=[]), directory, started=time.monotonic(), decoder=Letters())
+        recorder = RunRecorder(RLVRConfig(track_with=[]), directory, started=time.monotonic(), decoder=Letters())
         directory.summary.unlink()
         directory.summary.mkdir()  # nothing can take its place any more
         recorder.ended(status, error)

@@ -58,7 +58,7 @@ def tiny_config(folder: Path, **changes: Any) -> dict[str, Any]:
         "num_return_sequences_in_group": 4,
         "prompt_length": 4,
         "response_length": 4,
-        "trackers": [],
+        "track_with": [],
         "actor_train": {
             "device_mapping": [0],
             "pg_variant": "ppo",

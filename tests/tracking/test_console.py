@@ -149,17 +149,42 @@ def rendered(width, height=25, encoding="utf-8"):
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_live_view_fits_any_width(width, encoding):
     lines = rendered(width, encoding=encoding)
-    assert 0 < len(lines) <= 7
+    assert 0 < len(lines) <= 8
     assert all(len(line) <= width for line in lines)
 
 
 def test_the_live_view_says_what_the_plain_line_says():
     lines = rendered(100)
     labels = [line.split()[0] for line in lines[2:]]
-    assert labels == ["reward", "val", "lag", "tokens/s", "idle"], "the bar has a line of its own, and so has each fact"
+    assert labels == ["reward", "val", "lag", "idle", "12%", "46%"], "the bar has a line, and so has each fact and role"
     text = "\n".join(lines)
-    for part in ("step 12/40", "1:00 elapsed", "reward    0.620", "größe 50.0%", "0.75 mean, 1 max", "5.1k", "46%"):
+    for part in ("step 12/40", "1:00 elapsed", "reward    0.620", "größe 50.0%", "0.75 mean, 1 max"):
         assert part in text
+
+
+def test_each_role_has_a_line_with_its_idle_share_and_its_tokens():
+    lines = rendered(100)
+    assert lines[5].split() == ["idle", "tokens/s", "role"]
+    assert lines[6] == "  12%      5.1k  actor_infer  " + "#" * 18
+    assert lines[7] == "  46%            actor_train  " + "#" * 11
+
+
+def test_the_numbers_of_every_role_are_seen_on_a_narrow_terminal():
+    assert [line[:5] for line in rendered(20)[6:8]] == ["  12%", "  46%"]
+
+
+def test_the_live_view_has_the_time_that_is_left():
+    progress = Progress("run", 10, 0.0).after({}, 1, 10.0).after({}, 2, 20.0)
+    stream = io.StringIO()
+    RichConsole(file=stream, width=80, force_terminal=True, no_color=True).print(live_view(progress, 25.0))
+    assert "step 2/10  0:25 elapsed, 1:15 left" in stream.getvalue()
+
+
+def test_a_role_whose_share_is_not_a_number_is_shown():
+    progress = Progress("run", 10, 0.0).after({"idle/actor_train": float("nan")}, 1, 1.0)
+    stream = io.StringIO()
+    RichConsole(file=stream, width=80).print(live_view(progress, 1.0))
+    assert "nan%" in stream.getvalue()
 
 
 LIVE_RUN = """

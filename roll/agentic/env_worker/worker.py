@@ -28,6 +28,7 @@ from roll.agentic.env_worker.records import (
 )
 from roll.agentic.episode import Observation
 from roll.data.imports import import_object
+from roll.tracking.chatter import give_away_output
 from roll.tracking.logs import configure_logging
 
 GATHER_SECONDS = 0.005
@@ -56,6 +57,7 @@ class EnvWorker:
     def __init__(self, setup: WorkerSetup) -> None:
         sys.path += [folder for folder in setup.import_folders if folder not in sys.path]
         if setup.log_dir is not None:
+            give_away_output(Path(setup.log_dir), setup.name)
             configure_logging(Path(setup.log_dir), setup.name)
         self._setup = setup
         self._make_env = import_object(setup.make_env)

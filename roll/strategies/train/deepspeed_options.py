@@ -37,7 +37,7 @@ _DATA = "nothing: the run makes the batches"
 _SPLIT = "another trainer: this one splits states and batches, not the model's computing"
 _WEIGHTS = "nothing: weights and computing are those of the model as it is"
 _CHECKPOINTS = "`save_steps`: the run makes the checkpoints"
-_TRACKERS = "`trackers`: the run reports the metrics"
+_TRACKERS = "`track_with`: the run reports the metrics"
 RESERVED = {
     "train_batch_size": _BATCHES,
     "train_micro_batch_size_per_gpu": _BATCHES,

@@ -1,0 +1,102 @@
+"""What libraries print goes to files, one for each process, whether it comes from Python or from native code.
+
+Engines, Ray and compilers write to the file descriptors of a process and of its children, around `logging`. A process
+of a role gives both descriptors away for good. The driver does so for the length of a run, and keeps a way to its
+terminal for Python: what our own lines, or a stage of the user's, print is still seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from roll.tracking.files import naming
+from roll.tracking.logs import role_file
+
+STDOUT, STDERR = 1, 2
+
+
+def give_away_output(log_dir: Path, role: str) -> Path:
+    """Send all that this process and its children print from now on to ``<log_dir>/<role>.out``. For processes of
+    their own; returns the file, raises `OSError` naming it."""
+    path = role_file(log_dir, role, ".out")
+    target = _opened(path)
+    for descriptor in (STDOUT, STDERR):
+        os.dup2(target, descriptor)
+    os.close(target)
+    sys.stdout, sys.stderr = _stream(STDOUT, sys.stdout), _stream(STDERR, sys.stderr)
+    return path
+
+
+@contextmanager
+def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
+    """While this is open, what native code and children print, and libraries log, goes to ``<log_dir>/<role>.out``;
+    what Python prints still goes where it went. Raises `OSError` naming the file."""
+    target = _opened(role_file(log_dir, role, ".out"))
+    before = {STDOUT: sys.stdout, STDERR: sys.stderr}
+    kept = {descriptor: os.dup(descriptor) for descriptor in before}
+    try:
+        _flush(before.values())
+        # Only a stream that ends at the descriptor has to be led around it: tests and notebooks have put others there.
+        sys.stdout = _led_to(kept[STDOUT], STDOUT, before[STDOUT])
+        sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
+        for descriptor in before:
+            os.dup2(target, descriptor)
+        moved = _library_handlers(list(before.values()))
+        with _stream(target, None) as file:
+            for handler in moved:
+                handler.setStream(file)
+            try:
+                yield
+            finally:
+                for handler, stream in moved.items():
+                    handler.setStream(stream)
+    finally:
+        _flush([sys.stdout, sys.stderr])
+        for descriptor, saved in kept.items():
+            os.dup2(saved, descriptor)
+        sys.stdout, sys.stderr = before[STDOUT], before[STDERR]
+        for descriptor in (*kept.values(), target):
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _stream(descriptor: int, like: TextIO | None) -> TextIO:
+    """Line by line, so that what a process said before it died is there."""
+    encoding = like.encoding if like is not None else "utf-8"
+    return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
+
+
+def _led_to(descriptor: int, around: int, stream: TextIO) -> TextIO:
+    return _stream(descriptor, stream) if _descriptor(stream) == around else stream
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    try:
+        return None if stream is None else stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+def _library_handlers(terminal: Collection[TextIO | None]) -> dict[logging.StreamHandler[TextIO], TextIO]:
+    """Handlers that libraries have attached to their own loggers, and that write to the terminal; the root's are the
+    program's own."""
+    loggers = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    handlers = [handler for item in loggers for handler in item.handlers if isinstance(handler, logging.StreamHandler)]
+    return {handler: handler.stream for handler in handlers if handler.stream in terminal}
+
+
+def _flush(streams: Iterable[TextIO | None]) -> None:
+    for stream in streams:
+        if stream is not None:
+            stream.flush()

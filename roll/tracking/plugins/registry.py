@@ -1,0 +1,28 @@
+"""Plug-in trackers by name: a new one is a file with a `PlugIn` class and one line here.
+
+Classes are named, not imported: nobody pays for a tracker that is not used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+TENSORBOARD = "tensorboard"
+"""Written by the driver itself, see `roll.tracking.trackers`."""
+PLUG_INS = {
+    "wandb": "roll.tracking.plugins.wandb_plugin:WandbPlugIn",
+    "swanlab": "roll.tracking.plugins.swanlab_plugin:SwanlabPlugIn",
+    "trackio": "roll.tracking.plugins.trackio_plugin:TrackioPlugIn",
+}
+
+
+def tracker_names() -> list[str]:
+    """What `track_with` may name."""
+    return [TENSORBOARD, *PLUG_INS]
+
+
+def plug_in_class(path: str) -> type[Any]:
+    """The class at ``package.module:Class``, a `PlugIn`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
