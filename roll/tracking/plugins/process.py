@@ -106,7 +106,8 @@ class TrackerProcess:
         except OSError as error:
             self._give_up(f"cannot start: {error}")
             return
-        listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        assert process.stdin is not None and process.stdout is not None
+        listener = threading.Thread(target=self._listen, args=(process, process.stdout), daemon=True)
         listener.start()
         try:
             self._pour_into(process.stdin)
@@ -124,9 +125,9 @@ class TrackerProcess:
                 pipe.flush()
             pipe.write(self._ending)
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
         """To its end, which may come at any time."""
-        with process.stdout as replies:
+        with replies:
             for line in replies:
                 self._hear(json.loads(line))
         code = process.wait()
