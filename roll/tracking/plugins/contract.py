@@ -34,6 +34,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
+        """As trackers count: 0 is a success."""
         return 0 if self.status == "success" else 1
 
 

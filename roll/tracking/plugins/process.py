@@ -194,6 +194,7 @@ class PlugIns:
         self._timeout_seconds = timeout_seconds
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass the metrics of a step on to each, at some time. Does not wait."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
 

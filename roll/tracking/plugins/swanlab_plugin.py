@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.tracking.plugins.contract import Ending, TrackerRun, flat_summary, made
+from roll.tracking.plugins.contract import Ending, PlugIn, TrackerRun, flat_summary, made
 
 _STATES = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
 
 
 @dataclass
 class SwanlabOptions:
+    """What may be written below `tracker_kwargs.swanlab`."""
+
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(default=None, metadata={"help": "Name of the experiment. Default: `exp_name`."})
     workspace: str | None = field(default=None, metadata={"help": "User or organisation. Default: that of the key."})
@@ -32,7 +34,7 @@ class SwanlabOptions:
     )
 
 
-class SwanlabPlugIn:
+class SwanlabPlugIn(PlugIn):
     """See `PlugIn`."""
 
     Options: ClassVar[type] = SwanlabOptions

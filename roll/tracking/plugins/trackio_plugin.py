@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from roll.tracking.plugins.contract import Ending, TrackerRun, flat_summary, made
+from roll.tracking.plugins.contract import Ending, PlugIn, TrackerRun, flat_summary, made
 
 _LETTERS_OF_ID = 6
 
 
 @dataclass
 class TrackioOptions:
+    """What may be written below `tracker_kwargs.trackio`."""
+
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(
         default=None, metadata={"help": "Name of the run, before the letters of its id. Default: `exp_name`."}
@@ -33,7 +35,7 @@ class TrackioOptions:
     )
 
 
-class TrackioPlugIn:
+class TrackioPlugIn(PlugIn):
     """See `PlugIn`."""
 
     Options: ClassVar[type] = TrackioOptions

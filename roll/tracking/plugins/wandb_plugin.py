@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.tracking.plugins.contract import Ending, TrackerRun, flat_summary, made
+from roll.tracking.plugins.contract import Ending, PlugIn, TrackerRun, flat_summary, made
 
 STEP = "step"
 
 
 @dataclass
 class WandbOptions:
+    """What may be written below `tracker_kwargs.wandb`."""
+
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(default=None, metadata={"help": "Name of the run. Default: `exp_name`."})
     entity: str | None = field(default=None, metadata={"help": "User or team. Default: that of the key."})
@@ -31,7 +33,7 @@ class WandbOptions:
     )
 
 
-class WandbPlugIn:
+class WandbPlugIn(PlugIn):
     """See `PlugIn`."""
 
     Options: ClassVar[type] = WandbOptions
