@@ -1,26 +1,25 @@
 """No option is dead: what a user may write is read where something is done about it.
 
-mypy says whose field an expression such as `role.device` reads, so that equal names of other classes
-do not count, nor does what only writes. Modules that only judge, document, print or estimate do not count either: an
-option that is checked and then forgotten is dead. A class that several roles share counts as a whole; that some of them
-do not read a key is `UNREAD_KEYS` of the schema.
+mypy says whose field an expression such as `role.device` reads, so that equal names of other classes do not count, nor
+does what only writes: it checks the package with a schema whose fields are properties marked as deprecated, and reports
+each use. Modules that only judge, document, print or estimate do not count either: an option that is checked and then
+forgotten is dead. A class that several roles share counts as a whole; that some of them do not read a key is
+`UNREAD_KEYS` of the schema.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from mypy import build
-from mypy.find_sources import create_source_list
-from mypy.modulefinder import BuildSource
-from mypy.nodes import AssignmentStmt, DelStmt, Lvalue, MemberExpr, TypeInfo
-from mypy.options import Options
-from mypy.traverser import TraverserVisitor
-from mypy.types import Instance, Type, TypeVarType, UnionType, get_proper_type
 
 from roll.configs import derived
 from roll.configs.rules_envs import groups_are_enough
@@ -32,78 +31,66 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "roll"
 Option = tuple[str, str]
 """Class and field."""
 
-DERIVING = {"roll.configs.derived", "roll.configs.device_mapping"}
+DERIVING = {"configs/derived.py", "configs/device_mapping.py"}
 """Modules of `roll/configs` that work for the run; all others of that room judge, document, print or estimate."""
 
-
-def does_something(module: str) -> bool:
-    """Whether a read in this module of the package counts."""
-    return not module.startswith("roll.configs") or module in DERIVING
-
-
-def options_read(sources: list[BuildSource], schema: str, counts: Callable[[str], bool]) -> set[Option]:
-    """The fields of classes of the module ``schema`` that modules which count read."""
-    options = Options()
-    options.incremental = False
-    options.export_types = options.preserve_asts = True
-    options.check_untyped_defs = True
+MYPY = (
+    *(sys.executable, "-m", "mypy", "--config-file=", "--no-incremental", "--cache-dir=/dev/null"),
+    *("--python-version=3.11", "--check-untyped-defs", "--enable-error-code=deprecated", "--no-error-summary"),
     # What is read of a configuration is said by our own types; `make check` sees to it that these hold.
-    options.ignore_errors = options.ignore_missing_imports = True
-    options.follow_imports = "skip"
-    result = build.build(sources, options)
-    read: set[Option] = set()
-    for module, state in result.graph.items():
-        if state.tree is not None and counts(module):
-            state.tree.accept(_Reads(schema, result.types, read))
-    return read
+    *("--follow-imports=skip", "--ignore-missing-imports"),
+)
+USE = re.compile(
+    r"^(?P<file>[^:]+):\d+: error: .* is deprecated: (?P<cls>\w+)\.(?P<name>\w+)  \[deprecated\]$", re.MULTILINE
+)
 
 
-class _Reads(TraverserVisitor):
-    """Notes the class and the name of each attribute that is read."""
-
-    def __init__(self, schema: str, types: dict, read: set[Option]) -> None:
-        super().__init__()
-        self._schema = schema
-        self._types = types
-        self._read = read
-
-    def visit_member_expr(self, expression: MemberExpr, /) -> None:
-        super().visit_member_expr(expression)
-        for owner in _classes(self._types.get(expression.expr)):
-            definer = next((base for base in owner.mro if expression.name in base.names), None)
-            if definer is not None and definer.module_name == self._schema:
-                self._read.add((definer.name, expression.name))
-
-    def visit_assignment_stmt(self, statement: AssignmentStmt, /) -> None:
-        for target in statement.lvalues:
-            self._visit_target(target)
-        statement.rvalue.accept(self)
-
-    def visit_del_stmt(self, statement: DelStmt, /) -> None:
-        self._visit_target(statement.expr)
-
-    def _visit_target(self, target: Lvalue) -> None:
-        """What is written to is not read; only what leads there is."""
-        (target.expr if isinstance(target, MemberExpr) else target).accept(self)
+def does_something(file: str) -> bool:
+    """Whether a read in this module of the package counts."""
+    return not file.startswith("configs/") or file in DERIVING
 
 
-def _classes(kind: Type | None) -> Iterator[TypeInfo]:
-    kind = None if kind is None else get_proper_type(kind)
-    if isinstance(kind, Instance):
-        yield kind.type
-    elif isinstance(kind, UnionType):
-        for member in kind.items:
-            yield from _classes(member)
-    elif isinstance(kind, TypeVarType):
-        for bound in (kind.upper_bound, *kind.values):
-            yield from _classes(bound)
+def options_read(package: Path, schema: str, counts: Callable[[str], bool]) -> frozenset[Option]:
+    """The fields of data classes in the file ``schema`` of a package that its files which count read."""
+    source = package / schema
+    with tempfile.TemporaryDirectory() as folder:
+        marked = Path(folder) / "marked.py"
+        marked.write_text(with_marked_fields(source.read_text(encoding="utf-8")))
+        shadow = ("--shadow-file", str(source.relative_to(package.parent)), str(marked))
+        command = [*MYPY, *shadow, package.name]
+        told = subprocess.run(command, cwd=package.parent, capture_output=True, text=True, timeout=280)
+    uses = list(USE.finditer(told.stdout))
+    assert uses, f"mypy tells of no use at all: {told.stdout[-2000:]} {told.stderr[-2000:]}"
+    prefix = f"{package.name}/"
+    return frozenset((use["cls"], use["name"]) for use in uses if counts(use["file"].removeprefix(prefix)))
+
+
+def with_marked_fields(source: str) -> str:
+    """A module whose data classes have properties for fields; reading one is deprecated, setting it is not."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "dataclass" in map(ast.unparse, node.decorator_list):
+            node.body = [marked for each in node.body for marked in _marked(node.name, each)]
+    after_future = next(
+        index for index, each in enumerate(tree.body, start=1) if ast.unparse(each).startswith("from __future__")
+    )
+    tree.body[after_future:after_future] = ast.parse("import typing_extensions as _marks").body
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _marked(cls: str, statement: ast.stmt) -> list[ast.stmt]:
+    if not isinstance(statement, ast.AnnAssign):
+        return [statement]
+    name, kind = ast.unparse(statement.target), ast.unparse(statement.annotation)
+    return ast.parse(
+        f"@property\n@_marks.deprecated({f'{cls}.{name}'!r})\ndef {name}(self) -> {kind}: ...\n"
+        f"@{name}.setter\ndef {name}(self, value: {kind}) -> None: ..."
+    ).body
 
 
 @cache
 def read_in_the_package() -> frozenset[Option]:
-    options = Options()
-    sources = create_source_list([str(PACKAGE)], options)
-    return frozenset(options_read(sources, "roll.configs.schema", does_something))
+    return options_read(PACKAGE, "configs/schema.py", does_something)
 
 
 def all_options(roots: Collection[type]) -> set[Option]:
@@ -189,7 +176,6 @@ class Root(Base):
     maybe: Part | None = None
     parts: list[Part] = field(default_factory=list)
     written: int = 0
-    removed: int = 0
     judged: int = 0
     unknown_owner: int = 0
     other_class: int = 0
@@ -211,7 +197,6 @@ def first(parts: list[Part]) -> Part:
 
 def work(root: Root, anything: Any, other: Other, either: Part | Other) -> list[object]:
     root.written = 1
-    del root.removed
     root.part.name = "x"
     anything.unknown_owner
     return [
@@ -238,16 +223,12 @@ def judge(root: Root) -> bool:
 
 
 def test_only_what_is_read_of_the_class_itself_counts(tmp_path):
-    """Written, deleted, judged, read of another class or of who knows what: none of these is a use."""
+    """Written, judged, read of another class or of who knows what: none of these is a use."""
     package = tmp_path / "tiny"
     package.mkdir()
-    sources = []
     for name, text in {"__init__": "", "schema": SCHEMA, "work": WORK, "judge": JUDGE}.items():
         (package / f"{name}.py").write_text(text)
-        module = "tiny" if name == "__init__" else f"tiny.{name}"
-        sources.append(BuildSource(str(package / f"{name}.py"), module, None))
-    read = options_read(sources, "tiny.schema", lambda module: module == "tiny.work")
-    assert read == {
+    assert options_read(package, "schema.py", lambda file: file == "work.py") == {
         ("Base", "inherited"),
         ("Base", "from_below"),
         ("Root", "part"),
