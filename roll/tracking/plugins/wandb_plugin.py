@@ -54,7 +54,7 @@ class WandbPlugIn(PlugIn):
             mode=options.mode,
             dir=made(run.folder),
             id=run.id,
-            resume="allow" if options.mode == "online" else None,
+            resume="allow",
             config=run.config,
             settings=wandb.Settings(
                 console="off",
