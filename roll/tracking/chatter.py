@@ -47,15 +47,8 @@ def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
         sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
         for descriptor in before:
             os.dup2(target, descriptor)
-        moved = _library_handlers(list(before.values()))
-        with _stream(target, None) as file:
-            for handler in moved:
-                handler.setStream(file)
-            try:
-                yield
-            finally:
-                for handler, stream in moved.items():
-                    handler.setStream(stream)
+        with _stream(target, None) as file, _library_handlers_led_to(file, list(before.values())):
+            yield
     finally:
         _flush([sys.stdout, sys.stderr])
         for descriptor, saved in kept.items():
@@ -88,12 +81,36 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return None
 
 
-def _library_handlers(terminal: Collection[TextIO | None]) -> dict[logging.StreamHandler[TextIO], TextIO]:
-    """Handlers that libraries have attached to their own loggers, and that write to the terminal; the root's are the
-    program's own."""
+@contextmanager
+def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) -> Iterator[None]:
+    """Other handlers in place of those that libraries have attached to their own loggers and that write to the
+    terminal; the root's are the program's own. Replaced, because the stream of some (`logging.lastResort`) is fixed."""
     loggers = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
-    handlers = [handler for item in loggers for handler in item.handlers if isinstance(handler, logging.StreamHandler)]
-    return {handler: handler.stream for handler in handlers if handler.stream in terminal}
+    replaced = [
+        (logger, handler, _like(handler, file))
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
+    ]
+    for logger, handler, stand_in in replaced:
+        logger.removeHandler(handler)
+        logger.addHandler(stand_in)
+    try:
+        yield
+    finally:
+        for logger, handler, stand_in in replaced:
+            logger.removeHandler(stand_in)
+            logger.addHandler(handler)
+
+
+def _like(handler: logging.Handler, file: TextIO) -> logging.Handler:
+    """Another handler of what this one handles."""
+    stand_in = logging.StreamHandler(file)
+    stand_in.setLevel(handler.level)
+    stand_in.setFormatter(handler.formatter)
+    for each in handler.filters:
+        stand_in.addFilter(each)
+    return stand_in
 
 
 def _flush(streams: Iterable[TextIO | None]) -> None:

@@ -38,18 +38,23 @@ DRIVER = (
 library = logging.getLogger("library")
 library.addHandler(logging.StreamHandler())
 library.propagate = False
+another = logging.getLogger("another")
+another.addHandler(logging.lastResort)
+another.propagate = False
 with native_output_kept(Path(sys.argv[1]), "driver"):
     configure_logging(Path(sys.argv[1]), "driver", console=True)
     view = Console("sums", 3)
     view.step({"reward/mean": 0.5}, 1)
     chatter("raylet")
     library.warning("library warns")
+    another.warning("another warns")
     logging.getLogger("roll.x").warning("we warn")
     print("a stage prints", flush=True)
     view.close({"status": "success", "steps": 1, "seconds": 1.0})
 print("afterwards")
 chatter("later")
 library.warning("library warns again")
+another.warning("another warns again")
 """
 )
 
@@ -81,10 +86,11 @@ def test_the_driver_keeps_its_own_lines_on_the_console_and_libraries_in_a_file(t
         "step 1/3 | reward 0.500 | 0:00 elapsed", "a stage prints", "success: 1 steps in 0:01", "afterwards",
         "later child", "later native",
     ]  # fmt: skip
-    assert "roll.x: we warn" in result.stderr and "library warns\n" not in result.stderr
-    assert result.stderr.endswith("later child error\nlater native error\nlibrary warns again\n")
+    assert "roll.x: we warn" in result.stderr and "warns\n" not in result.stderr
+    assert result.stderr.endswith("later child error\nlater native error\nlibrary warns again\nanother warns again\n")
     assert (tmp_path / "driver.out").read_text().splitlines() == [
         "raylet child", "raylet child error", "raylet native", "raylet native error", "library warns",
+        "another warns",
     ]  # fmt: skip
 
 
