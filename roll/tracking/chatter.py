@@ -47,7 +47,7 @@ def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
         sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
         for descriptor in before:
             os.dup2(target, descriptor)
-        with _stream(target, None) as file, _library_handlers_led_to(file, list(before.values())):
+        with _stream(target, None) as file, _library_handlers_led_to(file, [*before.values(), sys.stdout, sys.stderr]):
             yield
     finally:
         _flush([sys.stdout, sys.stderr])
