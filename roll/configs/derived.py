@@ -183,14 +183,21 @@ def publication_nodes(config: PipelineConfig) -> set[int]:
     return {device // config.cluster.num_devices_per_node for device in devices}
 
 
+def tracker_list(config: PipelineConfig) -> list[str]:
+    """The trackers that are named, as a list."""
+    return [config.track_with] if isinstance(config.track_with, str) else config.track_with
+
+
 def gather_bucket_bytes(config: PipelineConfig) -> int:
     """Largest bucket that the trainer packs."""
-    return max(1, int(config.weight_update.param_update_gather_bucket_size_mb * MEBIBYTE))
+    megabytes = config.weight_update.param_update_gather_bucket_size_mb
+    return max(1, int(megabytes * MEBIBYTE))
 
 
 def load_bucket_bytes(config: PipelineConfig) -> int:
     """Most bytes that an engine is handed at a time."""
-    return max(1, int(config.weight_update.param_update_load_bucket_size_mb * MEBIBYTE))
+    megabytes = config.weight_update.param_update_load_bucket_size_mb
+    return max(1, int(megabytes * MEBIBYTE))
 
 
 def group_size(config: PipelineConfig) -> int:

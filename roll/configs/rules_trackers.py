@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from roll.configs.derived import tracker_list
 from roll.configs.errors import ConfigProblem
 from roll.configs.explain import truth_value_problems, validation_problems
 from roll.configs.schema import PipelineConfig
@@ -33,11 +34,6 @@ class ChosenTracker:
     secret: str | None
     """The environment variable that must hold its key."""
     mode: str
-
-
-def tracker_list(config: PipelineConfig) -> list[str]:
-    """The trackers that are named, as a list."""
-    return [config.track_with] if isinstance(config.track_with, str) else config.track_with
 
 
 def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:

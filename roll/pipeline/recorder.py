@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+from roll.configs.derived import tracker_list
 from roll.configs.loader import told_config
-from roll.configs.rules_trackers import tracker_list
 from roll.configs.schema import PipelineConfig
 from roll.data.records import Group
 from roll.distributed.inference import InferencePool
