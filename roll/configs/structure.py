@@ -1,7 +1,7 @@
 """The schema read as data: which keys exist where, and how their types are called in words.
 
 The loader, the checks and the reference page all walk the same dataclasses through these functions, so a key added to
-`schema.py` is validated, suggested and documented without another line anywhere. Paths are written as
+`schema` is validated, suggested and documented without another line anywhere. Paths are written as
 ``rewards.math.tag_included[0]``.
 """
 

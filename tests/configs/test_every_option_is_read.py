@@ -57,13 +57,17 @@ def does_something(file: str) -> bool:
 
 
 def options_read(package: Path, schema: str, counts: Callable[[str], bool]) -> frozenset[Option]:
-    """The fields of data classes in the file ``schema`` of a package that its files which count read."""
-    source = package / schema
+    """The fields of data classes in ``schema``, a file or a folder of a package, that its files which count read."""
+    sources = sorted((package / schema).glob("*.py")) if (package / schema).is_dir() else [package / schema]
     with tempfile.TemporaryDirectory() as folder:
-        marked = Path(folder) / "marked.py"
-        marked.write_text(with_marked_fields(source.read_text(encoding="utf-8")))
-        shadow = ("--shadow-file", str(source.relative_to(package.parent)), str(marked))
-        command = [*MYPY, *shadow, package.name]
+        shadows: list[str] = []
+        for source in sources:
+            text = source.read_text(encoding="utf-8")
+            if "@dataclass" in text:
+                marked = Path(folder) / source.name
+                marked.write_text(with_marked_fields(text))
+                shadows += ["--shadow-file", str(source.relative_to(package.parent)), str(marked)]
+        command = [*MYPY, *shadows, package.name]
         told = subprocess.run(command, cwd=package.parent, capture_output=True, text=True, timeout=280)
     written = {_place(match) for match in WRITTEN.finditer(told.stdout)}
     uses = [match for match in USE.finditer(told.stdout) if _place(match) not in written]
@@ -101,7 +105,7 @@ def _marked(cls: str, statement: ast.stmt) -> list[ast.stmt]:
 
 @cache
 def read_in_the_package() -> frozenset[Option]:
-    return options_read(PACKAGE, "configs/schema.py", does_something)
+    return options_read(PACKAGE, "configs/schema", does_something)
 
 
 def owners(roots: Collection[type]) -> dict[Option, Option]:
