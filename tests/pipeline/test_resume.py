@@ -272,8 +272,8 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_last_checkpoint_stays(
     checkpoint, folder = checkpoint_folder(command.out / "checkpoints", 2), command.out / closed
     before = contents(checkpoint)
     command.out.chmod(0o555)
-    command.finish(expect=1, preexec_fn=obey_permissions)
-    assert f"the run in {command.out} cannot go on" in command.output and "Permission denied" in command.output
+    command.finish(expect=2, preexec_fn=obey_permissions)
+    assert f"no permission to write to {command.out}" in command.output and "nothing was started" in command.output
     assert "Traceback" not in command.output
     assert contents(checkpoint) == before and command.steps() >= 3
     command.out.chmod(0o755)
