@@ -20,6 +20,7 @@ from roll.configs.schema import (
     UNREAD_KEYS,
     AgenticConfig,
     PipelineConfig,
+    RewardConfig,
     RLVRConfig,
     WorkerConfig,
 )
@@ -265,6 +266,15 @@ def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
     return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", f"{remedy}, or remove this key")
 
 
+def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig) -> Iterator[ConfigProblem]:
+    """Classes of the user's own are import paths; whether they are there is looked up later."""
+    classes = {"worker_cls": section.worker_cls, "strategy_args.strategy_cls": section.strategy_args.strategy_cls}
+    for key, value in classes.items():
+        if value is not None and not IMPORT_PATH.fullmatch(value):
+            message = f"{shown(value)} is no import path"
+            yield ConfigProblem(f"{path}.{key}", message, "write `package.module:Class`")
+
+
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Strategies are registered for their role, import paths have their form."""
     for name, role in present_roles(config).items():
@@ -275,9 +285,7 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES:
                 message += ": it only computes, and a role that learns needs an optimizer"
             yield ConfigProblem(f"{name}.strategy_args.strategy_name", message, choose_among(strategy, known))
-        if role.worker_cls is not None and not IMPORT_PATH.fullmatch(role.worker_cls):
-            message = f"{shown(role.worker_cls)} is no import path"
-            yield ConfigProblem(f"{name}.worker_cls", message, "write `package.module:Class`")
+        yield from own_classes_have_their_form(name, role)
     for stage, target in config.stages.items():
         if not (IMPORT_PATH.fullmatch(target) or _REGISTERED_NAME.fullmatch(target)):
             message = f"{shown(target)} is neither a name nor an import path"

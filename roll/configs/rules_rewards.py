@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from roll.configs.derived import reward_models, reward_timeout
 from roll.configs.errors import ConfigProblem
-from roll.configs.rules_keys import IMPORT_PATH, default_of, differs_from_default
+from roll.configs.rules_keys import default_of, differs_from_default, own_classes_have_their_form
 from roll.configs.schema import ADAPTER_KEYS, SCORE_STRATEGIES, JudgeConfig, RewardConfig, RLVRConfig
 from roll.configs.wording import choose_among, shown
 
@@ -92,9 +92,7 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             message = f"{shown(strategy)} is no engine of reward models"
             remedy = choose_among(strategy, SCORE_STRATEGIES)
             yield ConfigProblem(f"{path}.strategy_args.strategy_name", message, remedy)
-        if reward.worker_cls is not None and not IMPORT_PATH.fullmatch(reward.worker_cls):
-            message = f"{shown(reward.worker_cls)} is no import path"
-            yield ConfigProblem(f"{path}.worker_cls", message, "write `package.module:Class`")
+        yield from own_classes_have_their_form(path, reward)
 
 
 def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:

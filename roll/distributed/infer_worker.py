@@ -50,6 +50,8 @@ class EngineSpec:
     """Whether other roles use its devices in turn, so that it will have to sleep."""
     transport: str = "object_store"
     """How weights come."""
+    strategy_cls: str | None = None
+    """A class of the user's own in place of the named strategy's."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class InferWorker(Worker):
         self._failure: EngineFailed | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self.set_threads()
-        self._strategy = infer_strategy_class(spec.strategy_name)(
+        self._strategy = infer_strategy_class(spec.strategy_name, spec.strategy_cls)(
             spec.model_path,
             device=self.identity.place.device,
             dtype=spec.dtype,

@@ -14,13 +14,13 @@ class ScoreWorker(Worker):
 
     _strategy: ScoreStrategy
 
-    async def start(self, strategy_name: str, setup: ScorerSetup) -> None:
+    async def start(self, strategy_name: str, setup: ScorerSetup, strategy_cls: str | None = None) -> None:
         """Load the model."""
-        await self.in_thread(self._start, strategy_name, setup)
+        await self.in_thread(self._start, strategy_name, setup, strategy_cls)
 
-    def _start(self, strategy_name: str, setup: ScorerSetup) -> None:
+    def _start(self, strategy_name: str, setup: ScorerSetup, strategy_cls: str | None) -> None:
         self.set_threads()
-        self._strategy = build_score_strategy(strategy_name, setup)
+        self._strategy = build_score_strategy(strategy_name, setup, strategy_cls)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
         """Scores in the order of the conversations."""

@@ -59,6 +59,8 @@ class ScoreSettings:
     call_timeout_seconds: float
     start_timeout_seconds: float
     max_retries: int
+    strategy_cls: str | None = None
+    """A class of the user's own in place of the named strategy's."""
 
 
 @dataclass
@@ -329,10 +331,12 @@ class ScorePool:
         if replica.handle is not None:
             return replica.handle
         replica.handle = self._start_process(replica.index)
-        timeout = self._settings.start_timeout_seconds
+        settings = self._settings
+        timeout = settings.start_timeout_seconds
         try:
             await replica.handle.create(timeout)
-            await replica.handle.call("start", self._settings.strategy_name, self._settings.setup, timeout=timeout)
+            strategy = settings.strategy_name, settings.setup, settings.strategy_cls
+            await replica.handle.call("start", *strategy, timeout=timeout)
         except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
             await self._end(replica)
             raise ModelNotStarted(f"a process of {self._role} did not start: {failure}") from failure

@@ -106,11 +106,11 @@ class TrainWorker(Worker):
             seed=spec.seed,
             strategy_config=config.strategy_args.strategy_config,
         )
-        name = config.strategy_args.strategy_name
+        name, own = config.strategy_args.strategy_name, config.strategy_args.strategy_cls
         if spec.forward_only:
-            self._strategy = build_forward_strategy(name, setup)
+            self._strategy = build_forward_strategy(name, setup, own)
         else:
-            self._strategy = self._trainer = build_train_strategy(name, setup)
+            self._strategy = self._trainer = build_train_strategy(name, setup, own)
         self._strategy.initialize()
         if spec.restore_from is not None:
             self._trainer.restore(SavedState(spec.restore_from))

@@ -7,7 +7,7 @@ pipeline in a module of its own), algorithms, stages, worker classes, engine opt
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -190,6 +190,7 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
                 kind="value" if role == "critic" else "policy",
                 forward_only=role == "reference",
             )
+    problems += _own_strategy_problems(config, without)
     if with_model and config.actor_train.model_args.lora_target is not None:
         from roll.strategies.train.lora import check_adapters
 
@@ -197,6 +198,25 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
         problems += check_adapters(derived.model_path(config, policy), policy.model_args, "actor_train.model_args")
     if problems:
         raise ConfigError(problems)
+
+
+def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> Iterator[ConfigProblem]:
+    """Classes of the user's own that cannot stand in for a strategy, but those of roles ``without``."""
+    from roll.strategies.infer import infer_strategy_class
+    from roll.strategies.score import score_strategy_class
+    from roll.strategies.train import forward_strategy_class, train_strategy_class
+
+    of_roles = {"actor_infer": infer_strategy_class, "reference": forward_strategy_class}
+    for role, section in derived.roles_and_reward_models(config).items():
+        arguments = section.strategy_args
+        if arguments.strategy_cls is None or role in without:
+            continue
+        look_up = score_strategy_class if role.startswith("rewards.") else of_roles.get(role, train_strategy_class)
+        try:
+            look_up(arguments.strategy_name, arguments.strategy_cls)
+        except (ImportError, TypeError) as error:
+            remedy = f"give a class derived from that of {arguments.strategy_name} as `package.module:Class`"
+            yield ConfigProblem(f"{role}.strategy_args.strategy_cls", str(error), remedy)
 
 
 def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:

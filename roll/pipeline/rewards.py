@@ -135,4 +135,5 @@ def score_settings(config: PipelineConfig, reward: RewardConfig) -> ScoreSetting
         call_timeout_seconds=derived.reward_timeout(reward),
         start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
         max_retries=reward.max_retries,
+        strategy_cls=reward.strategy_args.strategy_cls,
     )

@@ -130,6 +130,7 @@ class Roles:
             devices_per_engine=role.num_gpus_per_engine,
             shares_devices=derived.shares_devices(config, "actor_infer"),
             transport=self._transport.name,
+            strategy_cls=role.strategy_args.strategy_cls,
         )
         settings = PoolSettings(
             transport=self._transport.name,

@@ -15,9 +15,11 @@ from roll.configs.derived import (
     optimizer_batch_size,
     present_roles,
     reference_is_base,
+    resolved_max_staleness,
     reward_timeout,
     samples_per_step,
     shares_devices,
+    synchronous,
     total_optimizer_steps,
     weight_transport,
 )
@@ -99,6 +101,16 @@ def test_validation_reference_and_asynchrony_pass_together(with_validation):
     check_config(config_from_tree(with_validation))
 
 
+def test_what_a_run_falls_back_to_can_work(with_validation):
+    ahead = {"async_generation_ratio": 1.5, "max_staleness": 3}
+    ahead |= {"staleness_policy": "drop", "consumption": "ready_first"}
+    restarts = {"max_in_a_row": 2, "synchronous_after": 2}
+    ahead |= {"weight_update": {"interval_steps": 2}, "save_steps": 5, "restarts": restarts}
+    config = check_config(config_from_tree(with_validation | ahead))
+    fallback = check_config(synchronous(config))
+    assert fallback.async_generation_ratio == 0 and resolved_max_staleness(fallback) == 1
+
+
 JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "wise"}
 
 
@@ -117,6 +129,8 @@ def asked_by(**settings) -> dict[str, Any]:
     """The same, with these settings of the reward."""
     return {"rewards.math": {"verifier": "judge", "judge": JUDGE, **settings}}
 
+
+RESTARTS = {"save_steps": 5, "restarts": {"max_in_a_row": 2}}
 
 WRONG = [
     # Numbers.
@@ -306,6 +320,10 @@ WRONG = [
         "actor_infer.strategy_args.strategy_name", "no strategy", "`hf_infer`",
     ),
     ({"actor_train.worker_cls": "my worker"}, "actor_train.worker_cls", "no import path", "package.module:Class"),
+    (
+        {"actor_infer.strategy_args": {"strategy_name": "hf_infer", "strategy_cls": "MyEngine"}},
+        "actor_infer.strategy_args.strategy_cls", "no import path", "package.module:Class",
+    ),
     ({"stages": {"reward": "my stage!"}}, "stages.reward", "neither", "package.module:Class"),
     ({"track_with": ["tensorboard", "tensorboard"]}, "track_with", "twice", "once"),
     ({"exp_name": "a/b"}, "exp_name", "no folder name", "without slashes"),
@@ -333,6 +351,10 @@ WRONG = [
     (scored(device_mapping=None), "rewards.math.device_mapping", "null", "devices of this run"),
     (scored(device_mapping=[2]), "rewards.math.device_mapping", "device 2", "devices 0 to 1"),
     (scored(worker_cls="my worker"), "rewards.math.worker_cls", "no import path", "package.module:Class"),
+    (
+        scored(strategy_args={"strategy_name": "hf_infer", "strategy_cls": "my.scores"}),
+        "rewards.math.strategy_args.strategy_cls", "no import path", "package.module:Class",
+    ),
     (
         scored(model_args={"lora_target": "q_proj"}),
         "rewards.math.model_args.lora_target", "not trained", "merge adapters",
@@ -462,6 +484,16 @@ WRONG = [
         {"chaos": {"enabled": True, "events": [{}, {"at_step": 2}, {}]}},
         "chaos.events[2]", "the same as chaos.events[0]", "another step",
     ),
+    # Restarts.
+    ({"restarts": {"max_in_a_row": 2}}, "restarts.max_in_a_row", "no checkpoints", "`save_steps`"),
+    ({"restarts": {"delay_seconds": 1}}, "restarts.delay_seconds", "no effect", "`restarts.max_in_a_row`"),
+    ({"restarts": {"synchronous_after": 1}}, "restarts.synchronous_after", "no effect", "`restarts.max_in_a_row`"),
+    ({"restarts": {"max_in_a_row": -1}}, "restarts.max_in_a_row", "-1 must be >= 0", "default"),
+    (
+        RESTARTS | {"restarts.synchronous_after": 3, "async_generation_ratio": 1},
+        "restarts.synchronous_after", "no more than 2 failures", "at most 2",
+    ),
+    (RESTARTS | {"restarts.synchronous_after": 1}, "restarts.synchronous_after", "is synchronous", "above 0"),
     (
         {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "at_step": 101}]}},
         "chaos.events[0].at_step", "101 never comes", "at most 100",

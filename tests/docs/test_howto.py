@@ -21,7 +21,7 @@ from roll.configs.loader import load_config
 from roll.data.imports import import_object
 from roll.rewards.records import RewardInput
 from roll.rewards.registry import checked_output, resolve_verifier
-from roll.strategies.train import TRAIN_STRATEGIES, build_train_strategy
+from roll.strategies.train import build_train_strategy
 from roll.strategies.train.sharded_state import SavedState, write_state
 from roll.tracking.metrics import read_metrics
 from tests.docs.pages import ROOT, page
@@ -97,16 +97,14 @@ def test_a_loss_reaches_a_process_that_has_never_heard_of_it(sit_down):
     assert "logistic_loss" in found.stdout, found.stderr
 
 
-def test_the_trainer_of_the_page_learns_and_goes_on_from_its_state(sit_down, monkeypatch):
+def test_the_trainer_of_the_page_learns_and_goes_on_from_its_state(sit_down):
     folder = sit_down(page("docs/howto/strategy.md"))
-    import_object("fsdp2_radam:Fsdp2RAdamTrainStrategy")
-    monkeypatch.setitem(TRAIN_STRATEGIES, "fsdp2_radam_train", "fsdp2_radam:Fsdp2RAdamTrainStrategy")
     model = write_model(folder / "tiny")
 
     def steps(trainer, seeds):
         return [trainer.train_step(make_batch(seed), OBJECTIVE, 1.0)["loss"] for seed in seeds]
 
-    trainer = build_train_strategy("fsdp2_radam_train", trainer_setup(model))
+    trainer = build_train_strategy("fsdp2_train", trainer_setup(model), "fsdp2_radam:Fsdp2RAdamTrainStrategy")
     trainer.initialize()
     try:
         before = weights_of(trainer)
@@ -131,6 +129,7 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
     parts = {
         "stages": {"advantage": "my_stages:SurprisedAdvantages"},
         "actor_train__worker_cls": "my_workers:CountingTrainWorker",
+        "actor_train__strategy_args__strategy_cls": "fsdp2_radam:Fsdp2RAdamTrainStrategy",
     }
     config = tiny_config(folder, max_steps=2, response_length=2, **parts, **ALGORITHMS)
     write_config(folder, config | {"output_dir": "out"}, "run.yaml")

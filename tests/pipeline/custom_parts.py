@@ -2,9 +2,12 @@
 
 import resource
 import time
+from dataclasses import replace
 
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.stages import AdvantageStage
+from roll.strategies.infer.hf_infer import HFInferStrategy
+from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 
 
 class HalvedAdvantages(AdvantageStage):
@@ -22,6 +25,27 @@ class CountingTrainer(TrainWorker):
 
     async def train(self, batch, objective, plan):
         return {**await super().train(batch, objective, plan), "samples_seen": float(len(batch))}
+
+
+class OwnTrainer(Fsdp2TrainStrategy):
+    """Says so in its metrics."""
+
+    def train_step(self, batch, objective, temperature):
+        return {**super().train_step(batch, objective, temperature), "own_strategy": 1.0}
+
+
+class OwnReference(Fsdp2TrainStrategy):
+    """Finds every token less likely than it is by one nat."""
+
+    def log_probs(self, batch, temperature):
+        return super().log_probs(batch, temperature) - 1.0
+
+
+class OwnEngine(HFInferStrategy):
+    """Stops after two tokens, whatever is asked for."""
+
+    async def generate(self, request):
+        return await super().generate(replace(request, sampling=replace(request.sampling, max_new_tokens=2)))
 
 
 class TightTrainWorker(TrainWorker):
@@ -43,6 +67,24 @@ class GraspingAdvantages(AdvantageStage):
         async with self.context.locks["actor_infer"].hold("actor_infer"):
             await super().deliver(batch)
             await self.context.steps.reached(batch.step + 1)
+
+
+class FailsAhead(AdvantageStage):
+    """Works only where nothing is generated ahead, once three training steps are done."""
+
+    async def process(self, batch):
+        if batch.step >= 3 and self.context.config.async_generation_ratio > 0:
+            raise RuntimeError("cannot keep up")
+        return await super().process(batch)
+
+
+class FailsAlways(AdvantageStage):
+    """Never gets beyond the third training step."""
+
+    async def process(self, batch):
+        if batch.step == 3:
+            raise RuntimeError("the fourth step is one too many")
+        return await super().process(batch)
 
 
 class BlockingAdvantages(AdvantageStage):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
 from roll.distributed.score_worker import ScoreWorker
+from roll.strategies.score.hf_classifier import HFClassifier
 
 LETTERS = "=+9876543210"
 """Not the policy's vocabulary: each character has another id, and there is a second kind of padding."""
@@ -51,6 +53,13 @@ def make_reward_model(folder: Path) -> Path:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
     ).save_pretrained(folder)
     return folder
+
+
+class DoubledScores(HFClassifier):
+    """Twice what the model says."""
+
+    def score(self, conversations):
+        return [replace(scored, score=2 * scored.score) for scored in super().score(conversations)]
 
 
 class DiesOnce(ScoreWorker):

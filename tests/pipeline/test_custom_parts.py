@@ -5,6 +5,8 @@ from runs import run_pipeline
 from tiny import make_task, tiny_config
 
 from roll.configs.errors import ConfigError
+from roll.configs.loader import config_from_tree
+from roll.pipeline.preflight import prepare
 from roll.pipeline.registry import register_stage, resolve_stages
 from roll.pipeline.stages import STAGE_ORDER, AdvantageStage
 
@@ -22,6 +24,50 @@ def test_a_run_uses_the_stage_and_the_worker_that_its_configuration_names(tmp_pa
     run = run_pipeline(tmp_path, ray_cluster, config)
     assert [step["advantage/halved"] for step in run.metrics] == [1.0, 1.0]
     assert [step["actor/samples_seen"] for step in run.metrics] == [32.0, 32.0]
+
+
+def test_a_run_uses_the_strategies_that_its_configuration_names(tmp_path, ray_cluster):
+    make_task(tmp_path)
+    config = tiny_config(
+        tmp_path,
+        max_steps=2,
+        async_generation_ratio=1,
+        use_kl_loss=True,
+        kl_loss_coef=0.01,
+        kl_estimator="k1",
+        actor_train__strategy_args={"strategy_name": "fsdp2_train", "strategy_cls": "custom_parts:OwnTrainer"},
+        actor_infer__strategy_args={"strategy_name": "hf_infer", "strategy_cls": "custom_parts:OwnEngine"},
+        reference={
+            "device_mapping": [0],
+            "strategy_args": {"strategy_name": "fsdp2_train", "strategy_cls": "custom_parts:OwnReference"},
+        },
+    )
+    run = run_pipeline(tmp_path, ray_cluster, config)
+    assert [step["actor/own_strategy"] for step in run.metrics] == [1.0, 1.0]
+    assert {step["response/length_max"] for step in run.metrics} == {2}
+    assert run.metrics[0]["actor/reference_kl"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "own", "reason"),
+    [
+        ("actor_train", "fsdp2_train", "custom_parts:Missing", "has no 'Missing'"),
+        ("actor_train", "fsdp2_train", "no_such_module:Own", "cannot be imported"),
+        ("actor_train", "deepspeed_train", "custom_parts:OwnTrainer", "not a subclass of"),
+        ("actor_infer", "hf_infer", "custom_parts:OwnTrainer", "not a subclass of"),
+        ("actor_infer", "hf_infer", "custom_parts:CountingTrainer", "not a subclass of"),
+        ("reference", "hf_infer", "custom_parts:OwnReference", "not a subclass of"),
+    ],
+)
+def test_a_strategy_that_cannot_stand_in_is_refused_with_the_reason(tmp_path, role, name, own, reason):
+    make_task(tmp_path)
+    chosen = {"strategy_name": name, "strategy_cls": own}
+    section = {"device_mapping": [0], "strategy_args": chosen}
+    changes = {"reference": section, "use_kl_loss": True} if role == "reference" else {f"{role}__strategy_args": chosen}
+    with pytest.raises(ConfigError) as refusal:
+        prepare(config_from_tree(tiny_config(tmp_path, **changes)))
+    assert [problem.path for problem in refusal.value.problems] == [f"{role}.strategy_args.strategy_cls"]
+    assert reason in refusal.value.problems[0].message and name in refusal.value.problems[0].remedy
 
 
 def test_a_registered_stage_can_be_named_and_a_name_is_taken_once():

@@ -47,6 +47,7 @@ def test_each_domain_has_its_judge_although_the_reward_model_dies_and_shares_its
         "device_mapping": [1],
         "infer_batch_size": 8,
         "worker_cls": "reward_models:DiesOnce",
+        "strategy_args": {"strategy_name": "hf_infer", "strategy_cls": "reward_models:DoubledScores"},
     }
     config = tiny_config(
         task,
@@ -68,8 +69,9 @@ def test_each_domain_has_its_judge_although_the_reward_model_dies_and_shares_its
     for sample in by_rule:
         assert sample["score"] == pytest.approx(digit_reward(sample["response"], truths[sample["prompt"]]))
     for sample in by_model:
-        assert sample["score"] == pytest.approx(SCORES[(sample["prompt"] + sample["response"])[-1]], abs=1e-4)
+        last = (sample["prompt"] + sample["response"])[-1]
+        assert sample["score"] == pytest.approx(2 * SCORES[last], abs=1e-4)
     assert len({sample["score"] for sample in by_model}) > 3
     scored = [step["reward/chat/mean"] for step in run.metrics if "reward/chat/mean" in step]
-    assert scored and all(0 < mean < 3 for mean in scored)
+    assert scored and all(0 < mean < 6 for mean in scored)
     assert run.metrics[-1]["reward/truncated_left"] == 0

@@ -139,6 +139,11 @@ class StrategyArguments:
     """Which engine drives a role."""
 
     strategy_name: str = option("", help="Registered strategy, such as `fsdp2_train` or `hf_infer`.")
+    strategy_cls: str | None = option(
+        None,
+        help="Import path of a class of your own, derived from that of the named strategy, to use in its place. "
+        "Options and memory are judged by the name.",
+    )
     strategy_config: dict[str, Any] = option(
         factory=dict,
         help="Options of the engine, passed on as they are. An option the engine does not know is an error.",

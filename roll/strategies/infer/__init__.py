@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.strategies.registered import registered_class
 
 INFER_STRATEGIES: dict[str, str] = {
     "hf_infer": "roll.strategies.infer.hf_infer:HFInferStrategy",
@@ -24,14 +25,14 @@ OPTION_CHECKS: dict[str, str] = {
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
-def infer_strategy_class(name: str) -> type:
-    """The engine class registered under ``name``. Raises ``ConfigError`` with the nearest name if there is none."""
+def infer_strategy_class(name: str, own: str | None = None) -> type:
+    """The engine class registered under ``name``, or ``own`` in its place (`registered_class`). Raises ``ConfigError``
+    with the nearest name if there is none."""
     if name not in INFER_STRATEGIES:
         nearest = difflib.get_close_matches(name, INFER_STRATEGIES, n=1)
         hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(sorted(INFER_STRATEGIES))}"
         raise ConfigError([ConfigProblem("strategy_args.strategy_name", f"unknown generation engine {name!r}", hint)])
-    module, class_name = INFER_STRATEGIES[name].split(":")
-    return getattr(importlib.import_module(module), class_name)
+    return registered_class(INFER_STRATEGIES, name, own)
 
 
 def infer_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-
+from roll.strategies.registered import registered_class
 from roll.strategies.score.base import ScorerSetup, ScoreStrategy
 
 SCORE_STRATEGIES: dict[str, str] = {"hf_infer": "roll.strategies.score.hf_classifier:HFClassifier"}
 """Strategy name -> ``module:class``."""
 
 
-def build_score_strategy(name: str, setup: ScorerSetup) -> ScoreStrategy:
-    """The engine registered under ``name``, its model loaded."""
-    module, class_name = SCORE_STRATEGIES[name].split(":")
-    return getattr(importlib.import_module(module), class_name)(setup)
+def score_strategy_class(name: str, own: str | None = None) -> type:
+    """The class registered under ``name``, or ``own`` in its place (`registered_class`)."""
+    return registered_class(SCORE_STRATEGIES, name, own)
+
+
+def build_score_strategy(name: str, setup: ScorerSetup, own: str | None = None) -> ScoreStrategy:
+    """The engine registered under ``name``, or ``own`` in its place, its model loaded."""
+    return score_strategy_class(name, own)(setup)

@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from roll.strategies.registered import registered_class
+
 if TYPE_CHECKING:
     from roll.configs.errors import ConfigProblem
     from roll.strategies.train.base import ForwardStrategy, TrainStrategy
@@ -34,26 +36,31 @@ OPTION_CHECKS = {
 """Strategy name -> ``module:function`` that checks its ``strategy_config``."""
 
 
-def train_strategy_class(name: str) -> type:
-    """The trainer registered as ``name``; ``ValueError`` with the valid names otherwise."""
-    return _registered(name, TRAIN_STRATEGIES, "training")
+def train_strategy_class(name: str, own: str | None = None) -> type:
+    """The trainer registered as ``name``, or ``own`` in its place (`registered_class`); ``ValueError`` with the valid
+    names otherwise."""
+    return _registered(name, own, TRAIN_STRATEGIES, "training")
 
 
-def build_train_strategy(name: str, setup: TrainerSetup) -> TrainStrategy:
-    """One rank of the trainer ``name``, not yet initialised."""
-    return train_strategy_class(name)(setup)
+def forward_strategy_class(name: str, own: str | None = None) -> type:
+    """The same of what drives a forward-only role: a trainer, or what cannot train."""
+    return _registered(name, own, {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}, "forward-only")
 
 
-def build_forward_strategy(name: str, setup: TrainerSetup) -> ForwardStrategy:
-    """One rank of a forward-only role that ``name`` drives: a trainer, or what cannot train. Not yet initialised."""
-    return _registered(name, {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}, "forward-only")(setup)
+def build_train_strategy(name: str, setup: TrainerSetup, own: str | None = None) -> TrainStrategy:
+    """One rank of the trainer ``name``, or of ``own`` in its place, not yet initialised."""
+    return train_strategy_class(name, own)(setup)
 
 
-def _registered(name: str, registered: Mapping[str, str], what: str) -> type:
+def build_forward_strategy(name: str, setup: TrainerSetup, own: str | None = None) -> ForwardStrategy:
+    """One rank of a forward-only role that ``name``, or ``own`` in its place, drives. Not yet initialised."""
+    return forward_strategy_class(name, own)(setup)
+
+
+def _registered(name: str, own: str | None, registered: Mapping[str, str], what: str) -> type:
     if name not in registered:
         raise ValueError(f"unknown {what} strategy {name!r}; valid: {', '.join(sorted(registered))}")
-    module, _, class_name = registered[name].partition(":")
-    return getattr(importlib.import_module(module), class_name)
+    return registered_class(registered, name, own)
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
