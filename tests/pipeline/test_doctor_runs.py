@@ -89,6 +89,7 @@ def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_d
     before = steps_of(out)
     wait_until(lambda: steps_of(out) > before, process)
     assert findings(out)[1]["verdict"] == "working"
+    wait_until(lambda: any((out / "checkpoints").glob("step-*")), process)
     process.kill()
     process.wait()
     code, found = findings(out)
