@@ -42,6 +42,7 @@ HARMLESS = (
     "num_logged_samples",
     "resume_from_checkpoint",
     "accept_config_changes",
+    "restarts*",
     "stall_timeout_seconds",
     "chaos*",
     "actor_infer.*timeout_seconds",

@@ -19,6 +19,7 @@ from roll.configs import (
     rules_envs,
     rules_keys,
     rules_lora,
+    rules_restarts,
     rules_rewards,
     rules_trackers,
     rules_training,
@@ -61,6 +62,7 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules_training.rewards_keep_a_meaning,
     rules_training.schedule_is_clear,
     rules_training.mismatch_can_be_measured,
+    rules_restarts.restarts_can_help,
     rules_chaos.chaos_is_wanted,
     rules_chaos.chaos_can_happen,
 )

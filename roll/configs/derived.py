@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any, Literal
 
 from roll.configs.device_mapping import DeviceMappingError, parse_device_mapping
@@ -294,6 +295,19 @@ def least_staleness(config: PipelineConfig) -> int:
     A group may start ceil(ratio) steps before it is trained on, with weights up to interval_steps - 1 versions old.
     """
     return math.ceil(config.async_generation_ratio) + config.weight_update.interval_steps - 1
+
+
+def synchronous(config: PipelineConfig) -> PipelineConfig:
+    """The same run with nothing generated ahead, as one that went on ahead is resumed."""
+    return replace(
+        config,
+        async_generation_ratio=0.0,
+        max_staleness=None,
+        consumption=None,
+        staleness_policy="wait",
+        restarts=replace(config.restarts, synchronous_after=None),
+        accept_config_changes=True,
+    )
 
 
 def resolved_max_staleness(config: PipelineConfig) -> int:

@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,33 +71,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if other is not None:
         return other(arguments[1:])
     options = _parser(arguments).parse_args(arguments)
+    ended = _attempt(options.config, lambda: load_config(options.config, options.overrides), started)
+    if ended.failed is None:
+        return ended.exit_code
+    return _begin_again(options.config, ended)
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How an attempt to run ended."""
+
+    exit_code: int
+    failed: tuple[PipelineConfig, RunDirectory] | None = None
+    """Of a run that failed after it had begun, and was not interrupted."""
+
+
+def _begin_again(path: str, ended: _Ended) -> int:
+    """Run again from the newest checkpoint, as often as `restarts` allows; returns the exit code."""
+    from roll.pipeline.restarts import Restarts
+
+    restarts = Restarts()
+    while ended.failed is not None:
+        again = restarts.after_failure(*ended.failed)
+        if again is None:
+            break
+        print(again.words, flush=True)
+        try:
+            time.sleep(again.delay_seconds)
+        except KeyboardInterrupt:
+            print("interrupted before it began again", file=sys.stderr)
+            break
+        ended = _attempt(path, partial(_given, again.config), time.monotonic())
+    return SUCCESS if ended.exit_code == SUCCESS else FAILURE
+
+
+def _given(config: PipelineConfig) -> PipelineConfig:
+    return config
+
+
+def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> _Ended:
+    """Check what ``load`` gives, and run it to its end. ``path``: how its owner knows it."""
     try:
-        prepared, run, point = _check(options.config, options.overrides)
+        prepared, run, point = _check(load)
     except ConfigError as error:
-        print(_refusal(options.config, error), file=sys.stderr)
+        print(_refusal(path, error), file=sys.stderr)
         gc.freeze()  # the process ends here: nothing of what was imported needs to be searched for garbage
-        return BAD_CONFIGURATION
+        return _Ended(BAD_CONFIGURATION)
     except (KeyboardInterrupt, SystemExit) as error:
         print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
-        return FAILURE
+        return _Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
-        return SUCCESS
+        return _Ended(SUCCESS)
     try:
         with run.held():
             if point is not None:
                 point = _look_again(point, prepared)
                 if _has_ended(point, prepared.config):
-                    return SUCCESS
+                    return _Ended(SUCCESS)
                 _go_back(point, prepared.config)
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
-                return _run(prepared, run, status, point, started)
+                outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # what another process did to the run in the meantime
-        print(_refusal(options.config, error), file=sys.stderr)
-        return BAD_CONFIGURATION
+        print(_refusal(path, error), file=sys.stderr)
+        return _Ended(BAD_CONFIGURATION)
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
-        return FAILURE
+        return _Ended(FAILURE)
+    if outcome == "success":
+        return _Ended(SUCCESS)
+    return _Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -118,10 +162,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: str, overrides: Sequence[str]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
+def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
     """Everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     with _garbage_collection_off():
-        config = check_config(load_config(path, overrides))
+        config = check_config(load())
         print(render(plan(config)), flush=True)
         from roll.pipeline.preflight import prepare
         from roll.pipeline.resume import find_resume_point
@@ -184,7 +228,7 @@ def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
 
 def _run(
     prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
-) -> int:
+) -> FinalStatus:
     from roll.tracking.chatter import native_output_kept
 
     with ExitStack() as stack:
@@ -197,7 +241,7 @@ def _run(
 
 def _run_quietly(
     prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
-) -> int:
+) -> FinalStatus:
     from roll.distributed.placement import RaySession, local_cpu_slots
     from roll.pipeline.recorder import RunRecorder
     from roll.pipeline.run import run_pipeline
@@ -227,7 +271,7 @@ def _run_quietly(
     status_file.ending()
     status = recorder.close(*outcome)
     print(f"files and logs of the run: {run.root}", flush=True)
-    return SUCCESS if status == "success" else FAILURE
+    return status
 
 
 async def to_its_end(

@@ -56,6 +56,9 @@ from roll.configs.schema.options import (
     LossAggregation,
     option,
 )
+from roll.configs.schema.restarts import (
+    RestartsConfig,
+)
 from roll.configs.schema.rewards import (
     JudgeConfig,
     LengthPenaltyConfig,
@@ -136,6 +139,7 @@ __all__ = [
     "ReasoningGymSource",
     "ReferenceConfig",
     "ReferenceStrategyArguments",
+    "RestartsConfig",
     "RewardConfig",
     "RewardModelConfig",
     "SCORE_STRATEGIES",

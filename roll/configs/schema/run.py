@@ -10,6 +10,7 @@ from roll.configs.schema.chaos import ChaosConfig
 from roll.configs.schema.cluster import ClusterConfig
 from roll.configs.schema.environments import CustomEnvConfig, EnvManagerConfig, EnvWorkersConfig, RawTurnsConfig
 from roll.configs.schema.options import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SEED, LossAggregation, option
+from roll.configs.schema.restarts import RestartsConfig
 from roll.configs.schema.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.schema.roles import ActorInferConfig, ActorTrainConfig, CriticConfig, ReferenceConfig
 from roll.configs.schema.validation import ValidationConfig, ValidationSettings
@@ -47,6 +48,7 @@ class PipelineConfig:
     accept_config_changes: bool = option(
         False, help="Resume although keys that decide what is learned have changed. The run lists them."
     )
+    restarts: RestartsConfig = option(factory=RestartsConfig, help="Whether a failed run begins again by itself.")
     eval_steps: int = option(
         0, help="Validate every n steps (and before the first and after the last); 0: never.", range=NOT_NEGATIVE
     )

@@ -1,0 +1,34 @@
+"""Rules about what a run does after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll.configs.errors import ConfigProblem
+from roll.configs.rules_keys import differs_from_default
+from roll.configs.schema import PipelineConfig
+from roll.configs.wording import count, shown
+
+
+def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """A run that begins again has something to go on from, and something to fall back to."""
+    restarts = config.restarts
+    if restarts.max_in_a_row == 0:
+        for key in ("synchronous_after", "delay_seconds"):
+            if differs_from_default(restarts, key):
+                message = f"{shown(vars(restarts)[key])} has no effect: a failed run does not begin again"
+                yield ConfigProblem(f"restarts.{key}", message, "set `restarts.max_in_a_row`, or remove this key")
+        return
+    if config.save_steps == 0:
+        message = f"{restarts.max_in_a_row} restarts would each begin at step 0: the run writes no checkpoints"
+        yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps`, or remove this key")
+    after = restarts.synchronous_after
+    if after is None:
+        return
+    if after > restarts.max_in_a_row:
+        restarted = count(restarts.max_in_a_row, "failure")
+        message = f"{after} has no effect: no more than {restarted} in a row are followed by a restart"
+        yield ConfigProblem("restarts.synchronous_after", message, f"set at most {restarts.max_in_a_row}")
+    if config.async_generation_ratio == 0:
+        message = f"{after} has no effect: the run is synchronous"
+        yield ConfigProblem("restarts.synchronous_after", message, "remove it, or set `async_generation_ratio` above 0")
