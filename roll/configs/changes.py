@@ -51,7 +51,8 @@ HARMLESS = (
         for role in ("actor_train", "actor_infer", "reference", "critic")
         for key in (
             "device_mapping*",
-            "strategy_args*",
+            "strategy_args.strategy_name",
+            "strategy_args.strategy_config*",
             "infer_batch_size",
             "use_dynamic_batching*",
             "max_tokens_per_microbatch*",
@@ -145,11 +146,20 @@ class Change:
 def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
     """The keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
     old, new = _everything(before), _everything(after)
+    falls_back = _falls_back(before, after) or _falls_back(after, before)
     return [
-        _judged(path, old.get(path), new.get(path))
+        _judged(path, old.get(path), new.get(path), falls_back)
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
+
+
+def _falls_back(config: PipelineConfig, other: PipelineConfig) -> bool:
+    """Whether ``other`` is what ``config`` says that the run does after failures (`restarts.synchronous_after`)."""
+    if config.restarts.synchronous_after is None:
+        return False
+    fallback = derived.synchronous(config)
+    return all(vars(fallback)[key] == vars(other)[key] for key in derived.SYNCHRONOUS_KEYS)
 
 
 def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
@@ -174,9 +184,11 @@ def _everything(config: PipelineConfig) -> dict[str, Any]:
     return everything
 
 
-def _judged(path: str, before: Any, after: Any) -> Change:
+def _judged(path: str, before: Any, after: Any, falls_back: bool) -> Change:
     if path in IMPOSSIBLE:
         return Change(path, before, after, "impossible", IMPOSSIBLE[path])
+    if falls_back and path in derived.SYNCHRONOUS_KEYS:
+        return Change(path, before, after, "harmless", "`restarts.synchronous_after` allows both")
     harmless = any(fnmatchcase(path, pattern) for pattern in HARMLESS)
     return Change(path, before, after, "harmless" if harmless else "needs confirmation")
 

@@ -27,6 +27,14 @@ from roll.configs.schema import (
     WorkerConfig,
 )
 
+SYNCHRONOUS_KEYS = (
+    "async_generation_ratio",
+    "max_staleness",
+    "consumption",
+    "staleness_policy",
+    "allow_uncorrected_off_policy",
+)
+"""What `synchronous` changes of how a run learns."""
 MEBIBYTE = 1024 * 1024
 MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 """Keys of Megatron's `strategy_config` that say how many ranks hold one copy of the model together."""
@@ -298,16 +306,17 @@ def least_staleness(config: PipelineConfig) -> int:
 
 
 def synchronous(config: PipelineConfig) -> PipelineConfig:
-    """The same run with nothing generated ahead, as one that went on ahead is resumed."""
-    return replace(
+    """The same run with nothing generated ahead, without the keys that then have no effect (`SYNCHRONOUS_KEYS`)."""
+    fallback = replace(
         config,
         async_generation_ratio=0.0,
         max_staleness=None,
         consumption=None,
         staleness_policy="wait",
         restarts=replace(config.restarts, synchronous_after=None),
-        accept_config_changes=True,
     )
+    on_policy = not may_be_stale(fallback) and optimizer_steps_per_step(fallback, fallback.actor_train) == 1
+    return replace(fallback, allow_uncorrected_off_policy=False) if on_policy else fallback
 
 
 def resolved_max_staleness(config: PipelineConfig) -> int:

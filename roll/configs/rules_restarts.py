@@ -19,9 +19,13 @@ def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 message = f"{shown(vars(restarts)[key])} has no effect: a failed run does not begin again"
                 yield ConfigProblem(f"restarts.{key}", message, "set `restarts.max_in_a_row`, or remove this key")
         return
-    if config.save_steps == 0:
-        message = f"{restarts.max_in_a_row} restarts would each begin at step 0: the run writes no checkpoints"
-        yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps`, or remove this key")
+    if not 0 < config.save_steps < config.max_steps:
+        message = f"{restarts.max_in_a_row} would each begin at step 0: the run writes no checkpoints on its way"
+        yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps` below `max_steps`, or remove this key")
+    for index, event in enumerate(config.chaos.events):
+        if (event.kind, event.role) == ("fill_disk", "driver"):
+            message = "fill_disk of the driver would last through its restarts, which are made by the same process"
+            yield ConfigProblem(f"chaos.events[{index}]", message, "remove `restarts.max_in_a_row`")
     after = restarts.synchronous_after
     if after is None:
         return

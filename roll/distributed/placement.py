@@ -55,8 +55,12 @@ class RaySession:
         else:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(address="local", num_cpus=self._local_cpus, include_dashboard=False, **common)
-        if self._link is not None:
-            link_to_logs(self._link)
+        try:
+            if self._link is not None:
+                link_to_logs(self._link)
+        except BaseException:
+            ray.shutdown()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

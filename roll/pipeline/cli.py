@@ -31,6 +31,7 @@ from roll.pipeline.commands import COMMANDS, other_command
 from roll.tracking.driver_watch import DriverWatch
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import StatusFile
+from roll.tracking.summary import describe_error, fail_unfinished
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
@@ -71,76 +72,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if other is not None:
         return other(arguments[1:])
     options = _parser(arguments).parse_args(arguments)
-    ended = _attempt(options.config, lambda: load_config(options.config, options.overrides), started)
+    attempt = partial(_attempt, options.config)
+    ended = attempt(lambda: load_config(options.config, options.overrides), started)
     if ended.failed is None:
         return ended.exit_code
-    return _begin_again(options.config, ended)
+    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic()))
 
 
 @dataclass(frozen=True)
-class _Ended:
+class Ended:
     """How an attempt to run ended."""
 
     exit_code: int
     failed: tuple[PipelineConfig, RunDirectory] | None = None
     """Of a run that failed after it had begun, and was not interrupted."""
+    refused: bool = False
+    """Nothing was started; what is in the way may pass."""
 
 
-def _begin_again(path: str, ended: _Ended) -> int:
-    """Run again from the newest checkpoint, as often as `restarts` allows; returns the exit code."""
+def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[PipelineConfig], Ended]) -> int:
+    """After a failure, run again from the newest checkpoint, as often as `restarts` allows; returns the exit code. An
+    attempt that is refused (a cluster, a judge or a disk is still away) is a failure like others."""
     from roll.pipeline.restarts import Restarts
 
     restarts = Restarts()
-    while ended.failed is not None:
-        again = restarts.after_failure(*ended.failed)
-        if again is None:
-            break
-        print(again.words, flush=True)
+    while (again := restarts.after_failure(config, run)) is not None:
         try:
+            _end_in_order_on_signals()
+            print(again.words, flush=True)
             time.sleep(again.delay_seconds)
         except KeyboardInterrupt:
             print("interrupted before it began again", file=sys.stderr)
-            break
-        ended = _attempt(path, partial(_given, again.config), time.monotonic())
-    return SUCCESS if ended.exit_code == SUCCESS else FAILURE
+            return FAILURE
+        config = again.config
+        ended = attempt(config)
+        if ended.failed is not None:
+            config, run = ended.failed
+        elif not ended.refused:
+            return ended.exit_code
+    return FAILURE
 
 
-def _given(config: PipelineConfig) -> PipelineConfig:
-    return config
-
-
-def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> _Ended:
+def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
     """Check what ``load`` gives, and run it to its end. ``path``: how its owner knows it."""
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
         print(_refusal(path, error), file=sys.stderr)
         gc.freeze()  # the process ends here: nothing of what was imported needs to be searched for garbage
-        return _Ended(BAD_CONFIGURATION)
+        return Ended(BAD_CONFIGURATION, refused=True)
     except (KeyboardInterrupt, SystemExit) as error:
         print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
-        return _Ended(FAILURE)
+        return Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
-        return _Ended(SUCCESS)
+        return Ended(SUCCESS)
     try:
         with run.held():
             if point is not None:
                 point = _look_again(point, prepared)
                 if _has_ended(point, prepared.config):
-                    return _Ended(SUCCESS)
+                    return Ended(SUCCESS)
                 _go_back(point, prepared.config)
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # what another process did to the run in the meantime
         print(_refusal(path, error), file=sys.stderr)
-        return _Ended(BAD_CONFIGURATION)
+        return Ended(BAD_CONFIGURATION, refused=True)
     except (RunExists, RunUnusable) as error:
         print(error, file=sys.stderr)
-        return _Ended(FAILURE)
+        return Ended(FAILURE, refused=isinstance(error, RunUnusable))
     if outcome == "success":
-        return _Ended(SUCCESS)
-    return _Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
+        return Ended(SUCCESS)
+    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -282,7 +286,8 @@ async def to_its_end(
     try:
         await run
     except (asyncio.CancelledError, Exception) as error:
-        outcome = _outcome(error, status_file)
+        task = asyncio.current_task()
+        outcome = _outcome(error, status_file, interrupted=task is not None and task.cancelling() > 0)
         recorder.ended(*outcome)
         return outcome
     finally:
@@ -290,11 +295,16 @@ async def to_its_end(
     return "success", None
 
 
-def _outcome(error: BaseException, status_file: StatusFile) -> tuple[FinalStatus, BaseException | str]:
+def _outcome(
+    error: BaseException, status_file: StatusFile, interrupted: bool = False
+) -> tuple[FinalStatus, BaseException | str]:
+    """``interrupted``: by a signal before the error was raised."""
+    stuck = status_file.stuck_because
     if isinstance(error, Exception):
         logger.info("the run failed", exc_info=error)
+        if interrupted and stuck is None:
+            return "interrupted", f"interrupted by a signal; then {describe_error(error)}"
         return "failed", error
-    stuck = status_file.stuck_because
     if stuck is None:
         return "interrupted", "interrupted by a signal"
     logger.error("%s; the run is ended", stuck)
@@ -310,8 +320,6 @@ def end_process(run: RunDirectory, reason: str) -> None:
 
 
 def _last_words(run: RunDirectory, reason: str) -> None:
-    from roll.tracking.summary import fail_unfinished
-
     print(f"{reason}; the process is ended", file=sys.stderr, flush=True)
     fail_unfinished(run.summary, reason)
     logger.error("%s; the process is ended", reason)

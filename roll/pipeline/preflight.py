@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from roll.configs import derived
+from roll.configs.checks import check_elsewhere
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import AgenticConfig, ClusterConfig, PipelineConfig
 from roll.data.imports import import_object
@@ -81,6 +82,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     rollouts = _plan_rollouts(config, tokenizer, problems)
     algorithms = problems.attempt(lambda: _algorithms(config))
     problems.raise_any()
+    problems.attempt(lambda: _check_fallback(config))
     rollouts, algorithms = _found(rollouts, "rollouts"), _found(algorithms, "algorithms")
     problems.attempt(lambda: _check_strategies(config))
     worker_classes = problems.attempt(lambda: _worker_classes(config))
@@ -109,7 +111,8 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
     problems = Problems()
     tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
     _plan_rollouts(config, tokenizer, problems, asks_models=with_model)
-    problems.attempt(lambda: _algorithms(config))
+    if problems.attempt(lambda: _algorithms(config)) is not None:
+        problems.attempt(lambda: _check_fallback(config))
     problems.attempt(lambda: _check_strategies(config, without, with_model))
     problems.attempt(lambda: _worker_classes(config))
     if config.stages:
@@ -141,6 +144,26 @@ def _algorithms(config: PipelineConfig) -> Algorithms:
     from roll.pipeline.algorithms import build_algorithms
 
     return build_algorithms(config)
+
+
+def _check_fallback(config: PipelineConfig) -> None:
+    """What the run does after repeated failures can work, too."""
+    if config.restarts.synchronous_after is None:
+        return
+    fallback = replace(derived.synchronous(config), resume_from_checkpoint=True)
+    try:
+        check_elsewhere(fallback)
+        _algorithms(fallback)
+    except ConfigError as error:
+        problems = [
+            ConfigProblem(
+                "restarts.synchronous_after",
+                f"at `async_generation_ratio: 0` the run would be refused: {each.path}: {each.message}",
+                f"remove this key, or {each.remedy}",
+            )
+            for each in error.problems
+        ]
+        raise ConfigError(problems) from error
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:

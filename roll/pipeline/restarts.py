@@ -7,11 +7,12 @@ it gets on, and one that gets nowhere ends. Interrupted runs, and configurations
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from roll.configs import derived
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
-from roll.pipeline.checkpoints import saved_steps
+from roll.pipeline.checkpoints import DamagedCheckpoint, checkpoint_folder, read_checkpoint, saved_steps
 from roll.tracking.run_directory import RunDirectory
 
 
@@ -25,6 +26,16 @@ class Again:
     """For the owner of the run."""
 
 
+def newest_whole_step(checkpoints: Path) -> int:
+    """Of the newest checkpoint that a run could go on from; 0 if there is none."""
+    for step in reversed(saved_steps(checkpoints)):
+        try:
+            return read_checkpoint(checkpoint_folder(checkpoints, step)).step
+        except DamagedCheckpoint:
+            continue
+    return 0
+
+
 class Restarts:
     """Counts the failures of one run."""
 
@@ -34,13 +45,14 @@ class Restarts:
 
     def after_failure(self, config: PipelineConfig, run: RunDirectory) -> Again | None:
         """How the run goes on; None: it stays failed. ``config`` is that of the attempt which failed in ``run``."""
-        newest = max(saved_steps(run.checkpoints), default=0)
+        newest = newest_whole_step(run.checkpoints)
         if newest > self._newest_checkpoint:
             self._in_a_row = 0
         self._newest_checkpoint = newest
         self._in_a_row += 1
         settings = config.restarts
-        if self._in_a_row > settings.max_in_a_row:
+        # A run that failed after its last step would find nothing left to do, which is no success.
+        if self._in_a_row > settings.max_in_a_row or newest >= config.max_steps:
             return None
         words = (
             f"the run begins again after step {newest} in {settings.delay_seconds:g} s "

@@ -486,6 +486,11 @@ WRONG = [
     ),
     # Restarts.
     ({"restarts": {"max_in_a_row": 2}}, "restarts.max_in_a_row", "no checkpoints", "`save_steps`"),
+    (RESTARTS | {"save_steps": 100}, "restarts.max_in_a_row", "no checkpoints", "below `max_steps`"),
+    (
+        RESTARTS | {"chaos": {"enabled": True, "events": [{"kind": "fill_disk", "role": "driver"}]}},
+        "chaos.events[0]", "would last through its restarts", "restarts.max_in_a_row",
+    ),
     ({"restarts": {"delay_seconds": 1}}, "restarts.delay_seconds", "no effect", "`restarts.max_in_a_row`"),
     ({"restarts": {"synchronous_after": 1}}, "restarts.synchronous_after", "no effect", "`restarts.max_in_a_row`"),
     ({"restarts": {"max_in_a_row": -1}}, "restarts.max_in_a_row", "-1 must be >= 0", "default"),

@@ -1,10 +1,12 @@
 """Parts of a user's own, named in the configurations of tests as `custom_parts:Name`."""
 
+import asyncio
 import resource
 import time
 from dataclasses import replace
 
 from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.checkpoints import saved_steps
 from roll.pipeline.stages import AdvantageStage
 from roll.strategies.infer.hf_infer import HFInferStrategy
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
@@ -69,22 +71,25 @@ class GraspingAdvantages(AdvantageStage):
             await self.context.steps.reached(batch.step + 1)
 
 
-class FailsAhead(AdvantageStage):
-    """Works only where nothing is generated ahead, once three training steps are done."""
-
-    async def process(self, batch):
-        if batch.step >= 3 and self.context.config.async_generation_ratio > 0:
-            raise RuntimeError("cannot keep up")
-        return await super().process(batch)
-
-
 class FailsAlways(AdvantageStage):
-    """Never gets beyond the third training step."""
+    """Never gets beyond the third training step; fails when the checkpoint of the second one is whole."""
+
+    def fails(self, batch):
+        return batch.step == 3
 
     async def process(self, batch):
-        if batch.step == 3:
+        if self.fails(batch):
+            while 2 not in saved_steps(self.context.recorder.run.checkpoints):
+                await asyncio.sleep(0.05)
             raise RuntimeError("the fourth step is one too many")
         return await super().process(batch)
+
+
+class FailsAhead(FailsAlways):
+    """The same where anything is generated ahead, and nowhere else."""
+
+    def fails(self, batch):
+        return super().fails(batch) and self.context.config.async_generation_ratio > 0
 
 
 class BlockingAdvantages(AdvantageStage):

@@ -61,6 +61,26 @@ def test_a_failure_is_on_record_although_a_thread_keeps_the_event_loop_from_clos
     assert summary_of(run)["status"] == "failed" or expected[0] == "interrupted"
 
 
+def test_what_goes_wrong_while_an_interrupted_run_ends_is_no_failure_of_the_run(run):
+    recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
+
+    async def ends_badly():
+        try:
+            await asyncio.sleep(100)
+        finally:
+            raise OSError("the disk is gone")
+
+    async def scenario(file):
+        ending = asyncio.create_task(to_its_end(ends_badly(), recorder, file))
+        await asyncio.sleep(0)
+        ending.cancel()
+        return await ending
+
+    with StatusFile(run.status, DriverWatch(100.0)) as file:
+        assert asyncio.run(scenario(file))[0] == "interrupted"
+    assert summary_of(run)["error"] == "interrupted by a signal; then OSError: the disk is gone"
+
+
 def test_what_runs_to_its_end_is_well_only_when_all_is_closed(run):
     recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
 

@@ -1,15 +1,21 @@
 """A run that failed begins again by itself, from its newest checkpoint, as often as it is allowed."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
-from runs import run_pipeline
+from runs import FinishedRun, run_pipeline, start_command
 from tiny import make_task, tiny_config
 
+from roll.configs.changes import changes
+from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.schema import RestartsConfig
-from roll.pipeline.checkpoints import STATE, checkpoint_folder
+from roll.pipeline.checkpoints import FACTS, FORMAT, STATE, checkpoint_folder
+from roll.pipeline.cli import Ended, begin_again
+from roll.pipeline.preflight import prepare
 from roll.pipeline.restarts import Restarts
+from roll.rollout.journal import RolloutProgress
 from roll.tracking.metrics import read_metrics
 from roll.tracking.run_directory import RunDirectory
 
@@ -27,7 +33,8 @@ def task(tmp_path_factory):
 
 @pytest.fixture
 def config(task):
-    tree = tiny_config(task, save_steps=2, async_generation_ratio=1.5, max_staleness=4, staleness_policy="drop")
+    ahead = {"async_generation_ratio": 1.5, "max_staleness": 4, "staleness_policy": "drop"}
+    tree = tiny_config(task, max_steps=9, save_steps=2, **ahead)
     return config_from_tree(tree)
 
 
@@ -37,7 +44,13 @@ def run(tmp_path):
 
 
 def saved(run, step):
-    (checkpoint_folder(run.checkpoints, step) / STATE).mkdir(parents=True)
+    """A checkpoint as far as whoever looks for the newest whole one goes."""
+    folder = checkpoint_folder(run.checkpoints, step)
+    (folder / STATE).mkdir(parents=True)
+    progress = asdict(RolloutProgress(step, 8 * step, {}, ()))
+    facts = {"format": FORMAT, "files": {}, "progress": progress, "source": "prompts", "memory": {}}
+    (folder / STATE / FACTS).write_text(json.dumps(facts))
+    return folder
 
 
 def allowed(config, **settings):
@@ -59,6 +72,19 @@ def test_failures_in_a_row_are_counted_from_the_last_checkpoint_on(config, run):
     assert restarts.after_failure(config, run) is None
 
 
+def test_a_damaged_checkpoint_is_no_progress(config, run):
+    restarts, config = Restarts(), allowed(config, max_in_a_row=1)
+    saved(run, 2)
+    assert "after step 2 " in restarts.after_failure(config, run).words
+    (saved(run, 3) / STATE / FACTS).unlink()
+    assert restarts.after_failure(config, run) is None
+
+
+def test_a_run_that_failed_after_its_last_step_stays_failed(config, run):
+    saved(run, config.max_steps)
+    assert Restarts().after_failure(allowed(config, max_in_a_row=1), run) is None
+
+
 def test_a_restart_goes_on_in_the_same_folder_with_the_same_settings(config, run):
     config = allowed(replace(config, resume_from_checkpoint=f"{run.root}/checkpoints/step-2"), max_in_a_row=1)
     again = Restarts().after_failure(config, run)
@@ -78,24 +104,74 @@ def test_after_repeated_failures_nothing_is_generated_ahead_any_more(config, run
     assert third.config.async_generation_ratio == 0 and "synchronous" not in third.words
 
 
+def test_a_fallback_that_would_be_refused_is_refused_beforehand(task):
+    """An uncorrected loss is allowed at ratio 1 and needs no permission at ratio 0; a knob of it may not work there."""
+    settings = {"max_steps": 6, "save_steps": 2, "async_generation_ratio": 1}
+    restarts = {"restarts": {"max_in_a_row": 2, "synchronous_after": 1}}
+    uncorrected = {"actor_train__pg_variant": "vanilla", "allow_uncorrected_off_policy": True}
+    prepare(config_from_tree(tiny_config(task, **settings, **uncorrected, **restarts)))
+    several = {"actor_train__training_args": {"learning_rate": 1e-3, "gradient_accumulation_steps": 4}}
+    recomputed = {"old_logprobs": "recompute", "allow_uncorrected_off_policy": True, **several}
+    recomputed["actor_train__use_dynamic_batching_in_train"] = False
+    prepare(config_from_tree(tiny_config(task, **settings, **recomputed)))
+    with pytest.raises(ConfigError) as refusal:
+        prepare(config_from_tree(tiny_config(task, **settings, **recomputed, **restarts)))
+    assert [problem.path for problem in refusal.value.problems] == ["restarts.synchronous_after"]
+    assert "allow_uncorrected_off_policy: true has no effect" in refusal.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("then", "exit_code"),
+    [("refused", 1), ("failed", 1), ("interrupted", 1), ("well", 0)],
+)
+def test_an_attempt_that_is_refused_counts_as_a_failure(config, run, then, exit_code):
+    config, attempts = allowed(config, max_in_a_row=2, delay_seconds=0.0), []
+    ends = {"refused": Ended(2, refused=True), "failed": Ended(1, (config, run)), "interrupted": Ended(1)}
+
+    def attempt(again):
+        attempts.append(again.resume_from_checkpoint)
+        return Ended(2, refused=True) if len(attempts) == 1 else ends.get(then, Ended(0))
+
+    assert begin_again(config, run, attempt) == exit_code
+    assert attempts == [str(run.root)] * 2
+
+
 def final_weights(run):
-    return (checkpoint_folder(run.folder / "checkpoints", STEPS) / "model.safetensors").read_bytes()
+    return (checkpoint_folder(run / "checkpoints", STEPS) / "model.safetensors").read_bytes()
 
 
-def test_a_run_whose_trainer_is_killed_goes_on_and_ends_as_if_nothing_had_been(task, ray_cluster, capsys):
-    """At ratio 0, so that the weights can be compared to the bit."""
+def test_a_run_whose_trainer_is_killed_goes_on_and_ends_as_if_nothing_had_been(task, ray_cluster):
+    """As a command with a Ray of its own; at ratio 0, so that the weights can be compared to the bit."""
     tree = tiny_config(task, max_steps=STEPS, save_steps=2)
     undisturbed = run_pipeline(task, ray_cluster, tree)
     killed = {"enabled": True, "events": [{"kind": "kill", "role": "actor_train", "at_step": step} for step in (3, 5)]}
-    restarts = {"max_in_a_row": 2, "delay_seconds": 0}
-    run = run_pipeline(task, ray_cluster, tree | {"chaos": killed, "restarts": restarts})
-    assert run.summary["status"] == "success"
+    process, out = start_command(task, tree | {"chaos": killed, "restarts": {"max_in_a_row": 2, "delay_seconds": 0}})
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert output.count("the run begins again after step") == 2
+    run = FinishedRun(out, process.returncode)
+    assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == STEPS * 8
     first, second = run.summary["resumed_at"]
     assert first in (0, 2) and second in (2, 4), "a checkpoint may have been on its way to the disk"
-    assert [record["step"] for record in read_metrics(run.folder / "metrics.jsonl")] == list(range(STEPS + 1))
-    assert run.summary["ledger"]["consumed"] == STEPS * 8
-    assert capsys.readouterr().out.count("the run begins again after step") == 2
-    assert final_weights(run) == final_weights(undisturbed)
+    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert final_weights(out) == final_weights(undisturbed.folder)
+
+
+@pytest.mark.parametrize("moment", ["in a step", "before a restart"])
+def test_an_interrupted_run_does_not_begin_again(task, moment):
+    restarts = {"max_in_a_row": 9, "delay_seconds": 300}
+    changes = {"stages": {"advantage": "custom_parts:FailsAlways"}} if moment == "before a restart" else {}
+    process, out = start_command(task, tiny_config(task, max_steps=10_000, save_steps=2, restarts=restarts, **changes))
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "the run begins again after step 2" in line or (moment == "in a step" and line.startswith("step 3/")):
+            process.terminate()
+            break
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, "".join(lines) + output
+    summary = FinishedRun(out, 1).summary
+    assert (summary["status"], summary["resumed_at"]) == ("failed" if changes else "interrupted", [])
 
 
 def test_a_run_that_fails_at_the_same_place_each_time_ends(task, ray_cluster, capsys):
@@ -108,9 +184,9 @@ def test_a_run_that_fails_at_the_same_place_each_time_ends(task, ray_cluster, ca
     )
     run = run_pipeline(task, ray_cluster, tree, expect=1)
     output = capsys.readouterr().out
-    assert run.summary["status"] == "failed" and "one too many" in run.summary["error"]
-    assert run.summary["resumed_at"] in ([2], [0, 2]), "the first failure may have come before the checkpoint was whole"
     assert output.count("the run begins again after step 2") == 1
+    assert run.summary["status"] == "failed" and "one too many" in run.summary["error"]
+    assert run.summary["resumed_at"] == [2]
 
 
 def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task, ray_cluster, capsys):
@@ -125,10 +201,15 @@ def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task,
     run = run_pipeline(task, ray_cluster, tree)
     output = capsys.readouterr().out
     assert "it goes on in synchronous mode: async_generation_ratio 2 -> 0" in output
-    assert run.summary["status"] == "success" and len(run.summary["resumed_at"]) >= 2
-    assert load_config(run.folder / "config.yaml").async_generation_ratio == 0
-    last = run.summary["resumed_at"][-1]
-    assert last in (0, 2) and all(step["lag/max"] == 0 for step in run.metrics if step["step"] > last)
+    assert run.summary["status"] == "success" and run.summary["resumed_at"] == [2, 2]
+    resolved = load_config(run.folder / "config.yaml")
+    assert resolved.async_generation_ratio == 0
+    assert all(step["lag/max"] == 0 for step in run.metrics if step["step"] > 2)
     ledger = run.summary["ledger"]
     dropped = sum(number for name, number in ledger.items() if name.startswith("dropped/"))
     assert ledger["consumed"] == STEPS * 8 and ledger["issued"] == ledger["consumed"] + dropped
+    again = config_from_tree(tree | {"output_dir": str(run.folder), "resume_from_checkpoint": True})
+    assert {change.judgement for change in changes(resolved, again)} == {"harmless"}, "the command may be repeated"
+    other = config_from_tree(tree | {"async_generation_ratio": 3, "output_dir": str(run.folder)})
+    unlike = changes(replace(resolved, max_staleness=1), other)
+    assert "needs confirmation" in {change.judgement for change in unlike if change.path == "async_generation_ratio"}

@@ -10,7 +10,7 @@ from roll.configs.schema.options import COUNT, NOT_NEGATIVE, option
 
 @dataclass
 class RestartsConfig:
-    """How often a failed run begins again by itself from its newest checkpoint. See `docs/faults.md`."""
+    """How often a failed run begins again by itself from its newest checkpoint. See `docs/checkpoints.md`."""
 
     max_in_a_row: int = option(
         0,
@@ -24,4 +24,4 @@ class RestartsConfig:
         "says so. Default: never.",
         range=COUNT,
     )
-    delay_seconds: float = option(5.0, help="Wait before a restart.", range=Range(at_least=0, at_most=3600))
+    delay_seconds: float = option(5.0, help="Wait before a restart.", range=Range(at_least=0, at_most=300))
