@@ -116,7 +116,7 @@ bench-offpolicy: venv
 bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
-# Megatron among them, on a CPU with the shim of the tests. About a quarter of an hour.
+# Megatron among them, on a CPU with the shim of the tests. About 25 minutes.
 bench-trainers: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/every_trainer.py
 
