@@ -108,6 +108,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
+def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """The newest checkpoint that a run can go on from, and what is wrong with those after it."""
+    damages: list[DamagedCheckpoint] = []
+    for step in reversed(saved_steps(checkpoints)):
+        try:
+            return read_checkpoint(checkpoint_folder(checkpoints, step)), damages
+        except DamagedCheckpoint as damage:
+            damages.append(damage)
+    return None, damages
+
+
 def check_model(folder: Path) -> None:
     """Raises `DamagedCheckpoint` unless the folder holds a model with all of its weights. Reads headers only."""
     try:

@@ -1,18 +1,18 @@
 """When a run that failed begins again by itself, and with which configuration.
 
 A failure in a row is one without a new checkpoint since the one before: a long run may fail now and then for as long as
-it gets on, and one that gets nowhere ends. Interrupted runs, and configurations that cannot work, do not begin again.
+it gets on, and one that gets nowhere ends. Interrupted runs do not begin again, nor does a run that was refused before
+its first attempt; a later attempt that is refused counts as a failure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from roll.configs import derived
 from roll.configs.schema import PipelineConfig
 from roll.configs.wording import count
-from roll.pipeline.checkpoints import DamagedCheckpoint, checkpoint_folder, read_checkpoint, saved_steps
+from roll.pipeline.checkpoints import newest_whole
 from roll.tracking.run_directory import RunDirectory
 
 
@@ -26,16 +26,6 @@ class Again:
     """For the owner of the run."""
 
 
-def newest_whole_step(checkpoints: Path) -> int:
-    """Of the newest checkpoint that a run could go on from; 0 if there is none."""
-    for step in reversed(saved_steps(checkpoints)):
-        try:
-            return read_checkpoint(checkpoint_folder(checkpoints, step)).step
-        except DamagedCheckpoint:
-            continue
-    return 0
-
-
 class Restarts:
     """Counts the failures of one run."""
 
@@ -45,7 +35,8 @@ class Restarts:
 
     def after_failure(self, config: PipelineConfig, run: RunDirectory) -> Again | None:
         """How the run goes on; None: it stays failed. ``config`` is that of the attempt which failed in ``run``."""
-        newest = newest_whole_step(run.checkpoints)
+        checkpoint, _ = newest_whole(run.checkpoints)
+        newest = 0 if checkpoint is None else checkpoint.step
         if newest > self._newest_checkpoint:
             self._in_a_row = 0
         self._newest_checkpoint = newest

@@ -27,6 +27,7 @@ from roll.pipeline.checkpoints import (
     check_model,
     checkpoint_folder,
     exported_steps,
+    newest_whole,
     prune_abandoned,
     read_checkpoint,
     saved_steps,
@@ -215,18 +216,18 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
         there = ", ".join(map(str, steps)) or "none"
         message = f"there is no checkpoint of step {wanted} to go on from; of these steps there are: {there}"
         raise ConfigError([ConfigProblem(KEY, message, "name one of these, or the folder of the run")])
-    for step in [wanted] if wanted is not None else reversed(steps):
+    if wanted is not None:
         try:
-            return read_checkpoint(checkpoint_folder(folder, step))
+            return read_checkpoint(checkpoint_folder(folder, wanted))
         except DamagedCheckpoint as damage:
-            if wanted is not None:
-                problem = ConfigProblem(KEY, str(damage), "name another checkpoint, or the folder of the run")
-                raise ConfigError([problem]) from damage
-            notes.append(f"passed over: {damage}")
-    if steps:
+            problem = ConfigProblem(KEY, str(damage), "name another checkpoint, or the folder of the run")
+            raise ConfigError([problem]) from damage
+    checkpoint, damages = newest_whole(folder)
+    notes += [f"passed over: {damage}" for damage in damages]
+    if checkpoint is None and steps:
         message = f"no checkpoint in {folder} is whole; " + "; ".join(notes)
         raise ConfigError([ConfigProblem(KEY, message, "begin a new run in another folder")])
-    return None
+    return checkpoint
 
 
 def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]) -> list[ConfigProblem]:
