@@ -9,6 +9,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """A folder with a tiny model and its prompts, for all runs of a file."""
+    from tiny import make_task
+
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def ray_cluster():
     """A Ray for all runs of a file; each run connects to it and leaves it. It does not outlive the file: others, which
     may come next in the same process, start a Ray of their own."""

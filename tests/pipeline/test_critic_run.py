@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 from runs import FinishedRun, run_pipeline
 from safetensors.torch import load_file
-from tiny import make_task, tiny_config, write_config
+from tiny import tiny_config, write_config
 
 from roll.pipeline.cli import main
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 def critic_config(task, **changes):

@@ -7,16 +7,9 @@ from functools import cache
 
 import pytest
 from runs import go_on_from, run_pipeline
-from tiny import make_task, tiny_config
+from tiny import tiny_config
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 def configuration(task, strategy, **changes):

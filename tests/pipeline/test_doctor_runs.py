@@ -11,20 +11,13 @@ import time
 
 import pytest
 from runs import ROOT, run_pipeline, start_command
-from tiny import make_task, tiny_config
+from tiny import tiny_config
 
 from roll.pipeline.checkpoints import saved_steps
 from roll.tracking.metrics import read_metrics
 from roll.tracking.status import read_status
 
 PATIENCE_SECONDS = 120
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 @pytest.fixture

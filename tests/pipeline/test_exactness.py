@@ -16,7 +16,7 @@ import pytest
 import torch
 from runs import run_pipeline
 from safetensors.torch import load_file
-from tiny import make_task, make_tokenizer, tiny_config
+from tiny import make_tokenizer, tiny_config
 
 from roll.algorithms.advantages import estimate_advantages, make_advantage_estimator
 from roll.algorithms.objective import PolicyObjective
@@ -34,13 +34,6 @@ from roll.strategies.weights import pack_buckets
 from tests.strategies.train.trainers import trainer_setup
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

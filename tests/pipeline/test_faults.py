@@ -12,19 +12,12 @@ from pathlib import Path
 
 import pytest
 from runs import run_pipeline, start_command
-from tiny import make_task, tiny_config
+from tiny import tiny_config
 
 from roll.tracking.metrics import read_metrics
 
 START_SECONDS = 120
 END_SECONDS = 90
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 def rewarded_by(task, name, **changes):

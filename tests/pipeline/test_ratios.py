@@ -7,14 +7,7 @@ import math
 import numpy as np
 import pytest
 from runs import run_pipeline
-from tiny import make_task, tiny_config
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
+from tiny import tiny_config
 
 
 def assert_every_group_is_accounted_for(run, steps, groups_per_step):

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from runs import FinishedRun, run_pipeline, start_command
-from tiny import make_task, tiny_config
+from tiny import tiny_config
 
 from roll.configs.changes import changes
 from roll.configs.errors import ConfigError
@@ -22,13 +22,6 @@ from roll.tracking.run_directory import RunDirectory
 STEPS = 6
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import yaml
 from runs import ROOT, TESTS, FinishedRun, run_pipeline
 from safetensors.torch import load_file
 from test_agentic_runs import agentic_config
-from tiny import make_task, tiny_config, write_config
+from tiny import tiny_config, write_config
 
 from roll.pipeline.checkpoints import checkpoint_folder, read_checkpoint, saved_steps
 from roll.rollout.journal import read_journal, recover, segments
@@ -26,13 +26,6 @@ from tests.unprivileged import obey_permissions
 STEPS = 8
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    make_task(folder)
-    return folder
 
 
 class Command:
