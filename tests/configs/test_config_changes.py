@@ -35,6 +35,14 @@ def test_equal_configurations_differ_in_nothing():
             {"actor_infer": {"strategy_args": {"strategy_name": "vllm"}}},
             {"actor_infer.strategy_args.strategy_name": "harmless"},
         ),
+        *(
+            (
+                {},
+                {role: {"strategy_args": {"strategy_cls": "my_package.own:Own"}}},
+                {f"{role}.strategy_args.strategy_cls": "needs confirmation"},
+            )
+            for role in ("actor_train", "actor_infer")
+        ),
         (
             {"actor_train": {"training_args": {"gradient_accumulation_steps": 4}, "device_mapping": [0]}},
             {"actor_train": {"training_args": {"gradient_accumulation_steps": 4}, "device_mapping": [0, 1]}},
