@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import ray
 
 from roll.data.imports import import_object
+from roll.distributed.allocator import return_large_blocks
 from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import WorkerPlace
@@ -52,6 +53,7 @@ class Worker:
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.identity = identity
+        return_large_blocks()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=identity.name)
         if identity.place.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in identity.place.local_devices)
