@@ -23,7 +23,7 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.explain import truth_value_problems, validation_problems
 from roll.configs.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll.configs.structure import PathPart, join
-from roll.configs.wording import masked, shown
+from roll.configs.wording import choose_among, masked, nearest, shown
 from roll.configs.yaml_text import MAX_DEPTH, MAX_NODES, dump_yaml, parse_yaml
 from roll.tracking.logs import redact
 
@@ -71,7 +71,7 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     config = OmegaConf.create(references.vetted(_laid_over(asdict(cls()), written), ()))
     problems = _apply(overrides, config, references)
     tree = references.resolved(config, ())
-    problems += references.problems + truth_value_problems(cls, tree)
+    problems += references.problems + truth_value_problems(cls, tree) + _pipeline_problems(tree.get("pipeline"))
     known = {problem.path for problem in problems}
     try:
         valid = _adapter(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: a dataclass is as unhashable as its instances
@@ -89,10 +89,16 @@ def _adapter(cls: type[PipelineConfig]) -> TypeAdapter[PipelineConfig]:
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
-    """Class of the pipeline; for a name that is none, the one that runs, whose own field reports it."""
+    """Class of the pipeline; for a name that is none, the one that is probably meant, so that its keys are judged."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
     name = overridden[-1] if overridden else tree.get("pipeline", "rlvr")
-    return PIPELINES.get(name, RLVRConfig) if isinstance(name, str) else RLVRConfig
+    return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
+
+
+def _pipeline_problems(name: Any) -> list[ConfigProblem]:
+    if isinstance(name, str) and name in PIPELINES:
+        return []
+    return [ConfigProblem("pipeline", f"{shown(name)} is no pipeline", choose_among(str(name), PIPELINES))]
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from roll.configs.checks import check_config
@@ -26,9 +27,10 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import dump_config, load_config
 from roll.configs.plan import plan, render
 from roll.configs.schema import PipelineConfig
-from roll.configs.wording import count
+from roll.configs.wording import choose_among, count
 from roll.pipeline.commands import COMMANDS, other_command
 from roll.tracking.driver_watch import DriverWatch
+from roll.tracking.output import printed, say
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
 from roll.tracking.status import StatusFile
 from roll.tracking.summary import describe_error, fail_unfinished
@@ -70,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     other = other_command(arguments[0]) if arguments else None
     if other is not None:
-        return other(arguments[1:])
+        return printed(partial(other, arguments[1:]))
+    if (wrong := _no_command(arguments)) is not None:
+        say(wrong, error=True)
+        return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
     attempt = partial(_attempt, options.config)
     ended = attempt(lambda: load_config(options.config, options.overrides), started)
@@ -99,10 +104,10 @@ def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[Pi
     while (again := restarts.after_failure(config, run)) is not None:
         try:
             _end_in_order_on_signals()
-            print(again.words, flush=True)
+            say(again.words)
             time.sleep(again.delay_seconds)
         except KeyboardInterrupt:
-            print("interrupted before it began again", file=sys.stderr)
+            say("interrupted before it began again", error=True)
             return FAILURE
         config = again.config
         ended = attempt(config)
@@ -118,11 +123,11 @@ def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> E
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
-        print(_refusal(path, error), file=sys.stderr)
+        say(_refusal(path, error), error=True)
         gc.freeze()  # the process ends here: nothing of what was imported needs to be searched for garbage
         return Ended(BAD_CONFIGURATION, refused=True)
     except (KeyboardInterrupt, SystemExit) as error:
-        print(f"ended while the configuration was checked: {error!r}; nothing was started", file=sys.stderr)
+        say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
         return Ended(FAILURE)
     if point is not None and _has_ended(point, prepared.config):
         return Ended(SUCCESS)
@@ -137,40 +142,62 @@ def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> E
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # what another process did to the run in the meantime
-        print(_refusal(path, error), file=sys.stderr)
+        say(_refusal(path, error), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (RunExists, RunUnusable) as error:
-        print(error, file=sys.stderr)
+        say(str(error), error=True)
         return Ended(FAILURE, refused=isinstance(error, RunUnusable))
     if outcome == "success":
         return Ended(SUCCESS)
     return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
 
 
+def _no_command(arguments: Sequence[str]) -> str | None:
+    """What is wrong with a command line that begins with no command and no option; None if nothing is."""
+    if not arguments:
+        return f"what is `roll` to do?\n\ncommands:\n{_COMMANDS}\n\nroll --help says more"
+    first = arguments[0]
+    if first in COMMANDS or first.startswith("-") or "=" in first:
+        return None
+    if first.endswith((".yaml", ".yml")):
+        return f"`{first}` is no command; to train as it says: roll train {first}"
+    return f"`{first}` is no command; {choose_among(first, COMMANDS)}"
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Of `roll train FILE`, or of `roll --config FILE`, which is the same."""
+    trains = arguments[:1] == ["train"]
     parser = argparse.ArgumentParser(
         prog="roll",
+        usage="roll train FILE [key=value ...]" if trains else "roll COMMAND ... | roll --config FILE [key=value ...]",
         description="Train a language model by reinforcement learning, as a YAML file describes it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if arguments[:1] == ["train"]:
+    parser.add_argument("--version", action="version", version=f"roll {_version()}")
+    if trains:
         parser.add_argument("command", choices=["train"], help="run the training that FILE describes")
         parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
     else:
         parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file"
+        "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that replace values of the file"
     )
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("roll")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
     """Everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     with _garbage_collection_off():
         config = check_config(load())
-        print(render(plan(config)), flush=True)
+        say(render(plan(config)))
         from roll.pipeline.preflight import prepare
         from roll.pipeline.resume import find_resume_point
 
@@ -211,7 +238,7 @@ def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
     """Whether nothing is left to do; says so."""
     if not point.has_ended(config.max_steps):
         return False
-    print("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
+    say("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
     return True
 
 
@@ -274,7 +301,7 @@ def _run_quietly(
         outcome = _outcome(error, status_file)
     status_file.ending()
     status = recorder.close(*outcome)
-    print(f"files and logs of the run: {run.root}", flush=True)
+    say(f"files and logs of the run: {run.root}")
     return status
 
 
@@ -320,7 +347,7 @@ def end_process(run: RunDirectory, reason: str) -> None:
 
 
 def _last_words(run: RunDirectory, reason: str) -> None:
-    print(f"{reason}; the process is ended", file=sys.stderr, flush=True)
+    say(f"{reason}; the process is ended", error=True)
     fail_unfinished(run.summary, reason)
     logger.error("%s; the process is ended", reason)
 

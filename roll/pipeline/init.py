@@ -1,7 +1,8 @@
 """`roll init FILE`: a working configuration from a few answers, or from flags where nobody is there to answer.
 
-What it has written it loads and checks, and takes away again if it cannot work, so `roll check` passes what stays. It
-is a beginning: few keys, each with its reason, in the order in which a reader asks.
+What it has written it loads and checks, and takes away again if it cannot work. What is still missing (the prompts,
+GPUs, a function of one's own) it names, so `roll check` says nothing new. It is a beginning: few keys, each with its
+reason, in the order in which a reader asks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.configs.checks import check_elsewhere
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import load_config
+from roll.configs.needs import missing_packages
+from roll.configs.schema import PipelineConfig
 
 WRITTEN, FAILED, BAD_ANSWERS = 0, 1, 2
 
@@ -98,9 +101,13 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         text = _text(path, _answers(options, ask), overlapped=options.overlapped)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        missing = check_elsewhere(load_config(path))
+        config = load_config(path)
+        missing = [*check_elsewhere(config), *_not_found(config)]
     except OSError as error:
         print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("\nnothing was written", file=sys.stderr)
         return FAILED
     except EOFError:
         print("nobody answers; give flags and --yes", file=sys.stderr)
@@ -114,6 +121,17 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print(f"still needed: {problem.path}: {problem.message}")
     print(f"next: roll check {path}")
     return WRITTEN
+
+
+def _not_found(config: PipelineConfig) -> list[ConfigProblem]:
+    """What is named and is not here, such as a module of one's own."""
+    from roll.pipeline.preflight import look_up
+
+    try:
+        look_up(config, with_model=False, without=missing_packages(config))
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +162,7 @@ def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str
 
 def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
     """The configuration as YAML. What cannot be is left for the checks to name."""
-    devices = int(answers["devices"]) if answers["devices"].isdigit() else 0
+    devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)
     gpus = answers["device"] != "cpu"
     reasons = {
@@ -153,7 +171,7 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
     }
     return _TEMPLATE.format(
         path=path,
-        name=path.stem,
+        name=_quoted(path.stem),
         model=_quoted(answers["model"]),
         device=_quoted(answers["device"]),
         devices=_quoted(answers["devices"]) if not devices else devices,

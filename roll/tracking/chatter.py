@@ -17,6 +17,7 @@ from typing import TextIO
 
 from roll.tracking.files import naming
 from roll.tracking.logs import role_file
+from roll.tracking.output import silence
 
 STDOUT, STDERR = 1, 2
 
@@ -114,6 +115,8 @@ def _like(handler: logging.Handler, file: TextIO) -> logging.Handler:
 
 
 def _flush(streams: Iterable[TextIO | None]) -> None:
-    for stream in streams:
-        if stream is not None:
+    for stream in filter(None, streams):
+        try:
             stream.flush()
+        except OSError:
+            silence(stream)

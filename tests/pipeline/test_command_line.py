@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, TESTS, run_pipeline
+from runs import ROOT, TESTS, run_pipeline, start_command
 from tiny import make_task, tiny_config, write_config
 
 from roll.configs.loader import config_from_tree, load_config
+from roll.pipeline.cli import main
 
 ENGINES = {"ray", "vllm", "sglang", "deepspeed", "megatron", "reasoning_gym", "accelerate", "peft"}
 """What takes seconds to load, and what nobody needs to see that a key is wrong."""
@@ -300,15 +302,30 @@ def test_the_arithmetic_is_printed_before_anything_loads(refusals):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((), "required: --config"),
+        ((), "roll check FILE"),
+        (("trian", "run.yaml"), "`trian` is no command; did you mean `train`? known: `train`, `check`"),
+        (("my.yaml",), "`my.yaml` is no command; to train as it says: roll train my.yaml"),
+        (("train",), "usage: roll train FILE [key=value ...]\nroll: error: the following arguments are required: FILE"),
         (("--config",), "expected one argument"),
         (("--config", "run.yaml", "--max_steps=3"), "unrecognized arguments: --max_steps=3"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(task, arguments, complaint):
-    finished = run_command(task, *arguments)
-    assert finished.exit_code == 2
-    assert complaint in finished.stderr and "usage:" in finished.stderr
+def test_wrong_usage_is_exit_code_2(arguments, complaint, capsys):
+    try:
+        exit_code = main(arguments)
+    except SystemExit as end:
+        exit_code = end.code
+    said = capsys.readouterr()
+    assert exit_code == 2
+    assert complaint in said.err and said.out == ""
+
+
+def test_a_reader_that_went_away_does_not_fail_the_run(task):
+    process, out = start_command(task, tiny_config(task, max_steps=1))
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=HANG_SECONDS) == 0
+    assert json.loads((out / "summary.json").read_text())["status"] == "success"
 
 
 def test_help_teaches_the_command(task):

@@ -41,6 +41,7 @@ def test_flags_are_taken_and_the_rest_is_asked_for(tmp_path):
     ("flags", "words"),
     [
         (["--devices", "none"], "num_devices_per_node"),
+        (["--devices", "²"], "num_devices_per_node"),
         (["--devices", "1", "--async"], "actor_infer.device_mapping"),
         (["--verifier", "guess"], "rewards.math.verifier"),
         (["--device", "tpu"], "cluster.device"),
@@ -56,6 +57,27 @@ def test_odd_answers_stay_what_they_are(tmp_path):
     path, odd = tmp_path / "mine.yaml", 'a "model": [é'
     assert main([str(path), "--model", odd, "--yes"]) == 0
     assert load_config(path).pretrain == odd
+
+
+@pytest.mark.parametrize("name", ["1.yaml", "null.yaml", "[x].yaml", "my run: 1.yaml", "é #2.yaml"])
+def test_any_file_name_is_the_runs_name(name, tmp_path):
+    assert main([str(tmp_path / name), "--yes"]) == 0
+    assert load_config(tmp_path / name).exp_name == name.removesuffix(".yaml")
+
+
+def test_a_verifier_of_ones_own_that_is_not_there_yet_is_named(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    assert main([str(path), "--yes", "--verifier", "not_there:judge"]) == 0
+    assert "still needed: rewards.math.verifier: module 'not_there' cannot be imported" in capsys.readouterr().out
+    assert path.exists()
+
+
+def test_ctrl_c_at_a_question_writes_nothing(tmp_path, capsys):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    assert main([str(tmp_path / "mine.yaml")], interrupted) == 1
+    assert list(tmp_path.iterdir()) == [] and "nothing was written" in capsys.readouterr().err
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path, capsys):

@@ -116,3 +116,28 @@ def test_a_file_that_cannot_be_opened_is_named_and_nothing_is_redirected(tmp_pat
         pass
     os.write(1, b"seen\n")
     assert capfd.readouterr().out == "seen\n"
+
+
+READER_WENT_AWAY = """
+import sys
+from pathlib import Path
+from roll.tracking.chatter import native_output_kept
+from roll.tracking.output import say
+with native_output_kept(Path(sys.argv[1]), "driver"):
+    sys.stdin.readline()  # nobody reads any more
+    for _ in range(3):
+        say("lost")
+        sys.stdout.write("lost, too")
+say("lost as well")
+sys.exit(7)
+"""
+
+
+def test_a_reader_that_went_away_changes_no_exit_code(tmp_path):
+    command = [sys.executable, "-c", READER_WENT_AWAY, str(tmp_path)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate("go on\n", timeout=60)[1] == ""
+    assert process.returncode == 7

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from roll.tracking.report.embedding import embedded
@@ -14,20 +16,31 @@ LONGEST_TEXT = 4_000
 
 def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
     """Samples of as many steps as fit into ``max_bytes`` on the page: the first, the last, and evenly between."""
-    steps = sorted({sample["step"] for sample in samples})
-    shortened = [_shortened(sample) for sample in samples]
-    sizes: dict[int, int] = dict.fromkeys(steps, 0)
-    for sample in shortened:
-        sizes[sample["step"]] += len(embedded(sample).encode(errors="backslashreplace"))
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    of_step = cache(lambda step: [_sized(sample) for sample in by_step[step]])
     chosen = steps
-    while len(chosen) > 2 and sum(sizes[step] for step in chosen) > max_bytes:
+    while len(chosen) > 2 and not _fit((size for step in chosen for size, _ in of_step(step)), max_bytes):
         chosen = spread(steps, len(chosen) * 3 // 4)
     room, kept = max_bytes, []
-    for sample in shortened:
-        room -= len(embedded(sample).encode(errors="backslashreplace")) if sample["step"] in chosen else 0
-        if sample["step"] in chosen and room > 0:
+    for size, sample in (each for step in chosen for each in of_step(step)):
+        room -= size
+        if room > 0:
             kept.append(sample)
     return kept
+
+
+def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Bytes of a sample on the page, and how it stands there."""
+    shortened = _shortened(sample)
+    return len(embedded(shortened).encode(errors="backslashreplace")), shortened
+
+
+def _fit(sizes: Iterable[int], room: int) -> bool:
+    """Whether all have room; looks no further than to the first that has none."""
+    return all(total <= room for total in accumulate(sizes))
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

@@ -123,10 +123,23 @@ def _read_all_samples(path: Path) -> list[dict[str, Any]]:
     return samples
 
 
+_IN_THE_SUMMARY = {
+    "ledger": (dict, "JSON object"),
+    "val/first": (dict, "JSON object"),
+    "val/last": (dict, "JSON object"),
+    "resumed_at": (list, "list"),
+    "seconds": (int | float, "number"),
+    "first_step_seconds": (int | float, "number"),
+}
+
+
 def _read_summary(path: Path) -> dict[str, Any]:
     summary = json.loads(_read_text(path))
     if not isinstance(summary, dict):
         raise ValueError("it is no JSON object")
+    for name, (kind, said) in _IN_THE_SUMMARY.items():
+        if summary.get(name) is not None and not isinstance(summary[name], kind):
+            raise ValueError(f"its {name} is no {said}")
     return summary
 
 

@@ -202,3 +202,13 @@ def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_have_their_ex
     assert "holds no run" in capsys.readouterr().err
     assert main(["report", str(make_run().root), "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert "--output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"ledger": [1]}, {"resumed_at": "abc"}, {"seconds": "long"}, {"val/last": 0.5}])
+def test_a_summary_of_another_shape_is_called_unreadable(make_run, wrong):
+    run = make_run()
+    summary = json.loads(run.summary.read_text())
+    run.summary.write_text(json.dumps({**summary, **wrong}))
+    read = read_run(run.root)
+    assert read.absent["summary.json"].startswith(f"summary.json cannot be read: its {next(iter(wrong))} is no")
+    assert render_page(read)
