@@ -19,6 +19,7 @@ from roll.configs import (
     rules_envs,
     rules_keys,
     rules_lora,
+    rules_options,
     rules_restarts,
     rules_rewards,
     rules_trackers,
@@ -126,11 +127,15 @@ def missing_here(config: PipelineConfig) -> list[ConfigProblem]:
 
 def _faults(config: PipelineConfig) -> list[ConfigProblem]:
     """Every reason why the configuration cannot work on any machine."""
-    problems = list(rules_keys.numbers_are_in_range(config))
-    sane = _with_defaults_at(config, [problem.path for problem in problems])
-    reported = {problem.path for problem in problems}
+    problems = [*rules_keys.numbers_are_in_range(config), *rules_options.options_are_usable(config)]
+    reported = [problem.path for problem in problems]
+    sane = _with_defaults_at(config, reported)
     rules = (*COMMON_RULES, *OWN_RULES[config.pipeline])
-    return problems + [problem for rule in rules for problem in rule(sane) if problem.path not in reported]
+    return problems + [problem for rule in rules for problem in rule(sane) if not _is_within(problem.path, reported)]
+
+
+def _is_within(path: str, others: list[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in others)
 
 
 def config_warnings(config: PipelineConfig) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from roll.configs.device_mapping import DeviceMappingError, parse_device_mapping
+from roll.configs.engine_options import Options
 from roll.configs.schema import (
     ROLES,
     ROLL_KNOBS,
@@ -157,12 +158,11 @@ def total_devices(config: PipelineConfig) -> int:
 
 def data_parallel_ranks(role: WorkerConfig) -> int:
     """Parts into which a trainer splits a batch: with Megatron, tensor times pipeline ranks share one."""
-    ranks, arguments = len(parse_device_mapping(role.device_mapping)), role.strategy_args
-    if arguments.strategy_name != "megatron_train":
+    ranks = len(parse_device_mapping(role.device_mapping))
+    if role.strategy_args.strategy_name != "megatron_train":
         return ranks
-    sizes = (arguments.strategy_config.get(key, 1) for key in MEGATRON_MODEL_PARALLEL_KEYS)
-    shared = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-    return max(1, ranks // shared)
+    options = Options.of(role)
+    return max(1, ranks // math.prod(options.get(key, 1) for key in MEGATRON_MODEL_PARALLEL_KEYS))
 
 
 def engine_replicas(config: PipelineConfig) -> int:

@@ -6,12 +6,12 @@ for the first time. What it can move is written down here once; the trainer asks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from roll.configs.derived import present_roles
 from roll.configs.device_mapping import compact
+from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
 from roll.configs.schema import TRAINED_ROLES, PipelineConfig
@@ -27,11 +27,9 @@ class Obstacle:
     remedy: str
 
 
-def obstacle_to_moving(zero: Any, *, bfloat16: bool, learns: bool) -> Obstacle | None:
-    """What is in the way of moving the states of a role to the host and back, if anything; ``zero``: what
-    `zero_optimization` says."""
-    zero = zero if isinstance(zero, Mapping) else {}
-    stage = zero.get("stage", 0)
+def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Obstacle | None:
+    """What is in the way of moving the states of a role to the host and back, if anything."""
+    stage = options.get("zero_optimization.stage", 0)
     if not learns:
         if stage != 3:
             return None
@@ -39,12 +37,12 @@ def obstacle_to_moving(zero: Any, *, bfloat16: bool, learns: bool) -> Obstacle |
             "stage", "stage 3 of a role without an optimizer: DeepSpeed cannot move its weights",
             "write stage 0, or use `hf_infer` or `fsdp2_train`",
         )  # fmt: skip
-    if stage in (1, 2, 3) and _is_away(zero, "offload_param"):
+    if stage in (1, 2, 3) and zero_device(options, "offload_param") != "none":
         return Obstacle(
             "offload_param", "DeepSpeed moves nothing where parameters are offloaded",
             "remove this key and set `offload_optimizer`, or use `fsdp2_train` with `offload: cpu`",
         )  # fmt: skip
-    if stage == 3 and not _is_away(zero, "offload_optimizer"):
+    if stage == 3 and zero_device(options, "offload_optimizer") == "none":
         return Obstacle(
             "stage", "stage 3: DeepSpeed moves no states of torch's AdamW",
             "write `offload_optimizer: {device: cpu}`, which keeps them on the host, or stage 2",
@@ -56,9 +54,9 @@ def obstacle_to_moving(zero: Any, *, bfloat16: bool, learns: bool) -> Obstacle |
     return None
 
 
-def _is_away(zero: Mapping[str, Any], key: str) -> bool:
-    section = zero.get(key)
-    return isinstance(section, Mapping) and section.get("device", "none") not in ("none", None)
+def zero_device(options: Options, section: str) -> str:
+    """Where a section of `zero_optimization` keeps its states: `none` (on the device), `cpu` or `nvme`."""
+    return str(options.get(f"zero_optimization.{section}.device", "none"))
 
 
 def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -72,7 +70,7 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
         own = set(mappings.get(name, ()))
         sharing = [other for other, devices in mappings.items() if other != name and own & set(devices)]
         obstacle = obstacle_to_moving(
-            role.strategy_args.strategy_config.get("zero_optimization"),
+            Options.of(role),
             bfloat16=role.model_args.dtype == "bfloat16",
             learns=name in TRAINED_ROLES,
         )

@@ -17,6 +17,7 @@ from roll.configs.derived import (
     validation_settings,
 )
 from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
+from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem
 from roll.configs.schema import GeneratingArguments, ModelArguments, PipelineConfig
 from roll.configs.wording import count, shown
@@ -183,11 +184,9 @@ def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """SGLang tells the log-probabilities of a truncated distribution only for a top-k within its server's limit."""
-    strategy = config.actor_infer.strategy_args
-    if strategy.strategy_name != "sglang":
+    if config.actor_infer.strategy_args.strategy_name != "sglang":
         return
-    limit = strategy.strategy_config.get("sampling_mask_max_tokens")
-    limit = limit if isinstance(limit, int) else 4096
+    limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
     for path, generating in _generating_arguments(config).items():
         if generating.temperature > 0 and generating.top_p < 1 and generating.top_k == 0:
             message = f"{generating.top_p}: SGLang records what it samples from under top-p only together with a top-k"

@@ -24,6 +24,7 @@ from roll.configs.derived import (
     validation_settings,
     warmup_steps,
 )
+from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem
 from roll.configs.rules_devices import readable_mappings
 from roll.configs.schema import (
@@ -49,14 +50,12 @@ def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """DeepSpeed without ZeRO has no place for float32 gradients or masters of a bfloat16 model."""
     for name, role in trained_roles(config).items():
-        arguments = role.strategy_args
-        if arguments.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
+        if role.strategy_args.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
             continue
-        zero = arguments.strategy_config.get("zero_optimization", {})
-        if isinstance(zero, dict) and zero.get("stage", 0) == 0:
-            path = f"{name}.strategy_args.strategy_config.zero_optimization"
+        if Options.of(role).get("zero_optimization.stage", 0) == 0:
+            path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
             message = "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones"
-            remedy = f"write `{{stage: 1}}` (the same steps in less memory), or `{name}.model_args.dtype: float32`"
+            remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
             yield ConfigProblem(path, message, remedy)
 
 

@@ -617,7 +617,7 @@ WRONG = [
     ),
     (
         {"actor_train.model_args.dtype": "bfloat16", "actor_train.strategy_args.strategy_name": "deepspeed_train"},
-        "actor_train.strategy_args.strategy_config.zero_optimization", "adds bfloat16 gradients up", "stage: 1",
+        "actor_train.strategy_args.strategy_config.zero_optimization.stage", "adds bfloat16 gradients up", "write 1",
     ),
     ({"reward_pretrain": "gpt2"}, "reward_pretrain", "no effect", "remove"),
     ({"sequence_length": 512}, "sequence_length", "no token for the response", "at least 513"),

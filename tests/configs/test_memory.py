@@ -465,6 +465,19 @@ def test_sglang_shares_what_the_driver_leaves_and_computes_beside_it():
     assert not any("actor_infer" in said for said in engine().misfits + engine().tight)
 
 
+def test_options_that_are_left_to_the_engine_count_as_its_defaults():
+    def role(strategy, **options):
+        section = {"strategy_name": strategy, "strategy_config": options}
+        return role_of(of_gpus(actor_infer__strategy_args=section), "actor_infer")
+
+    assert sizes(role("vllm", max_num_seqs=None, kv_cache_memory_bytes=None)) == sizes(role("vllm"))
+    assert sizes(role("vllm", kv_cache_memory_bytes=0)) == sizes(role("vllm"))
+    assert sizes(role("sglang", chunked_prefill_size=None)) == sizes(role("sglang"))
+    assert sizes(role("vllm", kv_cache_memory_bytes=2e9))["keys and values"] * GIB == 2e9
+    unchunked = role("sglang", chunked_prefill_size=0, mem_fraction_static=0.8)
+    assert sizes(unchunked) == sizes(role("sglang", chunked_prefill_size=-1, mem_fraction_static=0.8))
+
+
 def test_checkpoints_take_a_copy_of_each_state_and_one_of_the_model():
     def host(save_steps):
         estimate = estimate_memory(of_gpus(save_steps=save_steps))

@@ -58,6 +58,29 @@ def test_what_cannot_work_is_exit_code_2_with_its_path(overrides, words, capsys)
     assert words in capsys.readouterr().err
 
 
+ENGINE = "actor_infer.strategy_args.strategy_config"
+TRAINER = "actor_train.strategy_args.strategy_config"
+
+
+@pytest.mark.parametrize(
+    ("example", "path", "value", "allowed"),
+    [
+        ("fsdp2/rlvr_config", f"{ENGINE}.gpu_memory_utilization", "abc", "a number > 0 and <= 1"),
+        ("fsdp2/rlvr_config", f"{ENGINE}.max_num_seqs", "abc", "a whole number >= 1"),
+        ("fsdp2/rlvr_config", f"{ENGINE}.kv_cache_memory_bytes", "20G", "a whole number >= 0"),
+        ("megatron/rlvr_config", f"{TRAINER}.tensor_model_parallel_size", "abc", "a whole number >= 1"),
+        ("deepspeed/rlvr_config", f"{TRAINER}.zero_optimization", "3", "a mapping"),
+        ("megatron/rlvr_config_async", f"{ENGINE}.mem_fraction_static", "abc", "a number > 0 and <= 1"),
+    ],
+)
+def test_an_option_that_the_memory_is_computed_from_is_judged_before(example, path, value, allowed, capsys):
+    file = f"examples/qwen2.5-7B-rlvr_{example}.yaml"
+    for command in (["check", file], ["train", file]):
+        assert main([*command, f"{path}={value}"]) == 2
+        said = capsys.readouterr().err
+        assert f"{path}: " in said and f"write {allowed}" in said and "Traceback" not in said
+
+
 JUDGED = """rewards.writing={verifier: judge, judge: {base_url: "http://127.0.0.1:9/v1", model: judge-32b}}"""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll.configs import derived
+from roll.configs.engine_options import Options
 from roll.configs.memory.records import ELEMENT_BYTES, GIB, MIB, Part, driver
 from roll.configs.memory.shapes import ModelShape
 from roll.configs.schema import ActorInferConfig, PipelineConfig
@@ -96,18 +97,19 @@ def running_sequences(config: PipelineConfig, most: int) -> int:
 
 def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
     role = config.actor_infer
-    options, tensor, element = role.strategy_args.strategy_config, role.num_gpus_per_engine, _element(role)
+    options, tensor, element = Options.of(role), role.num_gpus_per_engine, _element(role)
     weights = _weights(shape, element, tensor, role.model_args.dtype)
-    tokens = max(int(options.get("max_num_batched_tokens") or VLLM_MAX_BATCHED_TOKENS), 1)
-    places = int(options.get("max_num_seqs") or VLLM_MAX_NUM_SEQS)
+    tokens = int(options.get("max_num_batched_tokens", VLLM_MAX_BATCHED_TOKENS))
+    places = int(options.get("max_num_seqs", VLLM_MAX_NUM_SEQS))
     token = shape.cache_bytes_per_token(element) / min(tensor, shape.kv_heads)
     cache = _Cache(token, derived.sequence_length(config), running_sequences(config, places))
-    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("enforce_eager"))
+    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("enforce_eager", False))
     fixed = weights.size + computing.size + driver(tensor).size
-    share = float(options.get("gpu_memory_utilization") or VLLM_MEMORY_SHARE)
+    share = options.get("gpu_memory_utilization", VLLM_MEMORY_SHARE)
     room, taken = cache.wanted, None
-    if "kv_cache_memory_bytes" in options:
-        room = float(options["kv_cache_memory_bytes"])
+    wanted = options.get("kv_cache_memory_bytes", 0)  # vLLM takes 0 as left out
+    if wanted:
+        room = wanted
     elif device_bytes is not None:
         room = max(0.0, share * device_bytes - fixed)
         taken = Part("gpu_memory_utilization", share * device_bytes, f"{share:g} x {device_bytes / GIB:.1f} GiB")
@@ -118,17 +120,17 @@ def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None)
 def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
     """`mem_fraction_static` of what the driver leaves is for weights, keys and values; computing is beside that."""
     role = config.actor_infer
-    options, tensor, element = role.strategy_args.strategy_config, role.num_gpus_per_engine, _element(role)
-    places = int(options.get("max_running_requests") or SGLANG_MAX_RUNNING)
+    options, tensor, element = Options.of(role), role.num_gpus_per_engine, _element(role)
+    places = options.get("max_running_requests", SGLANG_MAX_RUNNING)
     token = shape.cache_bytes_per_token(element) / min(tensor, shape.kv_heads)
     cache = _Cache(token, derived.sequence_length(config), running_sequences(config, places))
     weights = _weights(shape, element, tensor, role.model_args.dtype)
-    tokens = int(options.get("chunked_prefill_size") or sglang_prefill(device_bytes))
+    tokens = options.get("chunked_prefill_size", sglang_prefill(device_bytes))
     tokens = tokens if tokens > 0 else cache.length
-    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("disable_cuda_graph"))
+    computing = _computing(shape, element, tensor, tokens, places, graphs=not options.get("disable_cuda_graph", False))
     room, taken = cache.wanted, None
     if device_bytes is not None:
-        share = float(options.get("mem_fraction_static") or sglang_share(device_bytes, tokens, places, tensor))
+        share = options.get("mem_fraction_static", sglang_share(device_bytes, tokens, places, tensor))
         left = device_bytes - driver(tensor).size
         taken = Part("mem_fraction_static", share * left, f"{share:.3g} x {left / GIB:.1f} GiB that the driver leaves")
         room = max(0.0, taken.size - weights.size)
@@ -162,12 +164,12 @@ def _computing(shape: ModelShape, element: int, tensor: int, tokens: int, places
 def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
     """`hf_infer`, and vLLM on a CPU, which is bounded in the same way."""
     role = config.actor_infer
-    options, element = role.strategy_args.strategy_config, _element(role)
+    element = _element(role)
     length = -(-derived.sequence_length(config) // 16) * 16
-    most = int(options.get("max_running_requests") or options.get("max_num_seqs") or HF_MAX_RUNNING)
-    sequences = running_sequences(config, most)
+    most_sequences, most_tokens = _embedded_limits(role)
+    sequences = running_sequences(config, most_sequences)
     cache = shape.cache_bytes_per_token(element) * length * sequences
-    prompts = min(int(options.get("max_prefill_tokens") or HF_MAX_PREFILL), sequences * config.prompt_length)
+    prompts = min(most_tokens, sequences * config.prompt_length)
     prefill = prompts * (
         shape.cache_bytes_per_token(element) + element * (3 * _width(shape) + 2 * shape.hidden) + 8 * shape.hidden
     )
@@ -180,6 +182,14 @@ def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
     )
     least = Part("least", sum(part.size for part in always), "all of it")
     return EngineMemory(always, (), least, None)
+
+
+def _embedded_limits(role: ActorInferConfig) -> tuple[int, int]:
+    """Requests at a time, and prompt tokens at a time."""
+    options = Options.of(role)
+    if options.strategy == "vllm":
+        return int(options.get("max_num_seqs", HF_MAX_RUNNING)), HF_MAX_PREFILL
+    return options.get("max_running_requests", HF_MAX_RUNNING), options.get("max_prefill_tokens", HF_MAX_PREFILL)
 
 
 def _weights(shape: ModelShape, element: int, tensor: int, dtype: str) -> Part:

@@ -34,10 +34,10 @@ class _Layout:
     @classmethod
     def of(cls, trainer: Trainer) -> _Layout:
         options = trainer.options
-        tensor = int(options.get("tensor_model_parallel_size", 1))
-        stages = int(options.get("pipeline_model_parallel_size", 1))
-        experts = int(options.get("expert_model_parallel_size", 1))
-        expert_tensor = int(options.get("expert_tensor_parallel_size") or tensor)
+        tensor = options.get("tensor_model_parallel_size", 1)
+        stages = options.get("pipeline_model_parallel_size", 1)
+        experts = options.get("expert_model_parallel_size", 1)
+        expert_tensor = options.get("expert_tensor_parallel_size", tensor)
         return cls(
             tensor,
             stages,
@@ -94,14 +94,14 @@ def _stage(trainer: Trainer, layout: _Layout, stage: int) -> TrainerMemory:
 def _activations(trainer: Trainer, layout: _Layout, layers: int, stage: int) -> Part:
     """Micro-batches in flight: a stage is ahead of its backward passes by as many as there are stages after it."""
     shape, element, options = trainer.shape, trainer.element, trainer.options
-    shared = bool(options.get("sequence_parallel", False))
+    shared = options.get("sequence_parallel", False)
     one = activations.megatron_layer_bytes(shape, element, layout.tensor, shared)
     in_flight = min(layout.stages - stage, max(1, trainer.train.per_step))
     tokens = trainer.train.tokens
     within = activations.backward_bytes(shape, element) * tokens / layout.tensor
-    if options.get("recompute_granularity") == "full":
-        unit = int(options.get("recompute_num_layers") or 1)
-        if options.get("recompute_method") == "block":
+    if options.get("recompute_granularity", None) == "full":
+        unit = options.get("recompute_num_layers", 1)
+        if options.get("recompute_method", None) == "block":
             inputs, computed, again = unit, max(0, layers - unit), 1
         else:
             inputs, computed, again = -(-layers // unit), 0, unit

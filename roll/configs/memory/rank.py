@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from roll.configs.engine_options import Options
 from roll.configs.memory import activations
 from roll.configs.memory.activations import MicroBatch
 from roll.configs.memory.adapters import Learned, adapted_layers
@@ -39,9 +39,9 @@ class Trainer:
         return ELEMENT_BYTES[self.config.model_args.dtype]
 
     @property
-    def options(self) -> Mapping[str, Any]:
-        """Of the engine."""
-        return self.config.strategy_args.strategy_config
+    def options(self) -> Options:
+        """Of the strategy."""
+        return Options.of(self.config)
 
     @property
     def has_adapters(self) -> bool:

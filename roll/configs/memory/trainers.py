@@ -6,9 +6,7 @@ the engines' defaults. Forward-only roles have weights and one forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from roll.configs.memory import activations
 from roll.configs.memory.megatron import megatron
@@ -26,6 +24,7 @@ from roll.configs.memory.rank import (
     states,
 )
 from roll.configs.memory.records import Part, Phase
+from roll.configs.rules_deepspeed import zero_device
 from roll.configs.wording import count
 
 DEEPSPEED_BUCKET = 500_000_000
@@ -47,7 +46,7 @@ def _replica(trainer: Trainer) -> TrainerMemory:
 
 
 def _fsdp2(trainer: Trainer) -> TrainerMemory:
-    gathered = _gathered(trainer)
+    gathered = _gathered(trainer, stays=not trainer.options.get("reshard_after_forward", True))
     forward = Phase(LOG_PROBABILITIES, (gathered, *_forward_only(trainer)))
     if trainer.learns:
         memory = _fsdp2_learning(trainer, gathered, forward)
@@ -55,7 +54,7 @@ def _fsdp2(trainer: Trainer) -> TrainerMemory:
         dtype = trainer.config.model_args.dtype
         weights = states("weights", trainer.shape.parameters, trainer.ranks, trainer.element, dtype)
         memory = TrainerMemory((weights,), (forward,))
-    offloads = trainer.on_gpu and trainer.options.get("offload") == "cpu"
+    offloads = trainer.on_gpu and trainer.options.get("offload", "none") == "cpu"
     return _kept_on_the_host(memory) if offloads else memory
 
 
@@ -107,11 +106,10 @@ def _kept_on_the_host(memory: TrainerMemory) -> TrainerMemory:
     return replace(memory, always=away, phases=phases, elsewhere=(*memory.always, *kept.values()))
 
 
-def _gathered(trainer: Trainer) -> Part:
+def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
     """Weights that are whole for the moment: embedding and head always, and two layers (one comes while one computes);
-    all layers if they stay gathered for the backward pass."""
+    all layers if each ``stays`` gathered for the backward pass."""
     shape, element = trainer.shape, trainer.element
-    stays = trainer.options.get("reshard_after_forward", True) is False
     layers = shape.layers if stays else min(2, shape.layers)
     how = f"embedding, head and {count(layers, 'layer')} in {trainer.config.model_args.dtype}"
     return Part("gathered weights", element * (shape.root_parameters + layers * shape.layer_parameters), how)
@@ -164,8 +162,8 @@ def _forward_only(trainer: Trainer) -> tuple[Part, Part]:
 
 def _deepspeed(trainer: Trainer) -> TrainerMemory:
     shape, ranks, element = trainer.shape, trainer.ranks, trainer.element
-    zero = trainer.options.get("zero_optimization") or {}
-    stage = zero["stage"] if isinstance(zero.get("stage"), int) else 0
+    options = trainer.options
+    stage = options.get("zero_optimization.stage", 0)
     parameters, dtype = shape.parameters, trainer.config.model_args.dtype
     weights = states("weights", parameters, ranks if stage == 3 else 1, element, dtype)
     live = _gathered(trainer) if stage == 3 else Part("gathered weights", 0, "none: each rank has all")
@@ -178,15 +176,15 @@ def _deepspeed(trainer: Trainer) -> TrainerMemory:
     gradients = states("gradients", parameters, ranks if stage >= 2 else 1, 4, "float32")
     roots = Part("square roots", 4 * parameters / owners, "of the rank's master weights")
     on_host: list[Part] = []
-    if _offloads(zero, "offload_optimizer"):
-        on_host += [optimizer] if zero["offload_optimizer"]["device"] == "cpu" else []
+    optimizer_device, weights_device = (zero_device(options, key) for key in ("offload_optimizer", "offload_param"))
+    if optimizer_device != "none":
+        on_host += [optimizer] if optimizer_device == "cpu" else []
         optimizer = Part("optimizer", 0, "away from the device (offload_optimizer)")
         roots = Part("square roots", 0, "taken on the host")
-    if stage == 3 and _offloads(zero, "offload_param"):
-        on_host += [weights] if zero["offload_param"]["device"] == "cpu" else []
+    if stage == 3 and weights_device != "none":
+        on_host += [weights] if weights_device == "cpu" else []
         weights = Part("weights", 0, "away from the device (offload_param)")
-    given = zero.get("reduce_bucket_size")
-    bucket = min(given if isinstance(given, int) else DEEPSPEED_BUCKET, parameters)
+    bucket = min(options.get("zero_optimization.reduce_bucket_size", DEEPSPEED_BUCKET), parameters)
     buckets = Part("buckets", 2 * element * bucket if stage > 0 else 0, f"2 x {bucket / 1e6:,.0f} million gradients")
     begin = _backward(trainer, live, gradients)
     phases = (
@@ -196,7 +194,3 @@ def _deepspeed(trainer: Trainer) -> TrainerMemory:
         one_matrix(shape),
     )
     return TrainerMemory((weights, optimizer), phases, tuple(on_host), STATE_BYTES * parameters / ranks)
-
-
-def _offloads(zero: Mapping[str, Any], key: str) -> bool:
-    return isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") not in ("none", None)

@@ -133,7 +133,7 @@ def _cpu_defaults(
                 )
             ]
         )
-    requests = strategy_config.get("max_num_seqs", 256)
+    requests = strategy_config.get("max_num_seqs") or 256
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": requests,

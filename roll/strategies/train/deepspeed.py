@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roll.configs.engine_options import Options
 from roll.configs.rules_deepspeed import obstacle_to_moving
 from roll.data.records import SampleBatch
 from roll.strategies.train.checkpoint import load_weights
@@ -331,8 +332,8 @@ class DeepSpeedTrainStrategy:
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
     def _require_movable_states(self) -> None:
-        zero = self.setup.strategy_config.get("zero_optimization")
-        obstacle = obstacle_to_moving(zero, bfloat16=self.bfloat16, learns=self.trains)
+        options = Options("deepspeed_train", self.setup.strategy_config)
+        obstacle = obstacle_to_moving(options, bfloat16=self.bfloat16, learns=self.trains)
         if obstacle is not None:
             raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
 

@@ -76,6 +76,7 @@ def test_a_users_arguments_go_before_the_defaults_and_never_before_the_runs_own(
 
 def test_the_cache_on_a_cpu_holds_the_requests_that_can_run_and_no_more_than_its_bound():
     assert arguments({"max_num_seqs": 512})["kv_cache_memory_bytes"] == 512 * (96 + 128) * 1024
+    assert arguments({"max_num_seqs": None})["kv_cache_memory_bytes"] == arguments()["kv_cache_memory_bytes"]
     assert arguments(max_length=100_000, cache_bytes_per_token=10**6)["kv_cache_memory_bytes"] == 4 * 1024**3
     assert "kv_cache_memory_bytes" not in arguments({"gpu_memory_utilization": 0.3})
     assert "kv_cache_memory_bytes" not in arguments(device="cuda")
