@@ -111,7 +111,8 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
         here = _installed(package.name)
         yield Need(f"package {package.name}", "installed" if here else f"not installed here: {package.install}", here)
         if not here and package.tells is not None:
-            yield Need(f"options of {strategy}", f"not checked here: {package.tells}, which only the package knows", False)
+            state = f"not checked here: {package.tells}, which only the package knows"
+            yield Need(f"options of {strategy}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         here = _installed("peft")
         yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)

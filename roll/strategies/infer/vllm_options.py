@@ -1,8 +1,8 @@
 """What `strategy_config` may contain for `vllm`, and the engine arguments that a run makes of it.
 
 Every key goes to vLLM's engine arguments as it is, so a release's own documentation is the reference. Keys are checked
-against the installed release, if there is one, without importing it (that takes ten seconds); keys whose value the run
-itself decides are refused with the key to use instead, because two places for one setting end in the wrong one being read.
+against the installed release, if there is one, without importing it (that takes ten seconds). Keys whose value the run
+itself decides are refused with the key to use instead: two places for one setting end in the wrong one being read.
 """
 
 from __future__ import annotations
