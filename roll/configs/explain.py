@@ -1,7 +1,8 @@
 """Validation errors in the words of a user: what is wrong at which path, and what would be right.
 
-An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs; one that is known
-from elsewhere gets what to write instead. A wrong value gets the type that is expected. Wherever several readings of one value fail, one problem is reported.
+An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs; one that is
+known from elsewhere gets what to write instead. A wrong value gets the type that is expected. Wherever several readings
+of one value fail, one problem is reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Keys that users bring from elsewhere, most of them from ROLL, and what to write instead.
 
-`docs/migration/roll.md` has the same in tables. The nearest name of ours would often be a wrong guess, so these come first.
+`docs/migration/roll.md` has the same in tables. The nearest name of ours would often be a wrong guess, so these come
+first.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ ADVICE = {
     "max_running_requests": "write `max_num_seqs` (vLLM) or `max_running_requests` (`hf_infer`) in `strategy_config`",
     "user_defined_rollout_loop_cls": _NO_COUNTERPART,
     "router_args": "remove it: requests go to the replica with the least to do, turns of an episode to the same one",
-    "sequence_packing_args": "write `use_sequence_packing: true`; rows are filled up to `max_tokens_per_microbatch_in_train`",
+    "sequence_packing_args": "write `use_sequence_packing: true`; rows are as long as micro-batches may be",
     "batch_adjust_mode": "remove it: a batch may have any number of samples",
     "val_greedy": "write `validation.generating_args: {temperature: 0}`, which is the default",
     "val_n_sample": "write `validation.generating_args.num_return_sequences`",

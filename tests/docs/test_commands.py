@@ -11,7 +11,15 @@ from roll.pipeline.cli import main
 from roll.tracking.metrics import MetricsLog
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import Summary
-from tests.docs.commands import INSTEAD, Command, commands_of, hidden_commands, problems_of_commands, train_as_check
+from tests.docs.commands import (
+    INSTEAD,
+    Command,
+    commands_of,
+    hidden_commands,
+    problems_of_commands,
+    train_as_check,
+    untold,
+)
 from tests.docs.pages import Page, pages
 
 PAGES = pages()
@@ -22,7 +30,7 @@ EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "r
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_exists_with_its_files_flags_and_targets(page, sit_down):
-    assert hidden_commands(page) == []
+    assert hidden_commands(page) == untold(page) == []
     assert problems_of_commands(page, sit_down(page)) == []
 
 
@@ -131,7 +139,18 @@ def test_commands_within_sentences_are_looked_at(code, sit_down):
 
 @pytest.mark.parametrize("text", ["what it says:\nroll train my_run.yaml\n", "$ make demo\n"])
 def test_a_command_in_the_middle_of_output_is_not_overlooked(text):
-    assert len(hidden_commands(Page("docs/a.md", f"Words.\n\n```\n{text}```\n"))) == 1
+    assert len(hidden_commands(Page("docs/a.md", f"Words.\n\n```text\n{text}```\n"))) == 1
+
+
+@pytest.mark.parametrize("line", ['roll train "my_run.yaml', "roll tarin 'x"])
+def test_a_command_with_an_open_quote_is_found(line, sit_down):
+    page = Page("docs/a.md", f"Words.\n\n```bash\n{line}\n```\n")
+    assert "none of the programs" in problems_of_commands(page, sit_down(page))[0]
+
+
+@pytest.mark.parametrize("text", ["seed: 1", '{"a": 1}', "import roll", "what it says", "roll train 'x"])
+def test_a_block_that_does_not_say_what_it_is_is_found(text):
+    assert untold(Page("docs/a.md", f"Words.\n\n```\n{text}\n```\n")) == ["docs/a.md:4"]
 
 
 @pytest.mark.parametrize("line", ["roll check my_run.yaml max_stps=3", "roll train my_run.yaml seed=none"])
