@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.yaml_text import parse_yaml
 from roll.pipeline.cli import main
 from roll.tracking.metrics import MetricsLog
 from roll.tracking.run_directory import RunDirectory
@@ -43,6 +44,7 @@ def test_cheap_commands_are_really_given(page, sit_down, capsys):
             assert kind(command) in INSTEAD, f"{command.where}: {command} is neither run nor excused"
             continue
         if words[0] in ("report", "doctor"):
+            assert words[1] in folders_of_runs(folder), f"{command.where}: no run of the reader's is in {words[1]}"
             end_a_run(folder / words[1])
         code = exit_code(words)
         said = capsys.readouterr()
@@ -86,6 +88,13 @@ def exit_code(words: list[str]) -> int:
         return ended.code
 
 
+def folders_of_runs(folder: Path) -> set[str]:
+    """Where runs go whose configurations the reader has: the examples, what pages have them save, what `init` wrote."""
+    files = [*folder.glob("*.yaml"), *folder.glob("examples/*/*.yaml")]
+    names = {parse_yaml(path.read_text(encoding="utf-8"), str(path)).get("exp_name") for path in files}
+    return {f"output/{name}/latest" for name in names if name}
+
+
 def end_a_run(folder: Path) -> None:
     """A run of one step that has ended."""
     if folder.exists():
@@ -98,6 +107,12 @@ def end_a_run(folder: Path) -> None:
     log.close()
     summary.update({"reward/mean": 0.5}, 1)
     summary.finish("success", ledger={"issued": 1, "consumed": 1})
+
+
+def test_only_runs_of_configurations_that_the_reader_has_can_be_looked_at(sit_down):
+    folder = sit_down(Page("docs/a.md", "Save this as `own.yaml`:\n\n```yaml\nexp_name: mine\n```\n"))
+    assert {"output/mine/latest", "output/my_run/latest", "output/quickstart/latest"} <= folders_of_runs(folder)
+    assert "output/WRONG/latest" not in folders_of_runs(folder)
 
 
 @pytest.mark.parametrize(
