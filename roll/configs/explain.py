@@ -1,7 +1,8 @@
 """Validation errors in the words of a user: what is wrong at which path, and what would be right.
 
-An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A wrong value
-gets the type that is expected. Wherever several readings of one value fail, one problem is reported.
+An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs; one that is
+known from elsewhere gets what to write instead. A wrong value gets the type that is expected. Wherever several readings
+of one value fail, one problem is reported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from roll.configs.errors import ConfigProblem
+from roll.configs.foreign_keys import ADVICE, RENAMED
 from roll.configs.schema import UNREAD_PATHS
 from roll.configs.structure import (
     PathPart,
@@ -27,21 +29,6 @@ from roll.configs.structure import (
     walk,
 )
 from roll.configs.wording import choose_among, nearest, shown
-
-RENAMED = {
-    "num_gpus_per_node": "cluster.num_devices_per_node",
-    "lr": "actor_train.training_args.learning_rate",
-    "train_batch_size": "rollout_batch_size",
-    "batch_size": "rollout_batch_size",
-    "model": "pretrain",
-    "model_path": "pretrain",
-    "bucket_size_mb": "param_update_gather_bucket_size_mb",
-    "group_size": "num_return_sequences_in_group",
-    "trackers": "track_with",
-    "report_to": "track_with",
-    "logger": "track_with",
-}
-"""Names used elsewhere for keys of ours."""
 
 _MOST_NAMES_LISTED = 12
 
@@ -133,6 +120,8 @@ def _unknown_key(parts: tuple[PathPart, ...], root: type, tree: dict[str, Any]) 
 
 
 def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
+    if name in ADVICE:
+        return ADVICE[name]
     near = nearest(name, known, cutoff=0.75)
     if near:
         return f"did you mean `{near}`?"

@@ -19,13 +19,32 @@ from roll.configs.rules_trackers import chosen_trackers, is_installed
 from roll.configs.schema import PipelineConfig, RLVRConfig
 from roll.configs.wording import count
 
+
+@dataclass(frozen=True)
+class StrategyPackage:
+    """The package that a strategy imports."""
+
+    name: str
+    install: str
+    """How to get it."""
+    tells: str | None = None
+    """Which names in `strategy_config` it alone knows, so that without it nobody can say whether they exist."""
+
+
 STRATEGY_PACKAGES = {
-    "vllm": ("vllm", "see docs/engines.md"),
-    "sglang": ("sglang", 'pip install "roll[sglang]", in an environment of its own: docs/engines.md'),
-    "deepspeed_train": ("deepspeed", 'pip install "roll[deepspeed]"'),
-    "megatron_train": ("megatron", 'pip install "roll[megatron]"'),
+    "vllm": StrategyPackage(
+        "vllm", "pip install vllm, on a CPU make venv-for-tests: docs/engines.md", "the names in `strategy_config`"
+    ),
+    "sglang": StrategyPackage(
+        "sglang",
+        'pip install "roll[sglang]", in an environment of its own: docs/engines.md',
+        "the names in `strategy_config`",
+    ),
+    "deepspeed_train": StrategyPackage(
+        "deepspeed", 'pip install "roll[deepspeed]"', "the names under `zero_optimization`"
+    ),
+    "megatron_train": StrategyPackage("megatron", 'pip install "roll[megatron]"'),
 }
-"""Strategy -> the package that it imports, and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +65,11 @@ def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
     ]  # fmt: skip
 
 
-def missing_packages(config: PipelineConfig) -> dict[str, str]:
+def missing_packages(config: PipelineConfig) -> dict[str, StrategyPackage]:
     """Role -> package of its strategy that is not installed here."""
-    found = {}
-    for name, role in derived.present_roles(config).items():
-        package = STRATEGY_PACKAGES.get(role.strategy_args.strategy_name, ("", ""))[0]
-        if package and not _installed(package):
-            found[name] = package
-    return found
+    strategies = {name: role.strategy_args.strategy_name for name, role in derived.present_roles(config).items()}
+    packages = {name: STRATEGY_PACKAGES[each] for name, each in strategies.items() if each in STRATEGY_PACKAGES}
+    return {name: package for name, package in packages.items() if not _installed(package.name)}
 
 
 def _installed(package: str) -> bool:
@@ -91,9 +107,12 @@ def _files(config: PipelineConfig) -> Iterator[Need]:
 def _packages(config: PipelineConfig) -> Iterator[Need]:
     strategies = {role.strategy_args.strategy_name for role in derived.present_roles(config).values()}
     for strategy in sorted(strategies & STRATEGY_PACKAGES.keys()):
-        package, remedy = STRATEGY_PACKAGES[strategy]
-        here = _installed(package)
-        yield Need(f"package {package}", "installed" if here else f"not installed here: {remedy}", here)
+        package = STRATEGY_PACKAGES[strategy]
+        here = _installed(package.name)
+        yield Need(f"package {package.name}", "installed" if here else f"not installed here: {package.install}", here)
+        if not here and package.tells is not None:
+            state = f"not checked here: {package.tells}, which only the package knows"
+            yield Need(f"options of {strategy}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         here = _installed("peft")
         yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from roll.configs import derived
 from roll.configs.checks import check_elsewhere
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.needs import missing_packages
 from roll.configs.schema import AgenticConfig, ClusterConfig, PipelineConfig
 from roll.data.imports import import_object
 from roll.data.tokenizer import load_tokenizer
@@ -106,7 +107,7 @@ def prepare(config: PipelineConfig) -> Prepared:
 
 def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str]) -> None:
     """What `prepare` looks up, on a machine that need not be the run's: no cluster is asked; prompts and templates are
-    read, and judges asked, only ``with_model``; and the options of the roles ``without`` their engine are left alone.
+    read, and judges asked, only ``with_model``; and the engines of the roles ``without`` them need not be installed.
     Raises `ConfigError`."""
     problems = Problems()
     tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
@@ -190,15 +191,18 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_strategies(config: PipelineConfig, without: Collection[str] = (), with_model: bool = True) -> None:
-    """Options that an engine does not know, or that do not fit the model, are an error here, not in a worker; roles
-    ``without`` are left out, and so is what only the models' own files tell unless ``with_model``."""
+    """An engine that is not installed, and options that it does not know or that do not fit the model, are an error
+    here, not in a worker. Roles ``without`` their engine may lack it; what only the models' own files tell is left out
+    unless ``with_model``."""
     from roll.strategies.infer import infer_option_check
     from roll.strategies.train import train_option_check
 
-    problems: list[ConfigProblem] = []
+    problems = [
+        ConfigProblem(f"{role}.strategy_args.strategy_name", f"{package.name} is not installed", package.install)
+        for role, package in missing_packages(config).items()
+        if role not in without
+    ]
     for role, role_config in derived.present_roles(config).items():
-        if role in without:
-            continue
         find = infer_option_check if role == "actor_infer" else train_option_check
         arguments = role_config.strategy_args
         path = f"{role}.strategy_args.strategy_config"

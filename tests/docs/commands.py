@@ -66,12 +66,17 @@ def commands_of(page: Page) -> list[Command]:
     return found
 
 
+def untold(page: Page) -> list[str]:
+    """Blocks that neither say what they are nor begin with a program."""
+    return [block.where for block in page.blocks if block.language == "" and not _begins_with_a_program(block.text)]
+
+
 def hidden_commands(page: Page) -> list[str]:
     """Lines that look like commands in blocks that are not taken for such."""
     return [
         f"{block.where}: {line}"
         for block in page.blocks
-        if block.language == "" and not _begins_with_a_program(block.text)
+        if block.language == "text"
         for line in block.text.splitlines()
         if re.match(r"\$ |(roll|make|ray|pip|python|\.venv/bin/\w+) [\w./-]+( |$)", line)
     ]
@@ -261,10 +266,11 @@ def _parsed(where: str, line: str, inline: bool = False) -> Iterator[Command]:
 
 
 def _words(line: str) -> list[str]:
+    """Words of a line; the line as one word, which is no program, where a quote is not closed."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
-        return []
+        return [line]
     return [word.removeprefix(".venv/bin/") for word in words[:1]] + words[1:]
 
 

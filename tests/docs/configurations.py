@@ -40,7 +40,7 @@ WHOLE = {"pretrain", "actor_train", "actor_infer"}
 
 def problems_of_configurations(page: Page) -> list[str]:
     """What is wrong with the YAML of a page."""
-    blocks = [block for block in page.blocks if block.language in ("yaml", "yml")]
+    blocks = [block for block in page.blocks if block.language == "yaml"]
     foreign = [block for block in blocks if block.title in OTHER_PROJECTS]
     found = [problem for block in blocks if block not in foreign for problem in _problems(block)]
     allowed = MOST_FOREIGN_BLOCKS if page.name.startswith("docs/migration/") else 0

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.yaml_text import parse_yaml
 from roll.pipeline.cli import main
 from roll.tracking.metrics import MetricsLog
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import Summary
-from tests.docs.commands import INSTEAD, Command, commands_of, hidden_commands, problems_of_commands, train_as_check
+from tests.docs.commands import (
+    INSTEAD,
+    Command,
+    commands_of,
+    hidden_commands,
+    problems_of_commands,
+    train_as_check,
+    untold,
+)
 from tests.docs.pages import Page, pages
 
 PAGES = pages()
@@ -22,7 +31,7 @@ EXIT_CODES = {"check": {0}, "init": {0}, "completion": {0}, "check-env": {0}, "r
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_exists_with_its_files_flags_and_targets(page, sit_down):
-    assert hidden_commands(page) == []
+    assert hidden_commands(page) == untold(page) == []
     assert problems_of_commands(page, sit_down(page)) == []
 
 
@@ -35,6 +44,7 @@ def test_cheap_commands_are_really_given(page, sit_down, capsys):
             assert kind(command) in INSTEAD, f"{command.where}: {command} is neither run nor excused"
             continue
         if words[0] in ("report", "doctor"):
+            assert words[1] in folders_of_runs(folder), f"{command.where}: no run of the reader's is in {words[1]}"
             end_a_run(folder / words[1])
         code = exit_code(words)
         said = capsys.readouterr()
@@ -78,6 +88,13 @@ def exit_code(words: list[str]) -> int:
         return ended.code
 
 
+def folders_of_runs(folder: Path) -> set[str]:
+    """Where runs go whose configurations the reader has: the examples, what pages have them save, what `init` wrote."""
+    files = [*folder.glob("*.yaml"), *folder.glob("examples/*/*.yaml")]
+    names = {parse_yaml(path.read_text(encoding="utf-8"), str(path)).get("exp_name") for path in files}
+    return {f"output/{name}/latest" for name in names if name}
+
+
 def end_a_run(folder: Path) -> None:
     """A run of one step that has ended."""
     if folder.exists():
@@ -90,6 +107,12 @@ def end_a_run(folder: Path) -> None:
     log.close()
     summary.update({"reward/mean": 0.5}, 1)
     summary.finish("success", ledger={"issued": 1, "consumed": 1})
+
+
+def test_only_runs_of_configurations_that_the_reader_has_can_be_looked_at(sit_down):
+    folder = sit_down(Page("docs/a.md", "Save this as `own.yaml`:\n\n```yaml\nexp_name: mine\n```\n"))
+    assert {"output/mine/latest", "output/my_run/latest", "output/quickstart/latest"} <= folders_of_runs(folder)
+    assert "output/WRONG/latest" not in folders_of_runs(folder)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +154,18 @@ def test_commands_within_sentences_are_looked_at(code, sit_down):
 
 @pytest.mark.parametrize("text", ["what it says:\nroll train my_run.yaml\n", "$ make demo\n"])
 def test_a_command_in_the_middle_of_output_is_not_overlooked(text):
-    assert len(hidden_commands(Page("docs/a.md", f"Words.\n\n```\n{text}```\n"))) == 1
+    assert len(hidden_commands(Page("docs/a.md", f"Words.\n\n```text\n{text}```\n"))) == 1
+
+
+@pytest.mark.parametrize("line", ['roll train "my_run.yaml', "roll tarin 'x"])
+def test_a_command_with_an_open_quote_is_found(line, sit_down):
+    page = Page("docs/a.md", f"Words.\n\n```bash\n{line}\n```\n")
+    assert "none of the programs" in problems_of_commands(page, sit_down(page))[0]
+
+
+@pytest.mark.parametrize("text", ["seed: 1", '{"a": 1}', "import roll", "what it says", "roll train 'x"])
+def test_a_block_that_does_not_say_what_it_is_is_found(text):
+    assert untold(Page("docs/a.md", f"Words.\n\n```\n{text}\n```\n")) == ["docs/a.md:4"]
 
 
 @pytest.mark.parametrize("line", ["roll check my_run.yaml max_stps=3", "roll train my_run.yaml seed=none"])

@@ -12,12 +12,16 @@ import pytest
 from roll.algorithms.policy_losses import POLICY_LOSSES
 from roll.configs.checks import check_elsewhere, config_warnings
 from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
 from roll.configs.memory import estimate_memory
+from roll.configs.memory.records import GIB
 from roll.configs.needs import missing_packages, needs
 from roll.configs.plan import plan, render
 from roll.pipeline.algorithms import build_algorithms
 from roll.pipeline.preflight import look_up
+from tests.docs.pages import Page
+from tests.docs.settings import settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))
@@ -50,6 +54,50 @@ def test_a_readme_names_every_file_of_its_folder(folder):
     assert [path.name for path in folder.glob("*.yaml") if path.name not in text] == []
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.parent.name not in MAKES_ITS_MODEL and path.parent != OFF_POLICY],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_a_readme_says_the_memory_that_the_check_says(path):
+    """Of each kind of device at its fullest, and of each role that computes with the trainer's engine."""
+    text = (path.parent / "README.md").read_text()
+    said = re.search(r"\*\*Expected memory\*\*: (.*?)(?=\n- |\Z)", text, re.DOTALL)
+    estimate = estimate_memory(load_config(path))
+    peaks = {f"{', '.join(each.roles)} together": each.peak for each in estimate.devices}
+    peaks |= {role.role: role.peak for role in estimate.roles if role.role != "actor_infer"}
+    numbers = {int(number) for number in re.findall(r"\d+", said[1])}
+    assert {name: peak / GIB for name, peak in peaks.items() if round(peak / GIB) not in numbers} == {}
+
+
+def proposed_settings() -> list[tuple[Path, list[str]]]:
+    """Folder and overrides that a sentence of its README proposes, together as far as the next full stop."""
+    found = []
+    for folder in sorted({path.parent for path in FILES}):
+        for sentence in re.split(r"[.;](?=\s)|\n(?=\||- )", (folder / "README.md").read_text()):
+            codes = Page("", sentence).inline
+            overrides = [f"{key}={value}" for _, code in codes for key, value in settings_of(code)]
+            if overrides:
+                found.append((folder, overrides))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "overrides"),
+    [pytest.param(folder, overrides, id=f"{folder.name} {overrides[0]}") for folder, overrides in proposed_settings()],
+)
+def test_what_a_readme_proposes_to_change_can_run(folder, overrides):
+    refused = []
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            config = load_config(path, overrides)
+            check_elsewhere(config)
+            look_up(config, with_model=False, without=missing_packages(config))
+        except ConfigError as error:
+            refused.append(error)
+    assert len(refused) < len(list(folder.glob("*.yaml"))), refused
+
+
 def off_policy_overrides() -> dict[str, list[str]]:
     """`pg_variant` -> the overrides that the README gives for it."""
     lines = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (OFF_POLICY / "README.md").read_text(), re.MULTILINE)
@@ -68,6 +116,7 @@ def test_the_zoo_has_what_users_of_roll_look_for():
     wanted = {
         "quickstart/rlvr", "frozen_lake-tiny-cpu/agentic", "qwen2.5-0.5B-agentic/agent_val_frozen_lake",
         "qwen2.5-0.5B-agentic/agent_val_frozen_lake_async", "qwen2.5-0.5B-agentic/agent_val_sokoban",
+        "qwen2.5-0.5B-agentic/agent_val_math_tools", "sokoban-tiny-cpu/agentic",
         "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_config_async",
         "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
         "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-8B/rlvr_config", "qwen3-30B-A3B/rlvr_config",

@@ -7,7 +7,12 @@ import json
 import pytest
 from tiny import make_task, tiny_config, write_config
 
+from roll.configs import needs
+from roll.configs.errors import ConfigError
+from roll.configs.loader import load_config
 from roll.pipeline.cli import main
+from roll.pipeline.preflight import look_up
+from roll.strategies.infer import sglang_options
 
 GPUS = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml"
 
@@ -79,6 +84,33 @@ def test_an_option_that_the_memory_is_computed_from_is_judged_before(example, pa
         assert main([*command, f"{path}={value}"]) == 2
         said = capsys.readouterr().err
         assert f"{path}: " in said and f"write {allowed}" in said and "Traceback" not in said
+
+
+ENGINES = "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml"
+
+
+@pytest.fixture
+def without_sglang(monkeypatch):
+    """As on a machine where SGLang is not installed."""
+    monkeypatch.setattr(sglang_options, "server_argument_names", lambda: None)
+    installed = needs._installed
+    monkeypatch.setattr(needs, "_installed", lambda package: package != "sglang" and installed(package))
+
+
+def test_what_only_a_missing_package_could_tell_is_said_to_be_unchecked(without_sglang, capsys):
+    assert main(["check", ENGINES, f"{ENGINE}.mem_fraction_statik=0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "[ ] package sglang" in said and "[ ] options of sglang" in said and "options of megatron" not in said
+    assert main(["check", ENGINES, f"{ENGINE}.tp_size=2"]) == 2
+    assert f"{ENGINE}.tp_size: the run itself sets this" in capsys.readouterr().err
+
+
+def test_a_run_does_not_start_without_the_package_of_its_engine(without_sglang):
+    with pytest.raises(ConfigError) as refused:
+        look_up(load_config(ENGINES), with_model=False, without=())
+    (problem,) = refused.value.problems
+    assert problem.path == "actor_infer.strategy_args.strategy_name"
+    assert "sglang is not installed" in problem.message and "roll[sglang]" in problem.remedy
 
 
 JUDGED = """rewards.writing={verifier: judge, judge: {base_url: "http://127.0.0.1:9/v1", model: judge-32b}}"""

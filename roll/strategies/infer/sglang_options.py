@@ -1,8 +1,8 @@
 """What `strategy_config` may contain for `sglang`, and the server arguments that a run makes of it.
 
 Every key goes to SGLang's ``ServerArgs`` as it is, so a release's own documentation is the reference. Keys are checked
-against the installed release without importing it. Two kinds are refused: what the run itself decides (two places for
-one setting end in the wrong one being read), and what would make the record of a response wrong.
+against the installed release, if there is one, without importing it. Two kinds are refused: what the run itself decides
+(two places for one setting end in the wrong one being read), and what would make the record of a response wrong.
 """
 
 from __future__ import annotations
@@ -66,18 +66,16 @@ _OFF = (None, False, "off", "null", "none")
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
+    SGLang has such an argument is judged where it is installed."""
     known = server_argument_names()
-    if known is None:
-        remedy = "on a machine with GPUs `pip install -r requirements/sglang.txt`, the extra `sglang` (docs/engines.md)"
-        return [ConfigProblem(path, "SGLang is not installed", remedy)]
     problems = []
     for key, value in strategy_config.items():
         if key in _RESERVED:
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself sets this", f"use {_RESERVED[key]}"))
         elif key in _SPOILING and value not in _OFF:
             problems.append(ConfigProblem(f"{path}.{key}", _SPOILING[key], "remove this key"))
-        elif key not in known:
+        elif known is not None and key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean `{nearest[0]}`?" if nearest else "see the server arguments in SGLang's documentation"
             problems.append(ConfigProblem(f"{path}.{key}", "SGLang has no such server argument", hint))

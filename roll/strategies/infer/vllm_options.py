@@ -1,8 +1,8 @@
 """What `strategy_config` may contain for `vllm`, and the engine arguments that a run makes of it.
 
 Every key goes to vLLM's engine arguments as it is, so a release's own documentation is the reference. Keys are checked
-against the installed release without importing it (that takes ten seconds); keys whose value the run itself decides are
-refused with the key to use instead, because two places for one setting end in the wrong one being read.
+against the installed release, if there is one, without importing it (that takes ten seconds). Keys whose value the run
+itself decides are refused with the key to use instead: two places for one setting end in the wrong one being read.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ _RESERVED = {
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
+    vLLM has such an argument is judged where it is installed."""
     known = engine_argument_names()
-    if known is None:
-        remedy = "`pip install vllm` on a machine with GPUs; on a CPU `make venv-for-tests` (docs/engines.md)"
-        return [ConfigProblem(path, "vLLM is not installed", remedy)]
     problems = []
     for key in strategy_config:
         if key in _RESERVED:
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself sets this", f"use {_RESERVED[key]}"))
-        elif key not in known:
+        elif known is not None and key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean `{nearest[0]}`?" if nearest else "see the engine arguments in vLLM's documentation"
             problems.append(ConfigProblem(f"{path}.{key}", "vLLM has no such engine argument", hint))

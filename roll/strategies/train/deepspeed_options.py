@@ -153,9 +153,8 @@ def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: f
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return [ConfigProblem(path, "DeepSpeed is not installed", "pip install 'roll[deepspeed]'")]
+    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
+    DeepSpeed has such a key under `zero_optimization` is judged where it is installed."""
     own = _own_names()
     problems = _own_problems({key: value for key, value in strategy_config.items() if key in own}, path)
     for key, value in strategy_config.items():
@@ -187,7 +186,7 @@ def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:
         if key in _RESERVED_IN_ZERO and value != _LEFT_TO_THE_TRAINER:
             remedy = f"use {_RESERVED_IN_ZERO[key]}"
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself decides this", remedy))
-        elif key not in known:
+        elif known is not None and key not in known:
             match = nearest(key, known)
             hint = f"did you mean `{match}`?" if match else "see `zero_optimization` in DeepSpeed's documentation"
             problems.append(ConfigProblem(f"{path}.{key}", "DeepSpeed has no such key", hint))
@@ -195,11 +194,12 @@ def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:
 
 
 @cache
-def zero_option_names() -> frozenset[str]:
-    """Names, old names included, that the installed release knows under `zero_optimization`; read from its source."""
+def zero_option_names() -> frozenset[str] | None:
+    """Names, old names included, that the installed release knows under `zero_optimization`, read from its source; None
+    if DeepSpeed is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
-        return frozenset()
+        return None
     source = Path(spec.submodule_search_locations[0]) / "runtime" / "zero" / "config.py"
     tree = ast.parse(source.read_text())
     (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from roll.strategies.infer import vllm_options
 from roll.strategies.infer.vllm_options import check_options, engine_argument_names, engine_arguments
 from roll.strategies.infer.vllm_requests import sampling_params
 from tests.strategies.infer.vllm_helpers import request
@@ -42,6 +43,12 @@ def test_checking_options_imports_no_engine():
         "assert not check_options({'max_num_seqs': 8}, 'p'); sys.exit('vllm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_where_vllm_is_not_installed_all_but_unknown_names_is_judged(monkeypatch):
+    monkeypatch.setattr(vllm_options, "engine_argument_names", lambda: None)
+    found = [problem.path for problem in check_options({"dtype": "half", "max_num_sequences": 8}, PATH)]
+    assert found == [f"{PATH}.dtype"]
 
 
 def test_an_engine_without_a_place_for_requests_is_refused():

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from roll.configs.schema import ModelArguments, TrainingArguments
-from roll.strategies.train import build_train_strategy, train_option_check
+from roll.strategies.train import build_train_strategy, deepspeed_options, train_option_check
 from roll.strategies.train.deepspeed_options import PASSED_ON, RESERVED, parse_options, zero_option_names
 from roll.strategies.train.export import save
 from tests.strategies.train.ranks import Job, run_jobs
@@ -272,6 +272,13 @@ def test_options_of_other_launchers_that_leave_a_key_open_are_taken():
     parsed = parse_options(options)
     assert parsed.zero_stage == 3 and parsed.engine.keys() == {"zero_optimization", "wall_clock_breakdown"}
     assert parse_options({}).zero_stage == 0
+
+
+def test_where_deepspeed_is_not_installed_all_but_unknown_names_of_zero_is_judged(monkeypatch):
+    monkeypatch.setattr(deepspeed_options, "zero_option_names", lambda: None)
+    options = {"optimizr": {}, **zero(2, overlap_com=True, zenflow={})}
+    found = [problem.path for problem in train_option_check("deepspeed_train")(options, PATH)]
+    assert found == [f"{PATH}.optimizr", f"{PATH}.zero_optimization.zenflow"]
 
 
 def test_the_known_keys_are_those_of_the_installed_release(tmp_path):

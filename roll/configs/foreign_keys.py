@@ -1,0 +1,109 @@
+"""Keys that users bring from elsewhere, most of them from ROLL, and what to write instead.
+
+`docs/migration/roll.md` has the same in tables. The nearest name of ours would often be a wrong guess, so these come
+first.
+"""
+
+from __future__ import annotations
+
+_CLIP = "write `actor_train.pg_variant_args: {clip_low, clip_high}`"
+_ALWAYS_SCHEDULED = "remove it: requests always go through the scheduler"
+_REPLACED = "remove it: the slot of a filtered group is given back; `async_generation_ratio` says how much runs ahead"
+_RECOMPUTED = "write `old_logprobs: recompute`, or `behaviour` for those recorded at sampling"
+_TOPR = "write `actor_train.pg_variant: topr`"
+_BY_DEVICES = "remove it: roles that share devices make room for each other"
+_SAMPLE_WEIGHTS = "remove it: samples have no weights here; see `difficulty_mask` and `length_penalty`"
+_ONE_FOLDER = "write `output_dir`: logs, metrics and checkpoints are in the run's one folder"
+_BATCH_MOMENTS = "write `norm_mean_type: batch` and `norm_std_type: batch`, which act on the scores of responses"
+_MOMENTS = "write `norm_mean_type` and `norm_std_type`"
+_VALIDATION_LENGTH = "write `validation.generating_args.max_new_tokens`; prompts have one length"
+_JUDGE = "write `rewards.<name>.judge: {base_url, model}`"
+_WAITS = "remove it: each wait has a deadline of its own (docs/faults.md)"
+_NO_COUNTERPART = "remove it: it has no counterpart (docs/migration/roll.md)"
+
+ADVICE = {
+    "base_dir": _ONE_FOLDER,
+    "logging_dir": _ONE_FOLDER,
+    "checkpoint_config": "write `save_steps`, `max_ckpt_to_keep` and `output_dir`; nothing is uploaded",
+    "hydra": "remove it: a run is one file",
+    "defaults": "remove it: a run is one file",
+    "pipeline_cls": "write `pipeline: rlvr` or `pipeline: agentic`",
+    "rpc_timeout": _WAITS,
+    "backend_timeout": _WAITS,
+    "system_envs": "set these variables before `roll train`, and before `ray start` on each node of a cluster",
+    "pg_clip": _CLIP,
+    "pg_clip_low": _CLIP,
+    "pg_clip_high": _CLIP,
+    "use_pg_clip_range": _CLIP,
+    "dual_clip_loss": "write `actor_train.pg_variant_args: {dual_clip: 1.4}`: ROLL's bound is 1 + 2 x `pg_clip`",
+    "importance_sampling": "for `seq` write `actor_train.pg_variant: gspo`, for `token` nothing",
+    "ratio_type": "remove it; a ratio for each turn is `pg_variant: gspo` with `env_manager_cls: step`",
+    "use_topr_loss": _TOPR,
+    "use_topr_neg_loss_coef": _TOPR,
+    "use_policy_loss_type": "write `actor_train.pg_variant: ppo`, or `vanilla` for `PG`",
+    "gamma": "write `adv_estimator_args: {gamma}`",
+    "lambd": "write `adv_estimator_args: {lambda_}`",
+    "kl_penalty": "write `kl_estimator`: `k1` for `kl`, `abs`, `k2` for `mse`",
+    "enable_reference": "write a section `reference`, where there is a KL term",
+    "enable_old_logprobs_recompute": _RECOMPUTED,
+    "force_disable_old_logprobs_recompute": _RECOMPUTED,
+    "whiten_rewards": _BATCH_MOMENTS,
+    "use_reward_scaling": _BATCH_MOMENTS,
+    "use_reward_norm": _BATCH_MOMENTS,
+    "reward_normalization": _MOMENTS,
+    "reward_norm": _MOMENTS,
+    "reward_shift": _MOMENTS,
+    "reward_scale": _MOMENTS,
+    "difficulty_loss_weight": _SAMPLE_WEIGHTS,
+    "length_loss_weight": _SAMPLE_WEIGHTS,
+    "add_len_reward": "write `length_penalty`",
+    "mask_type": "remove it: a mask takes samples out of the loss, and nothing else",
+    "postive_loss_coef": _NO_COUNTERPART,
+    "rl_loss_coef": _NO_COUNTERPART,
+    "sft_loss_coef": _NO_COUNTERPART,
+    "query_filter_config": "write `group_filter: zero_variance`",
+    "generate_opt_level": _ALWAYS_SCHEDULED,
+    "is_use_additional_prompts": _REPLACED,
+    "max_additional_running_prompts": _REPLACED,
+    "max_running_requests": "write `max_num_seqs` (vLLM) or `max_running_requests` (`hf_infer`) in `strategy_config`",
+    "user_defined_rollout_loop_cls": _NO_COUNTERPART,
+    "router_args": "remove it: requests go to the replica with the least to do, turns of an episode to the same one",
+    "sequence_packing_args": "write `use_sequence_packing: true`; rows are as long as micro-batches may be",
+    "batch_adjust_mode": "remove it: a batch may have any number of samples",
+    "val_greedy": "write `validation.generating_args: {temperature: 0}`, which is the default",
+    "val_n_sample": "write `validation.generating_args.num_return_sequences`",
+    "val_prompt_length": _VALIDATION_LENGTH,
+    "val_sequence_length": _VALIDATION_LENGTH,
+    "render_save_dir": "remove it: episodes are kept in the run's folder, under `episodes`",
+    "is_offload_states": _BY_DEVICES,
+    "offload_nccl": _BY_DEVICES,
+    "is_offload_optimizer_states_in_train_step": "remove it; `deepspeed_train` has `offload_optimizer`",
+    "model_update_frequency": "write `weight_update.interval_steps`",
+    "model_update_buffer_size_mb": "write `weight_update.param_update_gather_bucket_size_mb`",
+    "num_gpus_per_worker": "write `actor_infer.num_gpus_per_engine`",
+    "disable_gradient_checkpointing": "write `gradient_checkpointing` in `strategy_config`, which is off by default",
+    "custom_env": "write `custom_envs`",
+    "max_env_num_per_worker": "write `env_workers.num_workers` and `env_workers.max_sessions`",
+    "judge_prompt": _JUDGE,
+    "judge_model_type": _JUDGE,
+    "judge_model_name": _JUDGE,
+    "judge_api_url": _JUDGE,
+    "judge_api_key": _JUDGE,
+    "rollout_mock": _NO_COUNTERPART,
+}
+"""Name -> what to do about it. None of these names is a key of ours anywhere."""
+
+RENAMED = {
+    "num_gpus_per_node": "cluster.num_devices_per_node",
+    "lr": "actor_train.training_args.learning_rate",
+    "train_batch_size": "rollout_batch_size",
+    "batch_size": "rollout_batch_size",
+    "model": "pretrain",
+    "model_path": "pretrain",
+    "bucket_size_mb": "param_update_gather_bucket_size_mb",
+    "group_size": "num_return_sequences_in_group",
+    "trackers": "track_with",
+    "report_to": "track_with",
+    "logger": "track_with",
+}
+"""Name -> what it is called here, where no key of ours has it."""
