@@ -47,6 +47,10 @@ STRATEGY_PACKAGES = {
 }
 
 
+TRANSFORMERS_STRATEGIES = ("fsdp2_train", "deepspeed_train", "hf_infer")
+"""Strategies whose attention is `model_args.attn_implementation`; other engines have their own."""
+
+
 @dataclass(frozen=True)
 class Need:
     """One thing."""
@@ -116,6 +120,14 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
     if config.actor_train.model_args.lora_target is not None:
         here = _installed("peft")
         yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)
+    if any(
+        role.model_args.attn_implementation == "flash_attention_2"
+        and role.strategy_args.strategy_name in TRANSFORMERS_STRATEGIES
+        for role in derived.roles_and_reward_models(config).values()
+    ):
+        here = _installed("flash_attn")
+        remedy = "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`"
+        yield Need("package flash_attn", "installed" if here else f"not installed here: {remedy}", here)
 
 
 def _trackers(config: PipelineConfig) -> Iterator[Need]:
@@ -144,5 +156,6 @@ def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]
         slots += f" of {math.ceil(least)} GiB or more"
     if cluster.num_nodes > 1:
         slots += " on each node"
-    here = cluster.address is None and sees_gpus(os.environ, Path("/dev"))
-    yield Need(slots, "a driver is here" if here else "none here", here)
+    sees = cluster.address is None and sees_gpus(os.environ, Path("/dev"))
+    state = "a driver is here; how many and how large they are was not looked at" if sees else "none here"
+    yield Need(slots, state, False)

@@ -27,6 +27,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))
 MAKES_ITS_MODEL = ("quickstart", "frozen_lake-tiny-cpu", "sokoban-tiny-cpu")
 """Examples that make their model and data; their own tests run them."""
+PACKAGES = {
+    "strategy_name: vllm": "vllm",
+    "strategy_name: sglang": "sglang",
+    "strategy_name: deepspeed_train": "deepspeed",
+    "strategy_name: megatron_train": "megatron",
+    "attn_implementation: flash_attention_2": "flash_attn",
+    "lora_target:": "peft",
+}
+"""What stands in a file -> the package that it needs."""
 OFF_POLICY = EXAMPLES / "qwen2.5-7B-rlvr-offpolicy"
 
 
@@ -41,6 +50,10 @@ def test_an_example_can_run_where_its_model_and_gpus_are(path):
     estimate = estimate_memory(config)
     needed = [need.what for need in needs(config, estimate)]
     assert any(need.startswith("model ") for need in needed)
+    text = path.read_text()
+    assert {need for need in needed if need.startswith("package ")} == {
+        f"package {package}" for written, package in PACKAGES.items() if re.search(written, text)
+    }
     if path.parent.name in MAKES_ITS_MODEL:
         return
     assert estimate.unknown == [] and estimate.misfits == [] and estimate.tight == []
