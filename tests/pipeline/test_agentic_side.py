@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from tiny import make_task
 
-from roll.agentic.tools.sandbox import Sandbox
+from roll.sandbox.sandbox import Sandbox
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.configs.schema import EnvManagerConfig
