@@ -19,9 +19,7 @@ from roll.sandbox.sandbox import SandboxResult
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute, where a call should return a float."""
 
-_FORMS = (
-    'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
-)
+_FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
 
 
 class Run(Protocol):

@@ -2,7 +2,7 @@
 
 A verifier is a plain function (or coroutine function) whose parameter names say what it wants: any of
 `VERIFIER_FIELDS` is filled from the response under judgement, the others from `verifier_args`. It returns a number, or
-a mapping with a `score` and further numbers. A class made from `PreparedVerifier` is one, too: its constructor takes the
+a mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is one, too: its constructor takes the
 `verifier_args`, its calls the fields. A new built-in verifier is one file and one line in `BUILT_IN`.
 """
 
@@ -154,9 +154,7 @@ def _prepared(
         raise _error(f"{path}.verifier_args", str(cause), "change one of them") from cause
 
 
-def _checked_arguments(
-    parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str
-) -> dict[str, Any]:
+def _checked_arguments(parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str) -> dict[str, Any]:
     """The `verifier_args`, converted to the types that the parameters name. Raises `ConfigError`."""
     named = {
         key: each
