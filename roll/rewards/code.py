@@ -108,7 +108,8 @@ class CodeVerifier(PreparedVerifier):
 def last_program(text: str) -> str | None:
     """The last closed fenced block that is marked as Python; if there is none, the last without a mark; else None."""
     found: dict[bool, str] = {}
-    fence, mark, lines = "", "", []
+    fence, mark = "", ""
+    lines: list[str] = []
     for line in text.split("\n"):
         bare = line.strip()
         if fence:

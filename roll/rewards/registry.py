@@ -78,6 +78,8 @@ class Verifier:
     """Responses judged at a time over all processes; ``None``: as many as the processes take."""
     secrets: tuple[str, ...] = ()
     """Environment variables that its processes need."""
+    prepared: PreparedVerifier | None = None
+    """The function, if it is one of these."""
 
     def __call__(self, record: RewardInput) -> Any:
         """What the function answers, unchecked (see `checked_output`); a coroutine of it, if it is async."""
@@ -86,10 +88,10 @@ class Verifier:
 
     def fault_of(self, ground_truth: Any) -> str | None:
         """Why nothing can be judged against a ground truth; None if something can, or the verifier does not say."""
-        if not isinstance(self.function, PreparedVerifier):
+        if self.prepared is None:
             return None
         try:
-            self.function.check_ground_truth(ground_truth)
+            self.prepared.check_ground_truth(ground_truth)
         except ValueError as cause:
             return str(cause)
         return None
@@ -110,11 +112,10 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     function = _import_function(built_in.import_path, f"{path}.verifier")
     parameters = _parameters(function, f"{path}.verifier")
     arguments: dict[str, Any] = {}
-    max_concurrency = None
+    prepared: PreparedVerifier | None = None
     if isinstance(function, type) and issubclass(function, PreparedVerifier):
-        function = _prepared(function, parameters, config, path)
+        function = prepared = _prepared(function, parameters, config, path)
         parameters = _parameters(function, f"{path}.verifier")
-        max_concurrency = function.max_concurrency
     else:
         arguments = _checked_arguments(parameters, config, path)
     takes_anything = _takes_anything(parameters)
@@ -128,16 +129,17 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         requires=built_in.requires,
         timeout_score=built_in.timeout_score,
-        max_concurrency=max_concurrency,
+        max_concurrency=prepared.max_concurrency if prepared is not None else None,
+        prepared=prepared,
     )
 
 
 def check_machine(verifier: Verifier, path: str) -> None:
     """Raise `ConfigError` if a verifier cannot judge on this machine. ``path`` is that of its reward."""
-    if not isinstance(verifier.function, PreparedVerifier):
+    if verifier.prepared is None:
         return
     try:
-        verifier.function.check_machine()
+        verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
         raise _error(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
 
