@@ -1,7 +1,8 @@
 """Who may know whom: every import of the package, also inside functions and under TYPE_CHECKING, follows the arrows.
 
 pipeline -> distributed -> strategies -> {rollout, rewards, agentic} -> data -> algorithms -> configs; `tracking` may
-be used by anyone and uses no other room. Some rooms stay free of heavy libraries, in their sources and when loaded.
+be used by anyone, `sandbox` from rewards and agentic on, and neither uses another room. Some rooms stay free of heavy
+libraries, in their sources and when loaded.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ LEVELS = {
     "distributed": 5,
     "pipeline": 6,
 }
+LEAVES = {"tracking": 0, "sandbox": 3}
+"""Rooms that use no other one, and the lowest level of those that may use them."""
 FORBIDDEN_LIBRARIES = {
     "configs": {"torch", "ray", "transformers", "vllm", "sglang", "deepspeed", "megatron"},
     "rollout": {"torch", "ray"},
     "tracking": {"torch", "ray"},
+    "sandbox": {"torch", "ray", "numpy", "pydantic"},
 }
 
 
 def may_import(importer: str, imported: str) -> bool:
     """Whether one room may use another."""
-    if imported in ("tracking", importer):
+    if imported == importer:
         return True
+    if imported in LEAVES:
+        return importer in LEVELS and LEVELS[importer] >= LEAVES[imported]
     return importer in LEVELS and imported in LEVELS and LEVELS[imported] < LEVELS[importer]
 
 
@@ -70,7 +76,7 @@ def violations(package: Path) -> list[str]:
         if len(place.parts) == 1:
             continue  # the package's own top modules wire the rooms together
         room = place.parts[0]
-        if room != "tracking" and room not in LEVELS:
+        if room not in LEAVES and room not in LEVELS:
             found.append(f"{place}: {room!r} is no room of the design")
             continue
         for line, name in imported_modules(path, package):
@@ -84,7 +90,7 @@ def _problem(room: str, name: list[str], package: str) -> str | None:
     if name[0] != package:
         return f"{room} must not import {name[0]}" if name[0] in FORBIDDEN_LIBRARIES.get(room, ()) else None
     imported = name[1] if len(name) > 1 else ""
-    if imported in ("tracking", *LEVELS) and not may_import(room, imported):
+    if imported in (*LEAVES, *LEVELS) and not may_import(room, imported):
         return f"{room} must not import {imported}"
     return None
 
@@ -103,6 +109,16 @@ def test_the_mathematics_reads_no_configuration():
         if name.startswith("roll.configs")
     }
     assert imported <= known
+
+
+def test_the_sandbox_needs_the_standard_library_only():
+    """Its supervisor runs in a bare interpreter."""
+    imported = {
+        name.split(".")[0]
+        for path in (PACKAGE / "sandbox").rglob("*.py")
+        for _, name in imported_modules(path, PACKAGE)
+    }
+    assert imported <= {"roll", *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("room", sorted(FORBIDDEN_LIBRARIES))
@@ -148,6 +164,10 @@ def synthetic(tmp_path: Path, place: str, source: str) -> list[str]:
         ("algorithms/a.py", "from roll.data.records import Sample", "algorithms must not import data"),
         ("strategies/train/a.py", "import roll.distributed.worker", "strategies must not import distributed"),
         ("tracking/a.py", "from roll.configs.schema import RLVRConfig", "tracking must not import configs"),
+        ("sandbox/a.py", "from roll.configs.schema import RLVRConfig", "sandbox must not import configs"),
+        ("sandbox/a.py", "from roll.tracking.timeline import Timeline", "sandbox must not import tracking"),
+        ("data/a.py", "from roll.sandbox.sandbox import Sandbox", "data must not import sandbox"),
+        ("tracking/a.py", "from ..sandbox.sandbox import Sandbox", "tracking must not import sandbox"),
         ("cellar/a.py", "", "no room of the design"),
     ],
 )
@@ -164,6 +184,9 @@ def test_a_wrong_import_is_found(tmp_path, place, source, problem):
         ("rollout/__init__.py", "from . import clock\nfrom ..data import records"),
         ("strategies/train/a.py", "import torch\nfrom ..infer import base\nfrom ...rollout import router"),
         ("configs/a.py", "from .errors import ConfigError\nimport torchless"),
+        ("rewards/a.py", "from roll.sandbox.sandbox import Sandbox"),
+        ("agentic/tools/a.py", "from ...sandbox.sandbox import Sandbox"),
+        ("sandbox/a.py", "from roll.sandbox.jail.folders import remove_folder"),
         ("pipeline/a.py", "import ray\nfrom roll.distributed import worker"),
         ("cli.py", "from roll.pipeline import rlvr"),
     ],

@@ -39,7 +39,7 @@ SYNCHRONOUS_KEYS = (
 MEBIBYTE = 1024 * 1024
 MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 """Keys of Megatron's `strategy_config` that say how many ranks hold one copy of the model together."""
-REWARD_TIMEOUT_SECONDS = {"reward_model": 120.0, "judge": 600.0}
+REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
 """Where they differ from the one of other verifiers."""
 LONGEST_CANARY = 64
 """Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""

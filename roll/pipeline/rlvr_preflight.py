@@ -16,7 +16,7 @@ from roll.configs.errors import ConfigProblem
 from roll.configs.schema import JudgeConfig, PipelineConfig, RewardConfig, RLVRConfig
 from roll.data.dataset import load_prompts
 from roll.data.records import Prompt
-from roll.rewards.registry import Verifier, check_prompts, resolve_verifier, route_domains
+from roll.rewards.registry import Verifier, check_machine, check_prompts, resolve_verifier, route_domains
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,13 +58,16 @@ def plan_rlvr(
     config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool
 ) -> RLVRPlan:
     """Load prompts and find verifiers; what is wrong goes into ``problems``. ``asks_models``: whether judges and the
-    files of reward models have to be within reach, as they have where the run is."""
+    files of reward models have to be within reach and programs can be run, as it has to be where the run is."""
     models = derived.reward_models(config)
     verifiers = {
         name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
         for name, reward in config.rewards.items()
         if f"rewards.{name}" not in models
     }
+    for name, verifier in verifiers.items() if asks_models else ():
+        if verifier is not None:
+            problems.attempt(partial(check_machine, verifier, f"rewards.{name}"))
     for path, reward in models.items():
         model = derived.reward_model_path(config, reward)
         if asks_models or (Path(model) / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What a verifier is given, what it answers, and the two ways it can let a run down."""
+"""What a verifier is given, what it answers, and the ways it can let a run down."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ class RewardOutput:
 
     score: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class PreparedVerifier:
+    """A verifier that is an object, made once in each process: of `verifier_args`, and of the reward's
+    `timeout_seconds` where its constructor has a parameter of that name. It raises `ValueError` for arguments that do
+    not fit together. Its calls take fields of the response only, as those of a function do (see `VERIFIER_FIELDS`).
+    """
+
+    max_concurrency: int | None = None
+    """Responses judged at a time over all processes; ``None``: as many as the processes take."""
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        """Raise `ValueError` for one that nothing can be judged against. Before a run, each prompt's is shown here."""
+
+    def check_machine(self) -> None:
+        """Raise `VerifierUnavailable` if it cannot judge here. Called before a run on the machine that starts it."""
+
+
+class VerifierUnavailable(RuntimeError):
+    """A verifier cannot judge on this machine, whatever it is given. The message says what would have to change."""
 
 
 class RewardNonsense(ValueError):

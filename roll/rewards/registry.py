@@ -2,7 +2,8 @@
 
 A verifier is a plain function (or coroutine function) whose parameter names say what it wants: any of
 `VERIFIER_FIELDS` is filled from the response under judgement, the others from `verifier_args`. It returns a number, or
-a mapping with a `score` and further numbers. A new built-in verifier is one file and one line in `BUILT_IN`.
+a mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is one, too: its constructor takes the
+`verifier_args`, its calls the fields. A new built-in verifier is one file and one line in `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll.configs.derived import reward_timeout
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import JudgeConfig, RewardConfig
 from roll.data.arguments import converted_arguments
 from roll.data.imports import import_object
 from roll.data.names import nearest_name_hint
 from roll.data.records import Prompt
-from roll.rewards.records import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
+from roll.rewards.records import (
+    VERIFIER_FIELDS,
+    PreparedVerifier,
+    RewardInput,
+    RewardNonsense,
+    RewardOutput,
+    VerifierUnavailable,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ BUILT_IN = {
     "reasoning_gym": BuiltIn(
         "roll.rewards.reasoning_gym_task:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0
     ),
+    # It counts the time of programs itself, so what its own limit ends is a fault of the machine.
+    "code": BuiltIn("roll.rewards.code:CodeVerifier"),
 }
 
 
@@ -67,11 +78,23 @@ class Verifier:
     """Responses judged at a time over all processes; ``None``: as many as the processes take."""
     secrets: tuple[str, ...] = ()
     """Environment variables that its processes need."""
+    prepared: PreparedVerifier | None = None
+    """The function, if it is one of these."""
 
     def __call__(self, record: RewardInput) -> Any:
         """What the function answers, unchecked (see `checked_output`); a coroutine of it, if it is async."""
         values = record.fields()
         return self.function(**{name: values[name] for name in self.fields}, **self.arguments)
+
+    def fault_of(self, ground_truth: Any) -> str | None:
+        """Why nothing can be judged against a ground truth; None if something can, or the verifier does not say."""
+        if self.prepared is None:
+            return None
+        try:
+            self.prepared.check_ground_truth(ground_truth)
+        except ValueError as cause:
+            return str(cause)
+        return None
 
 
 def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
@@ -88,27 +111,67 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     _require(built_in.requires, name, path)
     function = _import_function(built_in.import_path, f"{path}.verifier")
     parameters = _parameters(function, f"{path}.verifier")
-    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    arguments: dict[str, Any] = {}
+    prepared: PreparedVerifier | None = None
+    if isinstance(function, type) and issubclass(function, PreparedVerifier):
+        function = prepared = _prepared(function, parameters, config, path)
+        parameters = _parameters(function, f"{path}.verifier")
+    else:
+        arguments = _checked_arguments(parameters, config, path)
+    takes_anything = _takes_anything(parameters)
+    truth = parameters.get("ground_truth")
+    return Verifier(
+        name=name,
+        function=function,
+        arguments=arguments,
+        fields=VERIFIER_FIELDS if takes_anything else tuple(key for key in VERIFIER_FIELDS if key in parameters),
+        needs_ground_truth=truth is not None and truth.default is inspect.Parameter.empty,
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        requires=built_in.requires,
+        timeout_score=built_in.timeout_score,
+        max_concurrency=prepared.max_concurrency if prepared is not None else None,
+        prepared=prepared,
+    )
+
+
+def check_machine(verifier: Verifier, path: str) -> None:
+    """Raise `ConfigError` if a verifier cannot judge on this machine. ``path`` is that of its reward."""
+    if verifier.prepared is None:
+        return
+    try:
+        verifier.prepared.check_machine()
+    except VerifierUnavailable as cause:
+        raise _error(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
+
+
+def _prepared(
+    made_by: type[PreparedVerifier], parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str
+) -> Any:
+    limit = {"timeout_seconds": reward_timeout(config)} if "timeout_seconds" in parameters else {}
+    settable = {key: each for key, each in parameters.items() if key not in limit}
+    arguments = _checked_arguments(settable, config, path)
+    try:
+        return made_by(**limit, **arguments)
+    except ValueError as cause:
+        raise _error(f"{path}.verifier_args", str(cause), "change one of them") from cause
+
+
+def _checked_arguments(parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str) -> dict[str, Any]:
+    """The `verifier_args`, converted to the types that the parameters name. Raises `ConfigError`."""
     named = {
         key: each
         for key, each in parameters.items()
         if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
-    problems = _argument_problems(config, parameters, named, takes_anything, path)
+    problems = _argument_problems(config, parameters, named, _takes_anything(parameters), path)
     arguments, value_problems = converted_arguments(config.verifier_args, named, f"{path}.verifier_args")
     if problems or value_problems:
         raise ConfigError(problems + value_problems)
-    truth = named.get("ground_truth")
-    return Verifier(
-        name=name,
-        function=function,
-        arguments=arguments,
-        fields=VERIFIER_FIELDS if takes_anything else tuple(key for key in VERIFIER_FIELDS if key in named),
-        needs_ground_truth=truth is not None and truth.default is inspect.Parameter.empty,
-        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
-        requires=built_in.requires,
-        timeout_score=built_in.timeout_score,
-    )
+    return arguments
+
+
+def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def _judge(config: JudgeConfig, path: str) -> Verifier:
@@ -169,7 +232,8 @@ def route_domains(rewards: Mapping[str, RewardConfig], path: str = "rewards") ->
 def check_prompts(
     routes: Mapping[str, str], verifiers: Mapping[str, Verifier], prompts: Iterable[Prompt], path: str
 ) -> list[ConfigProblem]:
-    """Prompts that no reward can judge: domains without one, and prompts without the ground truth it needs.
+    """Prompts that no reward can judge: domains without one, and prompts without the ground truth it needs, or
+    with one that it cannot read.
 
     ``verifiers`` is by reward name (reward models have none), ``path`` the configuration path of the prompts.
     """
@@ -184,6 +248,10 @@ def check_prompts(
         elif prompt.ground_truth is None and reward in verifiers and verifiers[reward].needs_ground_truth:
             message = f"prompt {prompt.prompt_id} has no ground truth, which `rewards.{reward}` needs"
             remedy = "give each prompt of this domain a `ground_truth` (or `answer`)"
+            problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))
+        elif reward in verifiers and (fault := verifiers[reward].fault_of(prompt.ground_truth)):
+            message = f"`rewards.{reward}` cannot judge prompt {prompt.prompt_id}: {fault}"
+            remedy = f"correct its `ground_truth` (docs/rewards.md), and those of other prompts of `{prompt.domain}`"
             problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))
     return list(problems.values())
 

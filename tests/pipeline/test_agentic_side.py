@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 from tiny import make_task
 
-from roll.agentic.tools.sandbox import Sandbox
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.configs.schema import EnvManagerConfig
 from roll.pipeline.agentic import TRAINING, VALIDATION, episode_tasks
 from roll.pipeline.algorithms import build_algorithms
 from roll.pipeline.preflight import prepare
+from roll.sandbox.sandbox import Sandbox
 
 
 @pytest.fixture(scope="module")

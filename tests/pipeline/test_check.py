@@ -12,6 +12,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
 from roll.pipeline.cli import main
 from roll.pipeline.preflight import look_up
+from roll.sandbox.sandbox import Sandbox
 from roll.strategies.infer import sglang_options
 
 GPUS = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml"
@@ -128,6 +129,18 @@ def test_a_judge_and_a_reward_model_are_needs_where_the_run_is_not(capsys, monke
 def test_a_judge_that_does_not_answer_is_a_problem_where_the_run_is(run, capsys):
     assert main(["check", run, JUDGED.replace("writing", "addition"), "stall_timeout_seconds=900"]) == 2
     assert "rewards.addition.judge.base_url: the judge cannot be asked" in capsys.readouterr().err
+
+
+def test_programs_that_could_not_be_run_here_are_a_problem(run, capsys, monkeypatch):
+    monkeypatch.setattr("roll.rewards.code.default_sandbox", lambda: Sandbox(levels=[]))
+    assert main(["check", run, "rewards.addition.verifier=code"]) == 2
+    assert "rewards.addition.verifier: the verifier `code`: no sandbox for untrusted code" in capsys.readouterr().err
+
+
+def test_tests_of_programs_that_cannot_be_read_are_a_problem(run, capsys):
+    assert main(["check", run, "rewards.addition.verifier=code"]) == 2
+    said = capsys.readouterr().err
+    assert "`rewards.addition` cannot judge prompt" in said and '"inputs"' in said
 
 
 def test_data_that_is_here_is_read(run, tmp_path, capsys):

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.rewards.records import PreparedVerifier, VerifierUnavailable
+
 if TYPE_CHECKING:
     from decimal import Decimal
 
@@ -38,6 +40,25 @@ def needs_more(response: str, groundtruth: str) -> float:
 
 def by_position(response, /) -> float:
     return 0.0
+
+
+class Prepared(PreparedVerifier):
+    """Made once; its calls take fields only."""
+
+    def __init__(self, timeout_seconds: float, *, limit: int = 1) -> None:
+        if limit > timeout_seconds:
+            raise ValueError("`limit` is too long")
+        self.max_concurrency = limit
+
+    def __call__(self, response: str, ground_truth: str) -> float:
+        return float(response == ground_truth)
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        if not isinstance(ground_truth, str):
+            raise ValueError("no text")
+
+    def check_machine(self) -> None:
+        raise VerifierUnavailable("no such machine")
 
 
 def process_id(response: str) -> int:

@@ -14,7 +14,14 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.schema import BUILTIN_VERIFIERS, RewardConfig
 from roll.data.records import Prompt
 from roll.rewards.records import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
-from roll.rewards.registry import BUILT_IN, check_prompts, checked_output, resolve_verifier, route_domains
+from roll.rewards.registry import (
+    BUILT_IN,
+    check_machine,
+    check_prompts,
+    checked_output,
+    resolve_verifier,
+    route_domains,
+)
 
 USER = "tests.rewards.sample_verifiers:"
 RECORD = RewardInput("p:1", "prompt", "abc", "truth", "sum", {"level": 4}, "length", 6, 3)
@@ -54,6 +61,17 @@ def test_async_functions_are_known_as_such():
     assert not resolve(USER + "length").is_async
 
 
+def test_an_object_is_made_of_its_arguments_and_called_with_fields():
+    verifier = resolve(USER + "Prepared", limit="2")
+    assert verifier(RECORD) == 0.0
+    assert (verifier.fields, verifier.arguments, verifier.max_concurrency) == (("response", "ground_truth"), {}, 2)
+    assert verifier.needs_ground_truth and not verifier.is_async
+    assert (verifier.fault_of("text"), verifier.fault_of(3)) == (None, "no text")
+    with pytest.raises(ConfigError, match="rewards.x.verifier: no such machine"):
+        check_machine(verifier, "rewards.x")
+    check_machine(resolve("exact"), "rewards.x")
+
+
 def test_the_schema_knows_the_built_in_verifiers():
     assert set(BUILT_IN) == set(BUILTIN_VERIFIERS)
     for name in BUILT_IN:
@@ -74,6 +92,8 @@ def test_the_schema_knows_the_built_in_verifiers():
         (USER + "detailed", {"scael": 1}, ".verifier_args.scael", "did you mean `scale`?"),
         (USER + "detailed", {"response": "x"}, ".verifier_args.response", "filled from the response"),
         (USER + "detailed", {"scale": "much"}, ".verifier_args.scale", "does not fit"),
+        (USER + "Prepared", {"limt": 3}, ".verifier_args.limt", "did you mean `limit`?"),
+        (USER + "Prepared", {"limit": 11}, ".verifier_args", "`limit` is too long"),
         ("exact", {"extract": "("}, ".verifier_args.extract", "valid regular expression"),
         ("builtins:max", {}, ".verifier", "signature cannot be read"),
     ],

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from roll.agentic.tools.base import Answer, Deadline, ToolUnavailable
-from roll.agentic.tools.sandbox import (
+from roll.sandbox.sandbox import (
     Limits,
     Sandbox,
     SandboxFailed,

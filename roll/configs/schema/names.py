@@ -16,7 +16,7 @@ INFER_STRATEGIES = ("hf_infer", "sglang", "vllm")
 """Generation engines."""
 SCORE_STRATEGIES = ("hf_infer",)
 """Engines of reward models."""
-BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym")
+BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym", "code")
 """Verifiers known by name; any other is an import path."""
 MODEL_REWARDS = ("reward_model", "judge")
 """Rewards that ask a model, with keys of their own; they are named where verifiers are."""

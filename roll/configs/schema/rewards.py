@@ -92,8 +92,8 @@ class RewardConfig:
 
     verifier: str = option(
         "",
-        help="`math`, `exact`, `numeric`, `reasoning_gym`, `reward_model`, `judge`, or the import path of a callable "
-        "`package.module:function`. See `docs/rewards.md`.",
+        help="`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, or the import path of a "
+        "callable `package.module:function`. See `docs/rewards.md`.",
     )
     verifier_args: dict[str, Any] = option(factory=dict, help="Keyword arguments of the verifier.")
     tag_included: list[str] = option(
@@ -103,7 +103,7 @@ class RewardConfig:
     timeout_seconds: float | None = option(
         None,
         help="Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the "
-        "worker is replaced. Default: 10, of a reward model 120, of a judge 600.",
+        "worker is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge 600.",
         range=POSITIVE,
     )
     max_retries: int = option(

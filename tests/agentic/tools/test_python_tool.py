@@ -7,7 +7,7 @@ import pytest
 from roll.agentic.env.math_tools import MathToolsEnv
 from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable, call_tool
 from roll.agentic.tools.python_tool import PythonTool
-from roll.agentic.tools.sandbox import Sandbox
+from roll.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made for Linux")
 

@@ -12,7 +12,7 @@ import errno
 import os
 import struct
 
-from roll.agentic.tools.jail import kernel
+from roll.sandbox.jail import kernel
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import resource
 
-from roll.agentic.tools.jail import filesystem, kernel, seccomp
-from roll.agentic.tools.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
+from roll.sandbox.jail import filesystem, kernel, seccomp
+from roll.sandbox.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
 
 TYPE_CHECKING = False  # not from `typing`, which takes longer to load than all of this
 if TYPE_CHECKING:

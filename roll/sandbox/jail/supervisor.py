@@ -12,10 +12,10 @@ import select
 import sys
 import time
 
-from roll.agentic.tools.jail import kernel
-from roll.agentic.tools.jail.folders import folder_bytes, remove_folder
-from roll.agentic.tools.jail.processes import count_and_memory, descendants, end_all_of_user
-from roll.agentic.tools.jail.program import Identity, Setup, Streams, identity_for, start
+from roll.sandbox.jail import kernel
+from roll.sandbox.jail.folders import folder_bytes, remove_folder
+from roll.sandbox.jail.processes import count_and_memory, descendants, end_all_of_user
+from roll.sandbox.jail.program import Identity, Setup, Streams, identity_for, start
 
 WATCH_SECONDS = 0.02
 _CHUNK = 65536

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from roll.agentic.tools.jail.kernel import SIGKILL
+from roll.sandbox.jail.kernel import SIGKILL
 
 FIRST_PRIVATE_UID = 2_000_000_000
 """A program started by root gets a user of its own: this, plus the process id of its supervisor."""

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from roll.agentic.tools.sandbox import Limits, Sandbox
+from roll.sandbox.sandbox import Limits, Sandbox
 
 if __name__ == "__main__":
     task = json.load(sys.stdin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from roll.agentic.tools.jail import kernel
+from roll.sandbox.jail import kernel
 
 WORK_FOLDER = "/tmp"
 PROGRAM_FILE = "/program.py"

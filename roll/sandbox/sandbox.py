@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.agentic.tools.jail.folders import remove_folder
+from roll.sandbox.jail.folders import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
@@ -36,8 +36,8 @@ KilledBecause = Literal["time", "cpu_time", "memory", "processes", "disk", "outp
 GRACE_SECONDS = 10.0
 """How long after the program's limit the supervisor may take to clean up, on a busy machine."""
 _MEBIBYTE = 2**20
-_PACKAGES = str(Path(__file__).resolve().parents[3])
-_START = "import sys; sys.path.append(sys.argv[1]); from roll.agentic.tools.jail.supervisor import main; main()"
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+_START = "import sys; sys.path.append(sys.argv[1]); from roll.sandbox.jail.supervisor import main; main()"
 _SHOWN = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache")
 _logger = logging.getLogger(__name__)
 

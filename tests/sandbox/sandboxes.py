@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import roll
-from roll.agentic.tools.sandbox import Level, Limits, Protections, Sandbox, SandboxResult
+from roll.sandbox.sandbox import Level, Limits, Protections, Sandbox, SandboxResult
 
 REPOSITORY = Path(roll.__file__).resolve().parent.parent
 SYSTEM_PYTHON = "/usr/bin/python3"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.agentic.tools.sandbox import Limits, Sandbox, SandboxUnavailable, run_python, run_python_async
-from tests.agentic.tools.sandboxes import SYSTEM_PYTHON, Kind, kinds
+from roll.sandbox.sandbox import Limits, Sandbox, SandboxUnavailable, run_python, run_python_async
+from tests.sandbox.sandboxes import SYSTEM_PYTHON, Kind, kinds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made for Linux")
 
@@ -395,7 +395,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     # Where the tests run as a job in the background of a shell, SIGINT is ignored, and programs inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    script = f"{heard}\nfrom roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    script = f"{heard}\nfrom roll.sandbox.sandbox import run_python; run_python({code!r})"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
     wait_until(lambda: processes_named(marker) != [])
     asking.send_signal(signal.SIGINT)
@@ -405,7 +405,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
 
 def test_a_program_ends_with_the_process_that_asked_for_it(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
-    script = f"from roll.agentic.tools.sandbox import run_python; run_python({code!r})"
+    script = f"from roll.sandbox.sandbox import run_python; run_python({code!r})"
     before = folders()
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     try:

@@ -1,0 +1,229 @@
+"""The tests that a program has to pass, as the ground truth of a prompt gives them.
+
+What a program should print or return never enters the process it runs in: the comparison is made here, with its output.
+Assertions are the exception, because they are code: they have to run where the program is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from roll.rewards.code_harness import asserting, calling, plain, sections
+from roll.sandbox.sandbox import SandboxResult
+
+FLOAT_TOLERANCE = 1e-6
+"""Relative and absolute, where a call should return a float."""
+
+_FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
+
+
+class Run(Protocol):
+    """One run of a program, which decides one test or several."""
+
+    @property
+    def tests(self) -> int:
+        """How many tests it decides."""
+
+    @property
+    def stdin(self) -> str:
+        """Standard input of the process."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """How long a right output is, about."""
+
+    def code(self, program: str) -> str:
+        """What the process runs."""
+
+    def passed(self, result: SandboxResult) -> int:
+        """How many tests are passed, going by what the process left."""
+
+
+@dataclass(frozen=True)
+class InputRun:
+    """A text on standard input, and what should be on standard output."""
+
+    stdin: str
+    expected: str
+    tests: int = 1
+
+    @property
+    def expected_bytes(self) -> int:
+        """See `Run`."""
+        return len(self.expected.encode("utf-8", "replace"))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return plain(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """1 if it ended by itself with status 0 and printed what it should."""
+        ended_well = result.killed_because is None and result.returncode == 0
+        return int(ended_well and _lines(result.stdout) == _lines(self.expected))
+
+
+@dataclass(frozen=True)
+class CallRun:
+    """One call of a function, and what it should return, as JSON has it (a tuple is a list)."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+    marker: str = field(default_factory=lambda: secrets.token_hex(16))
+    tests: int = 1
+
+    @property
+    def stdin(self) -> str:
+        """See `Run`."""
+        return sections(json.dumps([self.function, self.arguments]), self.marker)
+
+    @property
+    def expected_bytes(self) -> int:
+        """See `Run`."""
+        return len(json.dumps(self.expected))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return calling(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """1 if the call came back with what it should."""
+        _, marker, after = result.stdout.rpartition(self.marker)
+        if not marker:
+            return 0
+        try:
+            returned = json.loads(after.split("\n", 1)[0])
+        except (ValueError, RecursionError):  # cut off; or a number, or a nesting, beyond all bounds
+            return 0
+        return int(_equal(returned, self.expected))
+
+
+@dataclass(frozen=True)
+class AssertRun:
+    """Assertions, which run one after the other in the program's process. Each has a proof of its own, a random text
+    that the process is not given before the assertion has held."""
+
+    asserts: tuple[str, ...]
+    proofs: tuple[str, ...]
+    expected_bytes: int = 0
+
+    @property
+    def tests(self) -> int:
+        """See `Run`."""
+        return len(self.asserts)
+
+    @property
+    def stdin(self) -> str:
+        """See `Run`."""
+        return sections(*(each for pair in zip(self.asserts, self.proofs, strict=True) for each in pair))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return asserting(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """Those whose proof came out."""
+        return sum(proof in result.stdout for proof in self.proofs)
+
+
+def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
+    """The runs for a ground truth, its first ``max_tests`` tests only. Raises `ValueError` if it is none of the forms
+    of docs/rewards.md (a mapping, a list, or either as JSON text), or has no test."""
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as cause:
+            raise ValueError(f"the tests are text, but not JSON ({cause}); {_FORMS}") from cause
+    if isinstance(ground_truth, list):
+        ground_truth = {"asserts": ground_truth}
+    if not isinstance(ground_truth, Mapping):
+        raise ValueError(f"the tests are a {type(ground_truth).__name__}; {_FORMS}")
+    if "asserts" in ground_truth:
+        return _assert_runs(ground_truth, max_tests)
+    return _runs(ground_truth)[:max_tests]
+
+
+def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
+    _only(tests, "asserts")
+    asserts = [tests["asserts"]] if isinstance(tests["asserts"], str) else tests["asserts"]
+    if not isinstance(asserts, list) or not asserts or any(not isinstance(each, str) for each in asserts):
+        raise ValueError("`asserts` must be Python code, or a list of such texts with at least one")
+    kept = asserts[:max_tests]
+    for text in kept:
+        _check_code(text)
+    return [AssertRun(tuple(kept), tuple(secrets.token_hex(16) for _ in kept))]
+
+
+def _check_code(text: str) -> None:
+    """Assertions that cannot be compiled would fail every program."""
+    try:
+        compile(text, "asserts", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
+
+
+def _runs(tests: Mapping[str, Any]) -> list[Run]:
+    _only(tests, "inputs", "outputs", "fn_name", "entry_point")
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError(f"the tests have no lists `inputs` and `outputs`; {_FORMS}")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"{len(inputs)} `inputs` and {len(outputs)} `outputs` are no pairs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    names = [tests[key] for key in ("fn_name", "entry_point") if tests.get(key) is not None]
+    if not names:
+        return [InputRun(_text(given), _text(expected)) for given, expected in pairs]
+    name = names[0]
+    if not isinstance(name, str) or not name.isidentifier() or len(set(names)) > 1:
+        raise ValueError(f"{', '.join(map(repr, names))} is no name of a function")
+    for given, _ in pairs:
+        if not isinstance(given, list):
+            raise ValueError(f"the input {str(given)[:80]!r} of `{name}` is no list of arguments")
+    return [CallRun(name, given, expected) for given, expected in pairs]
+
+
+def _only(tests: Mapping[str, Any], *known: str) -> None:
+    strange = [key for key in tests if key not in known]
+    if strange:
+        raise ValueError(f"the tests have `{strange[0]}`, which is not read beside {', '.join(known)}; {_FORMS}")
+
+
+def _text(value: Any) -> str:
+    """Text, or a list of its lines."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:80]!r} is no text for standard input or output (set `fn_name` to call)")
+    return value
+
+
+def _lines(text: str) -> list[str]:
+    """Without white space at the ends of lines, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _equal(returned: Any, expected: Any) -> bool:
+    """As Python compares, but for rounding where a float is expected."""
+    if isinstance(expected, float) and isinstance(returned, int | float):
+        return _close(returned, expected)
+    if isinstance(expected, Mapping) and isinstance(returned, Mapping):
+        return returned.keys() == expected.keys() and all(_equal(returned[key], expected[key]) for key in expected)
+    if _is_list(expected) and _is_list(returned):
+        return len(returned) == len(expected) and all(map(_equal, returned, expected))
+    return bool(returned == expected)
+
+
+def _close(returned: float, expected: float) -> bool:
+    try:
+        return math.isclose(returned, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
