@@ -105,7 +105,7 @@ bench-logprobs: venv
 	$(RUN) benchmarks/logprob_memory.py
 
 # About ten minutes, and 4 GiB.
-bench-memory: venv
+bench-memory: venv-for-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/memory_estimate.py
 
 # About half an hour the first time; what is done is kept in output/offpolicy_lab.

@@ -27,6 +27,7 @@ ADVICE = {
     "checkpoint_config": "write `save_steps`, `max_ckpt_to_keep` and `output_dir`; nothing is uploaded",
     "hydra": "remove it: a run is one file",
     "defaults": "remove it: a run is one file",
+    "use_local": "remove it: `verifier: code` runs programs in the sandbox of its own machine",
     "pipeline_cls": "write `pipeline: rlvr` or `pipeline: agentic`",
     "rpc_timeout": _WAITS,
     "backend_timeout": _WAITS,
