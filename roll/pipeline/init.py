@@ -45,7 +45,7 @@ QUESTIONS = (
     Question("model", "model: a folder, or a hub name", "Qwen/Qwen2.5-0.5B-Instruct"),
     Question("data", "prompts: a JSONL file (`prompt`, `ground_truth`, `domain`)", "data/train.jsonl"),
     Question("domain", "domain of these prompts", "math"),
-    Question("verifier", "verifier: math, exact, numeric, or my_module:my_function", "math"),
+    Question("verifier", "verifier: math, exact, numeric, code, or my_module:my_function", "math"),
     Question("device", "devices: cuda or cpu", "cuda"),
     Question("devices", "how many of them", "2"),
 )
