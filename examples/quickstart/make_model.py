@@ -233,6 +233,7 @@ def main() -> None:
     started = time.monotonic()
     warmed = existing(arguments.out, arguments.seed)
     if warmed is None:
+        print("making a model that adds badly, by supervised steps; about two minutes", flush=True)
         warmed = make(arguments.out, arguments.seed, WarmUp(steps=arguments.steps))
         print(f"made {arguments.out / 'model'} in {time.monotonic() - started:.0f} s and {warmed.steps} steps")
     else:

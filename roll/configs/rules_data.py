@@ -215,7 +215,9 @@ def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         return
     if config.eval_steps == 0:
         yield ConfigProblem(
-            "validation", "has no effect: eval_steps is 0", "set `eval_steps` to how often, or remove this section"
+            "validation",
+            "has no effect: eval_steps is 0",
+            "set `eval_steps` to how often, or remove this section (on the command line: `validation=null`)",
         )
     yield from greedy_is_plain(config.validation.generating_args)
     trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]

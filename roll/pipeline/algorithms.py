@@ -174,11 +174,14 @@ def _policy_problems(
     weighted = correction is not None and correction.weight is not None
     why = _why_uncorrected(config, traits, weighted)
     if why and not config.allow_uncorrected_off_policy:
+        recomputed = traits.corrects and config.old_logprobs == "recompute"
+        choice = "leave out `old_logprobs: recompute`" if recomputed else "choose a loss that corrects, such as `ppo`"
         remedy = (
-            "choose `ppo`, `tis` or another loss with `old_logprobs: behaviour`, add `train_infer_correction.weight`, "
-            "make every batch fresh and one optimizer step, or set `allow_uncorrected_off_policy: true` to experiment"
+            f"{choice}, add `train_infer_correction.weight`, train once on fresh samples (`async_generation_ratio: 0` "
+            "and one optimizer step a batch), or set `allow_uncorrected_off_policy: true` to experiment"
         )
-        yield ConfigProblem("actor_train.pg_variant", f"{name} would train on samples as if fresh: {why}", remedy)
+        path = "old_logprobs" if recomputed else "actor_train.pg_variant"
+        yield ConfigProblem(path, f"{name} would train on samples as if fresh: {why}", remedy)
     elif not why and config.allow_uncorrected_off_policy:
         message = "true has no effect: nothing stale goes uncorrected here"
         yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")

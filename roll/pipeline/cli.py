@@ -302,7 +302,19 @@ def _run_quietly(
     status_file.ending()
     status = recorder.close(*outcome)
     say(f"files and logs of the run: {run.root}")
+    if status == "interrupted":
+        say(_how_to_go_on(run))
     return status
+
+
+def _how_to_go_on(run: RunDirectory) -> str:
+    from roll.pipeline.checkpoints import saved_steps
+
+    again = f"the same command with resume_from_checkpoint={run.root}"
+    steps = saved_steps(run.checkpoints)
+    if not steps:
+        return f"no checkpoint was saved (`save_steps`): {again} begins again there"
+    return f"to go on after step {steps[-1]}: {again}"
 
 
 async def to_its_end(

@@ -52,12 +52,12 @@ def test_rarely_published_weights_are_off_policy_too(tmp_path):
 
 def test_recomputed_logprobs_hide_staleness_and_need_a_correction(tmp_path):
     off_policy = {"async_generation_ratio": 1, "old_logprobs": "recompute"}
-    assert "recomputed log-probabilities" in problems(tmp_path, **off_policy)["actor_train.pg_variant"]
+    assert "recomputed log-probabilities" in problems(tmp_path, **off_policy)["old_logprobs"]
     built = build(tmp_path, **off_policy, train_infer_correction=WEIGHT)
     assert built.objective.anchor == "proximal" and built.objective.corrected
     assert {"proximal_logprobs", "correction_weights"} <= set(built.objective.token_fields)
     rejection = {"reject": [{"level": "sequence", "upper": 4.0}]}
-    assert "actor_train.pg_variant" in problems(tmp_path, **off_policy, train_infer_correction=rejection)
+    assert "old_logprobs" in problems(tmp_path, **off_policy, train_infer_correction=rejection)
     build(tmp_path, **off_policy, allow_uncorrected_off_policy=True)
 
 
@@ -101,7 +101,7 @@ def test_a_weight_on_top_of_a_behaviour_ratio_counts_twice_but_rejection_does_no
 def test_a_ratio_that_is_always_one_is_an_error(tmp_path, name):
     changes = {"actor_train__pg_variant": name, "old_logprobs": "recompute"}
     assert "exactly 1" in problems(tmp_path, **changes)["old_logprobs"]
-    assert "as if fresh" in problems(tmp_path, **changes, async_generation_ratio=1)["actor_train.pg_variant"]
+    assert "as if fresh" in problems(tmp_path, **changes, async_generation_ratio=1)["old_logprobs"]
     build(tmp_path, **changes, **SEVERAL_STEPS)
 
 

@@ -206,6 +206,7 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(task, command, signal_
     assert run.process.returncode == 1
     assert run.summary["status"] == "interrupted"
     assert "Traceback" not in output
+    assert f"(`save_steps`): the same command with resume_from_checkpoint={run.out} begins again there" in output
 
 
 def test_a_killed_driver_takes_its_processes_along_and_never_looks_like_a_success(task, command):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll.tracking.files import write_atomically
+from roll.tracking.report.findings import findings
 from roll.tracking.report.page import render_page
 from roll.tracking.report.run_files import NoRun, read_run
 
@@ -21,7 +22,8 @@ examples:
   roll report output/quickstart/latest
   roll report output/quickstart/latest --output report.html
 
-Works while the run goes on, too: call it again for a newer page. docs/report.md says what each part means.
+What slows the run down is said here, too, the most costly first. Works while the run goes on: call it again for a newer
+page. docs/report.md says what each part means.
 exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
 """
 
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         return NOT_WRITTEN
     for reason in run.absent.values():
         print(f"left out: {reason}")
+    for place, finding in enumerate(findings(run), start=1):
+        print(f"{place}. {finding.text} {finding.remedy}".rstrip())
     print(f"report of {root}: {target.resolve()} ({target.stat().st_size / 1e6:.2f} MB)")
     return WRITTEN
 

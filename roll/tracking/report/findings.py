@@ -85,8 +85,9 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
         yield Finding(
             engine,
             f"The engine waits for the trainer: training is the slower side; {numbers}.",
-            "Give the trainer more devices, or larger micro-batches, or the engine fewer. What the engine has to spare "
-            "can go into more samples per prompt.",
+            "Give the trainer more devices (`actor_train.device_mapping`) or the engine fewer, larger micro-batches "
+            "(`max_tokens_per_microbatch_in_train`, where a step has several) or packed ones (`use_sequence_packing`). "
+            f"What the engine has to spare can go into more samples per prompt.{_too_far_ahead(run)}",
             evidence,
         )
     else:
@@ -97,6 +98,14 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
             "shorten responses.",
             evidence,
         )
+
+
+def _too_far_ahead(run: RunFiles) -> str:
+    """Of an engine that waits anyway."""
+    ratio = run.config.get("async_generation_ratio")
+    if not isinstance(ratio, int | float) or ratio <= 1:
+        return ""
+    return f" Generating {ratio:g} steps ahead only makes tokens older here: `async_generation_ratio: 1` is enough."
 
 
 def _both_wait(run: RunFiles, numbers: str, evidence: str, engine: float, trainer: float) -> Finding:

@@ -13,6 +13,7 @@ import pytest
 
 from roll.pipeline.cli import main
 from roll.tracking.metrics import read_metrics
+from roll.tracking.report.findings import findings
 from roll.tracking.report.page import render_page
 from roll.tracking.report.run_files import read_run
 
@@ -185,6 +186,15 @@ def test_the_command_writes_where_it_is_told(make_run, tmp_path, capsys):
     assert "there is no timeline.json" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert not (run.root / "report.html").exists()
+
+
+def test_the_command_says_what_the_verdict_of_the_page_says(make_run, capsys):
+    run = make_run()
+    assert main(["report", str(run.root)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    found = findings(read_run(run.root))
+    expected = [f"{place}. {each.text} {each.remedy}".rstrip() for place, each in enumerate(found, 1)]
+    assert expected and [line for line in said if line[0].isdigit()] == expected
 
 
 def test_the_command_loads_no_heavy_library(make_run):

@@ -126,6 +126,14 @@ def test_the_first_finding_is_what_costs_most(run, words):
     assert words in findings(run)[0].text
 
 
+def test_a_ratio_that_only_makes_tokens_older_is_named():
+    def remedy(ratio, engine, trainer):
+        return findings(run_with(engine, trainer, {**APART, "async_generation_ratio": ratio}))[0].remedy
+
+    assert "`async_generation_ratio: 1` is enough" in remedy(2, 0.6, 0.1)
+    assert "is enough" not in remedy(1, 0.6, 0.1) + remedy(2, 0.1, 0.6)
+
+
 def test_the_first_step_is_not_counted_where_others_tell():
     run = run_with(0.6, 0.1)
     run.metrics[0].update({"idle/actor_infer": 0.0, "time/step": 1000.0})
