@@ -45,8 +45,7 @@ STRATEGY_PACKAGES = {
     ),
     "megatron_train": StrategyPackage("megatron", 'pip install "roll[megatron]"'),
 }
-
-
+"""By strategy."""
 TRANSFORMERS_STRATEGIES = ("fsdp2_train", "deepspeed_train", "hf_infer")
 """Strategies whose attention is `model_args.attn_implementation`; other engines have their own."""
 
@@ -112,22 +111,24 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
     strategies = {role.strategy_args.strategy_name for role in derived.present_roles(config).values()}
     for strategy in sorted(strategies & STRATEGY_PACKAGES.keys()):
         package = STRATEGY_PACKAGES[strategy]
-        here = _installed(package.name)
-        yield Need(f"package {package.name}", "installed" if here else f"not installed here: {package.install}", here)
-        if not here and package.tells is not None:
+        need = _package(package.name, package.install)
+        yield need
+        if not need.here and package.tells is not None:
             state = f"not checked here: {package.tells}, which only the package knows"
             yield Need(f"options of {strategy}", state, False)
     if config.actor_train.model_args.lora_target is not None:
-        here = _installed("peft")
-        yield Need("package peft", "installed" if here else 'not installed here: pip install "roll[lora]"', here)
+        yield _package("peft", 'pip install "roll[lora]"')
     if any(
         role.model_args.attn_implementation == "flash_attention_2"
         and role.strategy_args.strategy_name in TRANSFORMERS_STRATEGIES
         for role in derived.roles_and_reward_models(config).values()
     ):
-        here = _installed("flash_attn")
-        remedy = "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`"
-        yield Need("package flash_attn", "installed" if here else f"not installed here: {remedy}", here)
+        yield _package("flash_attn", "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`")
+
+
+def _package(name: str, install: str) -> Need:
+    here = _installed(name)
+    return Need(f"package {name}", "installed" if here else f"not installed here: {install}", here)
 
 
 def _trackers(config: PipelineConfig) -> Iterator[Need]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import ray
 
 from roll.data.imports import import_object
+from roll.data.ports import free_port
 from roll.distributed.allocator import return_large_blocks
 from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.heartbeat import Beat
@@ -130,15 +131,6 @@ class WorkerProcess:
         while True:
             self._loop_beat = time.monotonic()
             await asyncio.sleep(LOOP_BEAT_SECONDS)
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def split_devices(devices: Sequence[int], per_worker: int) -> list[list[int]]:

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from roll.configs.checks import check_config
@@ -49,6 +48,7 @@ _COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" 
 _EPILOG = f"""\
 commands:
 {_COMMANDS}
+  roll --version
 
 examples:
   roll train examples/quickstart/rlvr.yaml
@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other = other_command(arguments[0]) if arguments else None
     if other is not None:
         return printed(partial(other, arguments[1:]))
+    if arguments == ["--version"]:
+        say(f"roll {_version()}")
+        return SUCCESS
     if (wrong := _no_command(arguments)) is not None:
         say(wrong, error=True)
         return BAD_CONFIGURATION
@@ -174,7 +177,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"roll {_version()}")
     if trains:
         parser.add_argument("command", choices=["train"], help="run the training that FILE describes")
         parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
@@ -187,6 +189,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("roll")
     except PackageNotFoundError:
@@ -303,18 +307,21 @@ def _run_quietly(
     status = recorder.close(*outcome)
     say(f"files and logs of the run: {run.root}")
     if status == "interrupted":
-        say(_how_to_go_on(run))
+        say(how_to_go_on(run))
     return status
 
 
-def _how_to_go_on(run: RunDirectory) -> str:
-    from roll.pipeline.checkpoints import saved_steps
+def how_to_go_on(run: RunDirectory) -> str:
+    """What the user of an interrupted run can do, by the checkpoints that are whole."""
+    from roll.pipeline.checkpoints import newest_whole
 
     again = f"the same command with resume_from_checkpoint={run.root}"
-    steps = saved_steps(run.checkpoints)
-    if not steps:
-        return f"no checkpoint was saved (`save_steps`): {again} begins again there"
-    return f"to go on after step {steps[-1]}: {again}"
+    newest, damages = newest_whole(run.checkpoints)
+    if newest is not None:
+        return f"to go on after step {newest.step}: {again}"
+    if damages:
+        return "no checkpoint is whole: begin a new run in another folder"
+    return f"no checkpoint was saved (`save_steps`): {again} begins again there"
 
 
 async def to_its_end(

@@ -107,7 +107,8 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("\nnothing was written", file=sys.stderr)
+        path.unlink(missing_ok=True)
+        print("\ninterrupted; nothing was written", file=sys.stderr)
         return FAILED
     except EOFError:
         print("nobody answers; give flags and --yes", file=sys.stderr)

@@ -23,6 +23,7 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from roll.tracking.output import say
 from roll.tracking.summary import validation_accuracy
 
 _logger = logging.getLogger(__name__)
@@ -167,10 +168,7 @@ class Console:
 def say_beside(text: str) -> None:
     """A line of somebody else, on what `sys.stderr` is at the moment: above a live view, and not inside it. May come
     from any thread; a reader that went away is told of elsewhere."""
-    try:
-        print(_without_control(text), file=sys.stderr)
-    except OSError as error:
-        _logger.info("not shown (%s): %s", error, text)
+    say(_without_control(text), error=True)
 
 
 def plain_line(progress: Progress, now: float) -> str:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from roll.distributed.allocator import _SETTINGS
+
 HELD_AFTER_FREEING = """
 import re, sys, threading
 from roll.distributed.allocator import return_large_blocks
@@ -36,7 +38,7 @@ thread.join()
 
 def held_after_freeing(how, **environment):
     command = [sys.executable, "-c", HELD_AFTER_FREEING, how]
-    env = {**{name: value for name, value in os.environ.items() if "MALLOC" not in name}, **environment}
+    env = {**{name: value for name, value in os.environ.items() if name not in _SETTINGS}, **environment}
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.split()
     return said[:-1], int(said[-1])
 

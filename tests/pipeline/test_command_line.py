@@ -328,6 +328,11 @@ def test_a_reader_that_went_away_does_not_fail_the_run(task):
     assert json.loads((out / "summary.json").read_text())["status"] == "success"
 
 
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("roll ")
+
+
 def test_help_teaches_the_command(task):
     finished = run_command(task, "--help")
     assert finished.exit_code == 0

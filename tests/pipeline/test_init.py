@@ -80,6 +80,16 @@ def test_ctrl_c_at_a_question_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [] and "nothing was written" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_it_is_checked_leaves_no_file(tmp_path, capsys, monkeypatch):
+    def interrupted(config):
+        assert (tmp_path / "mine.yaml").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("roll.pipeline.init.check_elsewhere", interrupted)
+    assert main([str(tmp_path / "mine.yaml"), "--yes"]) == 1
+    assert list(tmp_path.iterdir()) == [] and "nothing was written" in capsys.readouterr().err
+
+
 def test_a_file_that_is_there_is_left_alone(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("mine")

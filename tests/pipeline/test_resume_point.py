@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config
 from roll.pipeline.checkpoints import checkpoint_folder, saved_steps
+from roll.pipeline.cli import how_to_go_on
 from roll.pipeline.resume import PUT_ASIDE_KEPT, find_resume_point, look_again, take_out_of_the_way
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import JsonLines, read_json_lines
@@ -328,3 +329,15 @@ def test_what_came_after_the_step_is_taken_out_of_the_way(run):
     ]  # fmt: skip
     assert [record["step"] for record in read_json_lines(run.metrics)] == [0, 1, 2]
     assert [record["step"] for record in read_json_lines(run.samples)] == [0, 1, 2]
+
+
+def test_an_interrupted_run_names_the_checkpoint_that_a_resume_would_take(tmp_path):
+    run = RunDirectory.create(str(tmp_path / "run"), "x")
+    assert "begins again there" in how_to_go_on(run)
+    make_checkpoint(run, 2)
+    make_checkpoint(run, 4)
+    assert how_to_go_on(run) == f"to go on after step 4: the same command with resume_from_checkpoint={run.root}"
+    (checkpoint_folder(run.checkpoints, 4) / "state" / "checkpoint.json").write_text("{")
+    assert "after step 2" in how_to_go_on(run)
+    (checkpoint_folder(run.checkpoints, 2) / "state" / "checkpoint.json").unlink()
+    assert how_to_go_on(run) == "no checkpoint is whole: begin a new run in another folder"

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.configs.errors import ConfigError
 from roll.configs.schema import JudgeConfig
-from roll.distributed.worker import free_port
+from roll.data.ports import free_port
 from roll.rewards.judge import Judge
 from roll.rewards.judge_preflight import check_judge
 from roll.rewards.records import RewardGaveUp

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Kind:
         script = Path(__file__).with_name("run_in_sandbox.py")
         done = subprocess.run(
             [SYSTEM_PYTHON, str(script)], input=task, capture_output=True, text=True, timeout=120, cwd="/",
-            env={"PYTHONPATH": str(REPOSITORY), **secrets_of_this_process()},
+            env={"PYTHONPATH": str(REPOSITORY), "TMPDIR": tempfile.gettempdir(), **secrets_of_this_process()},
             user=NOBODY, group=NOBODY, extra_groups=[],
         )  # fmt: skip
         if done.returncode != 0:

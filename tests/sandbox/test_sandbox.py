@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,16 @@ def marker() -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(marker: str):
-    before = folders()
-    yield
+def programs(marker: str, monkeypatch) -> Iterator[Path]:
+    """Where the folders of programs are made, in which nothing may be left: the test's own, as other tests run programs
+    at the same time, and one that every user may write into."""
+    folder = Path(tempfile.mkdtemp(prefix="roll-tests-"))
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
     assert processes_named(marker) == []
-    assert folders() <= before
-
-
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("roll-sandbox-*"))
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
 
 
 def processes_named(name: str) -> list[int]:
@@ -396,25 +398,26 @@ def test_interrupting_the_caller_ends_the_program(marker):
     # Where the tests run as a job in the background of a shell, SIGINT is ignored, and programs inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     script = f"{heard}\nfrom roll.sandbox.sandbox import run_python; run_python({code!r})"
-    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE)
     wait_until(lambda: processes_named(marker) != [])
     asking.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in asking.communicate(timeout=60)[1]
     wait_until(lambda: processes_named(marker) == [])
 
 
-def test_a_program_ends_with_the_process_that_asked_for_it(marker):
+def test_a_program_ends_with_the_process_that_asked_for_it(marker, programs):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     script = f"from roll.sandbox.sandbox import run_python; run_python({code!r})"
-    before = folders()
-    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+    environment = os.environ | {"TMPDIR": str(programs)}
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment)
     try:
         wait_until(lambda: processes_named(marker) != [])
+        assert list(programs.iterdir()) != []
     finally:
         asking.kill()
         asking.wait()
     wait_until(lambda: processes_named(marker) == [])
-    wait_until(lambda: folders() <= before)
+    wait_until(lambda: list(programs.iterdir()) == [])
 
 
 def wait_until(condition) -> None:

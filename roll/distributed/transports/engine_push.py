@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from roll.distributed.worker import free_port
+from roll.data.ports import free_port
 from roll.strategies.infer.vllm_options import WEIGHT_BACKENDS
 from roll.strategies.weights import dtype_name, tensor_checksum
 

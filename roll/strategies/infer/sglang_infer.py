@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from roll.data.ports import free_port
 from roll.strategies.infer.admitted import AdmittedRequests, Drains
 from roll.strategies.infer.base import (
     Completion,
@@ -113,7 +113,7 @@ class SGLangInferStrategy:
             trust_remote_code=spec.trust_remote_code,
             tensor_parallel_size=self._tensor_parallel_size,
             sleeps=self._sleeps,
-            port=_free_loopback_port(),
+            port=free_port(),
             api_key=secrets.token_hex(16),
         )
         self._overlaps = not arguments["disable_overlap_schedule"]
@@ -485,10 +485,3 @@ async def _tell_of_abort(server: SGLangServer, engine_id: str) -> None:
         await server.call("/abort_request", {"rid": engine_id})
     except (CallRefused, EngineFailed):
         return
-
-
-def _free_loopback_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

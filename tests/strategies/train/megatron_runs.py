@@ -13,6 +13,7 @@ from torch.distributed import FileStore
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import TrainingArguments
+from roll.data.ports import free_port
 from roll.data.records import SampleBatch
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
@@ -20,7 +21,7 @@ from roll.strategies.train.export import save
 from roll.strategies.train.microbatches import MicroBatchLimits
 from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.megatron_models import VOCABULARY
-from tests.strategies.train.trainers import free_ports, trainer_setup
+from tests.strategies.train.trainers import trainer_setup
 
 TRAINING = TrainingArguments(
     learning_rate=3e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=1.0, adam_epsilon=1e-3
@@ -96,7 +97,7 @@ def _rank(rank: int, runs: list[Run], board: str, folder: str) -> None:
     ports = FileStore(board)
     for run in runs:
         if rank == 0:
-            ports.set(run.name, str(free_ports(1)[0]))
+            ports.set(run.name, str(free_port()))
         if rank < run.ranks:
             port = int(ports.get(run.name))
             np.savez(f"{folder}/{run.name}-{rank}.npz", **observe(run, rank, port, folder))

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from roll.data.ports import free_port
 from roll.strategies.train import build_forward_strategy, build_train_strategy
 from roll.strategies.train.base import ForwardStrategy, TrainStrategy
 from tests.strategies.train import megatron_cpu_shim
-from tests.strategies.train.trainers import free_ports, trainer_setup
+from tests.strategies.train.trainers import trainer_setup
 
 Work = Callable[[TrainStrategy, Any], Any] | Callable[[ForwardStrategy, Any], Any]
 """What a rank does with its trainer (or with what drives a forward-only role): a function of a test module, (trainer,
@@ -63,7 +64,7 @@ class Meeting:
         """Of the next trainer; all ranks have left the one before."""
         self.everybody.wait()
         if rank == 0:
-            self.port.value = free_ports(1)[0]
+            self.port.value = free_port()
         self.everybody.wait()
         return self.port.value
 

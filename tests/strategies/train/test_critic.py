@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import TrainingArguments
+from roll.data.ports import free_port
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.export import save
 from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.tiny_models import make_batch, weights_of, write_model
-from tests.strategies.train.trainers import free_ports, trainer_setup
+from tests.strategies.train.trainers import trainer_setup
 
 LEARNING = TrainingArguments(learning_rate=0.02, max_grad_norm=0.0)
 OBJECTIVE = ValueObjective(8)
@@ -137,7 +138,7 @@ def rank_of_two(rank, model_path, port, folder):
 
 
 def test_two_ranks_train_the_same(start, model_path, tmp_path):
-    torch.multiprocessing.spawn(rank_of_two, (model_path, free_ports(1)[0], str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(rank_of_two, (model_path, free_port(), str(tmp_path)), nprocs=2)
     trainer = start(model_path)
     losses = [trainer.train_step(with_returns(seed), OBJECTIVE, 1.0)["loss"] for seed in range(3)]
     values = trainer.values(with_returns())

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.data.ports import free_ports
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
 from roll.strategies.train.export import save
 from roll.strategies.train.fsdp2 import sharding_policies
 from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
-from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
+from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
 
 def build(model_path, **changes):

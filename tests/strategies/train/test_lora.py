@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.data.ports import free_ports
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.export import save
 from roll.strategies.train.lora import UnknownTarget, resolve_targets
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
-from tests.strategies.train.trainers import ALMOST_SGD, free_ports, trainer_setup
+from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
 SOME = {"lora_target": "q_proj, down_proj", "lora_rank": 3, "lora_alpha": 5}
 """Two kinds of layers, with and without a bias; a rank that two processes do not share evenly."""

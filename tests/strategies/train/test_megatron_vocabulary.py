@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from roll.algorithms.logprobs import token_logprobs_and_entropy
+from roll.data.ports import free_port
 from roll.strategies.train.megatron.vocabulary import parallel_logprobs_and_entropy
-from tests.strategies.train.trainers import free_ports
 
 RANKS = 2
 ROWS, WIDTH = 3, 5
@@ -59,4 +59,4 @@ def compare_all(rank: int, port: int) -> None:
 
 def test_shares_of_a_vocabulary_give_what_the_whole_gives():
     """Shares of equal size, one with padding, one of nothing but padding; any number of chunks."""
-    torch.multiprocessing.spawn(compare_all, (free_ports(1)[0],), nprocs=RANKS)
+    torch.multiprocessing.spawn(compare_all, (free_port(),), nprocs=RANKS)

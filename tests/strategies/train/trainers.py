@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from typing import Any
 
 from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.data.ports import free_port
 from roll.strategies.train.microbatches import MicroBatchLimits
 from roll.strategies.train.setup import TrainerSetup
 
 ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
 """With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports, as all are held until the last one is found."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for server in servers:
-            server.bind(("127.0.0.1", 0))
-        return [server.getsockname()[1] for server in servers]
 
 
 def trainer_setup(
@@ -38,7 +28,7 @@ def trainer_setup(
         "rank": 0,
         "world_size": 1,
         "master_address": "127.0.0.1",
-        "master_port": port or free_ports(1)[0],
+        "master_port": port or free_port(),
         "device": "cpu",
         "model_args": ModelArguments(),
         "training_args": TrainingArguments(),

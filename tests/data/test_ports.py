@@ -1,0 +1,44 @@
+"""Ports that are told now and opened later."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from roll.data.ports import PORTS, free_port, free_ports
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def test_they_differ_and_can_be_opened():
+    ports = free_ports(50)
+    assert len(set(ports)) == 50 and set(ports) <= set(PORTS)
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_a_port_in_use_is_not_given(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("roll.data.ports.PORTS", [port])
+        monkeypatch.setattr("roll.data.ports._TRIALS", 1)
+        with pytest.raises(OSError, match=f"1 TCP ports from {port} to {port} were tried, and none is free"):
+            free_port()
+    assert free_port() == port
+
+
+@pytest.mark.skipif(not EPHEMERAL.exists(), reason="another system")
+def test_no_outgoing_connection_can_take_one():
+    low, high = map(int, EPHEMERAL.read_text().split())
+    assert not set(PORTS) & set(range(low, high + 1))
+
+
+def test_processes_with_the_same_seed_choose_differently():
+    random.seed(0)
+    first = free_ports(5)
+    random.seed(0)
+    assert free_ports(5) != first
