@@ -1,9 +1,9 @@
 """TCP ports for processes that meet later.
 
 A port is chosen now, told to others, and opened seconds or minutes afterwards. From the range that systems give to
-outgoing connections (on Linux 32768 to 60999) any connection could take it in between, and the run would end with
-"address already in use". So it comes from below, above the ports that Ray gives to its workers (10002 to 19999) and
-below those that Kubernetes gives to services (30000 to 32767).
+outgoing connections (on Linux 32768 to 60999, unless set otherwise) any connection could take it in between, and the
+run would end with "address already in use". So it comes from below, above the ports that Ray gives to its workers
+(10002 to 19999) and below those that Kubernetes gives to services (30000 to 32767).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TRIALS = 100
 
 
 def free_port() -> int:
-    """A TCP port that is free on all interfaces of this host, and that no outgoing connection takes."""
+    """A TCP port that is free on all interfaces of this host, from `PORTS`."""
     return free_ports(1)[0]
 
 

@@ -167,7 +167,7 @@ class Console:
 
 def say_beside(text: str) -> None:
     """A line of somebody else, on what `sys.stderr` is at the moment: above a live view, and not inside it. May come
-    from any thread; a reader that went away is told of elsewhere."""
+    from any thread; where nobody can read it, it is lost."""
     say(_without_control(text), error=True)
 
 

@@ -41,7 +41,7 @@ def test_nan_leaves_the_weight_as_it_was_and_the_next_measurement_counts():
     assert controller.coef == pytest.approx(0.1 * 1.02)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     kl=st.floats(allow_nan=True, allow_infinity=True),
     samples=st.integers(0, 10**9),

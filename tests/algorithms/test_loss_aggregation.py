@@ -28,7 +28,7 @@ def test_value_is_the_closed_form_and_empty_sequences_count_nowhere(mode, expect
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 5))
 def test_parts_add_up_to_the_whole_in_any_order(mode, seed, cut):
     generator = torch.Generator().manual_seed(seed)

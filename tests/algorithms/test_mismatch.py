@@ -23,7 +23,6 @@ def measured(difference, mask=None):
     return {name.removeprefix("mismatch/"): value for name, value in metrics.items()}
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-6, 1e-3, 0.1, 5.0]))
 def test_the_figures_are_those_of_the_differences(seed, scale):
     difference = np.random.default_rng(seed).normal(0.2 * scale, scale, (6, 50))
@@ -111,7 +110,7 @@ def test_only_response_tokens_of_the_trainers_own_version_count():
     assert mismatch_of(metrics_of(objective, data)) == pytest.approx(found)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), labels=st.lists(st.integers(0, 3), min_size=ROWS, max_size=ROWS))
 def test_the_figures_do_not_depend_on_how_the_batch_is_split(seed, labels):
     data = tensors(seed)

@@ -19,7 +19,7 @@ ROWS = 5
 TENSORS = ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs")
 ANCHORS = st.sampled_from(["behaviour", "proximal"])
 SEEDS = st.integers(0, 10_000)
-some = settings(deadline=None, max_examples=12)
+some = settings(max_examples=12)
 """Examples for each loss; there are enough losses for some hundred of them."""
 
 

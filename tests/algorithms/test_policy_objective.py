@@ -74,7 +74,7 @@ def assert_no_split_matters(objective, tensors, labels):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_any_split_gives_the_same_loss_gradients_and_metrics(mode, seed, labels):
     objective = PolicyObjective(9, "tis", {"upper": 2.0}, mode, use_kl_loss=True, entropy_loss_coef=0.1)
@@ -196,7 +196,7 @@ def full_tensors(seed):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_no_variant_depends_on_the_split_whatever_is_left_of_the_batch(name, seed, labels):
     objective = PolicyObjective(9, name, anchor="proximal", corrected=True, max_lag=2, lags_capped=True)

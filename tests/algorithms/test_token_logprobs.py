@@ -202,7 +202,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen):
         assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, expected[i])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_splitting_and_permuting_positions_splits_and_permutes_the_results(data):
     count = data.draw(st.integers(2, 9), "positions")

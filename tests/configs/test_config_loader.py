@@ -288,7 +288,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(write, tree):
     assert load_config(write(dump_config(config))) == config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(codec="utf-8"), max_size=20) | st.text("$\\{}?:a.~", max_size=12))
 @example("\x85")
 @example("a\u2028b")
@@ -308,13 +308,13 @@ def test_secrets_are_masked_in_dumps_and_messages(write):
 
 def test_loading_is_light_and_fast(write, tree):
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time; start = time.process_time()\n"
         "import roll.configs.plan, roll.configs.reference\n"
         "from roll.configs import check_config, load_config\n"
         "check_config(load_config(sys.argv[1], ['max_steps=3', 'exp_name=x-${max_steps}']))\n"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "print(time.perf_counter() - start)"
+        "print(time.process_time() - start)"
     )
     command = [sys.executable, "-c", code, str(write(tree))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -51,7 +51,7 @@ def after_in(tokenizer, sampled_text: str, observation: str = "a wall", **option
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     has_system=st.booleans(),
     first=plain_text,

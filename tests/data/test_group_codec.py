@@ -58,7 +58,7 @@ def assert_same(one, other) -> None:
             assert repr(mine) == repr(theirs), field.name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(groups())
 def test_a_group_comes_back_with_the_same_bits(group):
     back = decode_group(encode_group(group))

@@ -171,7 +171,7 @@ def test_those_who_wait_are_served_in_order():
     run_virtual(scenario())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     halves=st.integers(1, 2),
     in_place=st.booleans(),

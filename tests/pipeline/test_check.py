@@ -14,6 +14,7 @@ from roll.pipeline.cli import main
 from roll.pipeline.preflight import look_up
 from roll.sandbox.sandbox import Sandbox
 from roll.strategies.infer import sglang_options
+from tests.sandbox.sandboxes import needs_sandbox
 
 GPUS = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml"
 
@@ -137,6 +138,7 @@ def test_programs_that_could_not_be_run_here_are_a_problem(run, capsys, monkeypa
     assert "rewards.addition.verifier: the verifier `code`: no sandbox for untrusted code" in capsys.readouterr().err
 
 
+@needs_sandbox
 def test_tests_of_programs_that_cannot_be_read_are_a_problem(run, capsys):
     assert main(["check", run, "rewards.addition.verifier=code"]) == 2
     said = capsys.readouterr().err

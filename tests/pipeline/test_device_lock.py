@@ -134,7 +134,7 @@ jobs_of_roles = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(jobs_of_roles, min_size=1, max_size=12))
 def test_two_roles_never_hold_at_once_and_everyone_gets_a_turn(jobs):
     async def scenario():

@@ -115,7 +115,7 @@ def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(
 
 
 def test_a_stuck_event_loop_is_named_with_its_line_and_ended(start):
-    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=12)
+    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=25)
     wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "driver in trouble", process)
     assert "custom_parts.py" in findings(out)[1]["culprit"]
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)

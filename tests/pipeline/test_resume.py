@@ -260,7 +260,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("closed", ["checkpoints", "."])
 def test_a_folder_that_cannot_be_written_is_named_and_the_last_checkpoint_stays(task, tmp_path, closed):
     """When the run is to go on, and in the middle of it."""
-    command = Command(tmp_path, tiny_config(task, max_steps=STEPS, save_steps=2))
+    slow = {"rewards__addition__verifier": "reward_functions:slow_reward"}  # so that no state is missed
+    command = Command(tmp_path, tiny_config(task, max_steps=STEPS, save_steps=2, **slow))
     command.kill_when(lambda: saved_steps(command.out / "checkpoints")[-1:] == [2] and command.steps() >= 3)
     checkpoint, folder = checkpoint_folder(command.out / "checkpoints", 2), command.out / closed
     before = contents(checkpoint)

@@ -23,7 +23,7 @@ def local_ray() -> Iterator[None]:
 def make_pool(local_ray: None) -> Callable[..., RewardPool]:
     def make(verifier: str, **settings) -> RewardPool:
         config = RewardConfig(verifier=verifier, tag_included=["test"], **settings)
-        return RewardPool({"test": config}, settings=PoolSettings(kill_grace_seconds=0.5))
+        return RewardPool({"test": config}, settings=PoolSettings(kill_grace_seconds=5.0))
 
     return make
 

@@ -137,7 +137,7 @@ def test_a_redirect_is_not_followed():
 
 def test_an_address_that_hangs_costs_its_limit():
     with chat_server(Answer(hang=True), GOOD) as server:
-        config = JudgeConfig(base_url=server.base_url, model="m", request_timeout_seconds=0.2)
+        config = JudgeConfig(base_url=server.base_url, model="m", request_timeout_seconds=2.0)
         assert ask(config)[0].metrics["judge_retries"] == 1
     with chat_server(Answer(hang=True)) as server:
         config = JudgeConfig(base_url=server.base_url, model="m", request_timeout_seconds=0.1, request_retries=1)

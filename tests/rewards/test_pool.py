@@ -37,7 +37,7 @@ def scores(outputs: list[RewardOutput]) -> list[float]:
 
 
 def is_gone(process_id: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
@@ -97,10 +97,10 @@ def test_a_passing_error_is_healed_by_a_retry(make_pool, judged, tmp_path):
 
 
 def test_a_hang_in_python_ends_at_its_limit_and_the_process_lives_on(make_pool, judged):
-    pool = make_pool(USER + "answer", timeout_seconds=0.3, max_retries=1)
+    pool = make_pool(USER + "answer", timeout_seconds=1.0, max_retries=1)
 
     async def use(pool: RewardPool) -> list[float]:
-        with pytest.raises(RewardFailed, match=r"no answer within 0.3 s"):
+        with pytest.raises(RewardFailed, match=r"no answer within 1 s"):
             await pool.score("test", [judged("fine"), judged("loop")])
         return scores(await pool.score("test", [judged("fine")]))
 
@@ -115,7 +115,7 @@ def test_a_hang_in_python_ends_at_its_limit_and_the_process_lives_on(make_pool, 
 )
 def test_what_no_alarm_ends_costs_the_process_but_no_other_response(make_pool, judged, response, words, tmp_path):
     args = {"folder": str(tmp_path)}
-    pool = make_pool(USER + "answer", timeout_seconds=0.3, max_retries=0, verifier_args=args)
+    pool = make_pool(USER + "answer", timeout_seconds=1.0, max_retries=0, verifier_args=args)
 
     async def use(pool: RewardPool) -> list[float]:
         with pytest.raises(RewardFailed, match=words):
@@ -128,7 +128,7 @@ def test_what_no_alarm_ends_costs_the_process_but_no_other_response(make_pool, j
 
 
 def test_a_long_call_of_slow_responses_is_no_hang(make_pool, judged):
-    pool = make_pool(USER + "answer", timeout_seconds=0.3, max_retries=0)
+    pool = make_pool(USER + "answer", timeout_seconds=1.0, max_retries=0)
 
     async def use(pool: RewardPool) -> list[BaseException]:
         calls = [pool.score("test", [judged("fine")] * 4), pool.score("test", [judged("loop")] * 4)]
@@ -167,18 +167,18 @@ def test_hundreds_of_waiting_responses_wait_at_once(make_pool, judged):
 
     groups, seconds = run(pool, use)
     assert groups == [[group * 8 + index for index in range(8)] for group in range(50)]
-    assert seconds < 5  # one after the other they would take 200 s
+    assert seconds < 60  # one after the other they would take 200 s
 
 
 def test_an_async_response_that_never_ends_or_raises_fails_alone(make_pool, judged):
-    pool = make_pool(USER + "async_answer", timeout_seconds=0.3, max_retries=0)
+    pool = make_pool(USER + "async_answer", timeout_seconds=1.0, max_retries=0)
 
     async def use(pool: RewardPool) -> list[object]:
         calls = [pool.score("test", [judged(each), judged("fine")]) for each in ("never", "raise", "fine")]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     never, raising, fine = run(pool, use)
-    assert "no answer within 0.3 s" in str(never)
+    assert "no answer within 1 s" in str(never)
     assert "ArithmeticError" in str(raising)
     assert scores(fine) == [1.0, 1.0]
     assert pool.counts()["test"]["restarts"] == 0
@@ -186,7 +186,7 @@ def test_an_async_response_that_never_ends_or_raises_fails_alone(make_pool, judg
 
 @pytest.mark.parametrize("response", ["block", "die"])
 def test_an_async_response_that_takes_its_process_down_fails_alone(make_pool, judged, response):
-    pool = make_pool(USER + "async_answer", timeout_seconds=0.5, max_retries=0)
+    pool = make_pool(USER + "async_answer", timeout_seconds=1.0, max_retries=0)
 
     async def use(pool: RewardPool) -> list[object]:
         calls = [pool.score("test", [judged(each)]) for each in ("fine", response, "fine")]
@@ -198,7 +198,7 @@ def test_an_async_response_that_takes_its_process_down_fails_alone(make_pool, ju
 
 
 def test_a_cancelled_score_frees_its_worker_and_harms_nobody(make_pool, judged):
-    pool = make_pool(USER + "answer", timeout_seconds=0.5, max_retries=0)
+    pool = make_pool(USER + "answer", timeout_seconds=1.0, max_retries=0)
 
     async def use(pool: RewardPool) -> list[float]:
         task = asyncio.create_task(pool.score("test", [judged("loop")]))
@@ -239,7 +239,7 @@ def test_nothing_starts_after_a_shutdown(make_pool, judged):
 
 
 def test_a_math_answer_that_cannot_be_evaluated_is_wrong_and_fails_no_group(make_pool, judged):
-    pool = make_pool("math", timeout_seconds=1.5)
+    pool = make_pool("math", timeout_seconds=5.0)
     endless = r"\boxed{\sum_{i=1}^{10^{12}} i^{i}}"
     answers = [r"\boxed{\frac{84}{2}}", endless, "9**9**9", "it is 42"]
     outputs = run(pool, lambda pool: pool.score("test", [judged(answer, "42") for answer in answers]))

@@ -161,7 +161,7 @@ def test_a_ground_truth_that_is_no_mathematics_is_an_error():
         math_answer("42", "")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(st.sampled_from("0123456789+-*/^(){}$\\ .=xfracboxed"), max_size=15))
 def test_no_response_breaks_the_mathematics_verifier(response):
     assert math_answer(response, "-31415926") in (0.0, 1.0)

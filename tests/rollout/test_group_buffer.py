@@ -154,7 +154,7 @@ def test_a_start_that_admission_would_never_allow_is_refused():
         bench.start()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_batches_equal_those_of_trying_all(data):
     bench = Bench(
@@ -180,7 +180,7 @@ def test_batches_equal_those_of_trying_all(data):
             getattr(bench, event)(data.draw(st.sampled_from(sorted(bench.in_flight))))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_dropping_the_overdue_frees_the_batch_and_no_fewer_would(data):
     bench = Bench(

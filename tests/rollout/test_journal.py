@@ -123,7 +123,7 @@ def test_a_marker_is_not_deleted_before_what_it_makes_void(tmp_path):
     assert recover(read_journal(tmp_path), RolloutProgress(3, 6, {}, (5,))).in_flight == (5,)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_nothing_is_lost_or_doubled_over_any_history_of_crashes(data):
     """A model keeps what each run knew; after each crash the journal must say the same, whatever was pruned."""

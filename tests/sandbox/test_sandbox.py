@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from roll.sandbox.sandbox import Limits, Sandbox, SandboxUnavailable, run_python, run_python_async
-from tests.sandbox.sandboxes import SYSTEM_PYTHON, Kind, kinds
+from tests.sandbox.sandboxes import Kind, kinds, needs_sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made for Linux")
 
@@ -297,7 +297,7 @@ def test_all_but_the_own_folder_is_read_only_whoever_owns_it(kind):
         assert result.stdout.split() == ["True"] * 5 + ["False"]
 
 
-def test_files_of_others_are_not_there(kind, tmp_path):
+def test_files_of_others_are_not_there(kind):
     secret = Path(tempfile.gettempdir()) / f"roll-secret-{uuid.uuid4().hex}"
     secret.write_text("secret")
     secret.chmod(0o644)
@@ -328,7 +328,7 @@ def test_killing_everybody_only_harms_the_program(kind, marker):
     apart = (proof.protections.level == "namespaces" and pid == 2) or uid >= 2_000_000_000
     if not apart:
         pytest.skip("the program is not proven to be kept apart from others")
-    bystander = subprocess.Popen([SYSTEM_PYTHON, "-c", "input(); print('here')"], stdin=-1, stdout=-1, text=True)
+    bystander = subprocess.Popen([sys.executable, "-c", "input(); print('here')"], stdin=-1, stdout=-1, text=True)
     result = kind.run(named(marker, "import os\ntry: os.kill(-1, 9)\nexcept OSError: pass\nprint('alone')"))
     assert bystander.communicate("\n")[0] == "here\n"
     assert result.stdout == "alone\n" and result.returncode == 0
@@ -357,12 +357,14 @@ def test_long_input_arrives_whole(kind):
     assert kind.run("import sys; print(len(sys.stdin.read()))", "x" * 1_000_000).stdout == "1000000\n"
 
 
+@needs_sandbox
 @pytest.mark.parametrize("code", ["", "\x00", "\ud800", "def", "print('" + "ä" * 200_000 + "'[:1])"])
 def test_odd_code_is_just_code(code):
     result = run_python(code)
     assert result.killed_because is None
 
 
+@needs_sandbox
 def test_a_signal_of_its_own_is_reported():
     assert run_python("import os; os.kill(os.getpid(), 11)").returncode == -11
 
@@ -372,6 +374,7 @@ def test_limits_must_be_positive():
         Limits(wall_seconds=0)
 
 
+@needs_sandbox
 def test_an_event_loop_is_not_blocked_and_calls_run_side_by_side():
     async def both():
         code = "import sys; print(sys.stdin.readline())"
@@ -380,6 +383,7 @@ def test_an_event_loop_is_not_blocked_and_calls_run_side_by_side():
     assert [int(result.stdout) for result in asyncio.run(both())] == [0, 1, 2, 3]
 
 
+@needs_sandbox
 def test_cancelling_ends_the_program(marker):
     async def cancelled():
         running = asyncio.create_task(run_python_async(named(marker, "import time; time.sleep(10 ** 6)")))
@@ -393,6 +397,7 @@ def test_cancelling_ends_the_program(marker):
     asyncio.run(cancelled())
 
 
+@needs_sandbox
 def test_interrupting_the_caller_ends_the_program(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     # Where the tests run as a job in the background of a shell, SIGINT is ignored, and programs inherit that.
@@ -405,6 +410,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
     wait_until(lambda: processes_named(marker) == [])
 
 
+@needs_sandbox
 def test_a_program_ends_with_the_process_that_asked_for_it(marker, programs):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     script = f"from roll.sandbox.sandbox import run_python; run_python({code!r})"

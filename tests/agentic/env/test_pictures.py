@@ -85,7 +85,7 @@ def test_no_frames_are_an_error():
         frames_to_array([])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.text(max_size=200), min_size=1, max_size=3))
 def test_any_text_becomes_a_picture(frames):
     assert frames_to_array(frames).shape[0] == len(frames)

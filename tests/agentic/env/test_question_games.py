@@ -5,7 +5,7 @@ import random
 import gymnasium
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.env.base import BadOption, observation_from
@@ -19,7 +19,6 @@ def guess(env: NumberGuessingEnv, number: int) -> tuple:
     return env.step(f"<answer>{number}</answer>")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(-50, 50), st.integers(1, 300))
 def test_halving_finds_the_number_and_the_state_is_what_is_known(seed, low, width):
     high = low + width

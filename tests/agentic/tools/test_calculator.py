@@ -6,7 +6,7 @@ import ast
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.tools.base import Answer, Deadline, Tool, function_schema
@@ -88,7 +88,6 @@ def test_what_cannot_be_calculated_is_said(expression, words):
         calculate(expression)
 
 
-@settings(deadline=None)
 @given(NUMBERS, OPERATORS, NUMBERS, OPERATORS, NUMBERS)
 def test_it_agrees_with_fractions(first, one, second, other, third):
     def exact(text: str) -> Fraction:
@@ -115,7 +114,6 @@ def test_it_agrees_with_fractions(first, one, second, other, third):
     assert Fraction(calculate(expression).split(" = ")[0]) == expected
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="0123456789.+-*/()% ,esqrtabpiw\x00\ud800_'[]", max_size=40))
 def test_no_text_raises_anything_else(text):
     try:

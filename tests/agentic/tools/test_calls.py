@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.tools.calls import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
@@ -27,14 +27,12 @@ def tagged(name: str, arguments) -> str:
     return f"{CALL_BEGIN}\n{json.dumps({'name': name, 'arguments': arguments})}\n{CALL_END}"
 
 
-@settings(deadline=None)
 @given(st.text() | st.lists(PIECES | st.text(max_size=5)).map("".join), st.sampled_from([None, "python"]))
 def test_no_text_makes_it_raise(text, code_tool):
     for call in parse_calls(text, code_tool=code_tool):
         assert isinstance(call, ToolCall | MalformedCall)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(NAMES, ARGUMENTS, PROSE), max_size=4), PROSE)
 def test_calls_come_back_in_order_whatever_is_around_them(calls, before):
     # JSON escapes everything but ASCII, so that only `<` in contents could look like a tag.
@@ -43,7 +41,6 @@ def test_calls_come_back_in_order_whatever_is_around_them(calls, before):
     assert parse_calls(text) == [ToolCall(name, arguments) for name, arguments, _ in calls]
 
 
-@settings(deadline=None)
 @given(NAMES, ARGUMENTS)
 def test_arguments_may_be_json_in_a_text(name, arguments):
     assert parse_calls(tagged(name, json.dumps(arguments))) == [ToolCall(name, arguments)]

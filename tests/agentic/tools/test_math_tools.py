@@ -8,12 +8,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.env.math_tools import KINDS, LEVELS, MathToolsEnv, make_problem, read_number
 from roll.agentic.tools.calculator import calculate
 from roll.configs.errors import ConfigError
+from tests.sandbox.sandboxes import needs_sandbox
 
 SEEDS = st.integers(0, 2**31)
 
@@ -22,7 +23,6 @@ def problem(kind: str, level: int, seed: int):
     return make_problem(kind, level, np.random.default_rng(seed))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(LEVELS), SEEDS)
 def test_problems_repeat_by_seed_and_their_answers_can_be_written(kind, level, seed):
     made = problem(kind, level, seed)
@@ -30,7 +30,6 @@ def test_problems_repeat_by_seed_and_their_answers_can_be_written(kind, level, s
     assert read_number(str(made.answer)) == made.answer
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["multiplication", "expression"]), st.sampled_from(LEVELS), SEEDS)
 def test_expressions_agree_with_the_calculator(kind, level, seed):
     made = problem(kind, level, seed)
@@ -38,7 +37,6 @@ def test_expressions_agree_with_the_calculator(kind, level, seed):
     assert Fraction(calculate(expression).split(" = ")[0]) == made.answer
 
 
-@settings(deadline=None)
 @given(st.sampled_from(LEVELS), SEEDS)
 def test_powers_and_sums_agree_with_counting(level, seed):
     base, exponent, modulus = map(int, re.findall(r"\d+", problem("remainder", level, seed).question))
@@ -52,7 +50,6 @@ def test_powers_and_sums_agree_with_counting(level, seed):
     assert counting.answer == sum(n * n for n in range(first, last + 1) if n % divisor == remainder)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(LEVELS), SEEDS)
 def test_word_problems_agree_with_their_words(level, seed):
     shop = problem("shop", level, seed)
@@ -78,7 +75,6 @@ def test_numbers_are_read_exactly_or_not_at_all(text, number):
     assert read_number(text) == number
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_no_text_makes_reading_raise(text):
     read_number(text)
@@ -101,6 +97,7 @@ def test_the_calculator_leads_to_the_answer():
     assert f"said: {text}" in env.render()
 
 
+@needs_sandbox
 def test_the_python_tool_leads_to_the_answer():
     env, question = begun(tools=["python"], kinds=["remainder"], tool_settings={"code_block_tool": "python"})
     numbers = ", ".join(re.findall(r"\d+", question))

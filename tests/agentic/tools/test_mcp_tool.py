@@ -14,6 +14,7 @@ import pytest
 
 from roll.agentic.tools.base import Answer, Deadline, Tool, Toolset, ToolUnavailable, function_schema
 from roll.agentic.tools.mcp_tool import McpServer
+from roll.data.ports import free_port
 
 pytest.importorskip("mcp")
 SCRIPT = str(Path(__file__).with_name("tiny_mcp_server.py"))
@@ -148,8 +149,7 @@ def test_some_tools_may_be_chosen_and_renamed():
 
 
 def test_a_server_at_an_address_is_used_and_may_come_back():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = start_at(port)
     server = McpServer(url=f"http://127.0.0.1:{port}/mcp")
     try:

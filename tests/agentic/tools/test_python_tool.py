@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from roll.agentic.env.math_tools import MathToolsEnv
 from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable, call_tool
 from roll.agentic.tools.python_tool import PythonTool
 from roll.sandbox.sandbox import Sandbox
+from tests.sandbox.sandboxes import needs_sandbox
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made for Linux")
+pytestmark = needs_sandbox
 
 
 def run(code: str, seconds: float = 60.0, **limits) -> Answer:

@@ -99,7 +99,7 @@ def test_those_turned_away_hold_no_place():
     run_virtual(scenario())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     places=st.integers(1, 3),
     visits=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 12)), max_size=20),

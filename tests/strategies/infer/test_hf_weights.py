@@ -19,7 +19,7 @@ from roll.strategies.weights import copy_with_checksum, manifest, pack_buckets, 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=8),
     bucket_bytes=st.integers(1, 2000),
@@ -74,7 +74,7 @@ def test_the_memory_of_earlier_publications_leaves_no_trace():
     assert np.shares_memory(bucket.data, used)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9), most_bytes=st.integers(1, 400))
 def test_buckets_are_split_without_a_copy_and_keep_their_place_in_the_file(sizes, most_bytes):
     tensors = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]

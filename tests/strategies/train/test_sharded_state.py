@@ -32,7 +32,7 @@ def write_in_rows(folder, tensors, ranks, facts=()):
         write_state(folder, rank, StateSnapshot(parts, dict(facts), ranks))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_box_is_read_whoever_wrote_it(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("state")
