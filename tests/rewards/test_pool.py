@@ -37,7 +37,7 @@ def scores(outputs: list[RewardOutput]) -> list[float]:
 
 
 def is_gone(process_id: int) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
@@ -167,7 +167,7 @@ def test_hundreds_of_waiting_responses_wait_at_once(make_pool, judged):
 
     groups, seconds = run(pool, use)
     assert groups == [[group * 8 + index for index in range(8)] for group in range(50)]
-    assert seconds < 60  # one after the other they would take 200 s
+    assert seconds < 5  # one after the other they would take 200 s
 
 
 def test_an_async_response_that_never_ends_or_raises_fails_alone(make_pool, judged):

@@ -12,7 +12,7 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.buffer import FinishedGroup
@@ -225,21 +225,22 @@ def cases(draw, ratios=(0, 0.5, 1, 2), orders=("ready_first", "fifo")):
 
 
 LIFETIMES = st.lists(st.floats(0.1, 60.0), max_size=5)
+SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
 
-@settings(max_examples=600)
+@settings(max_examples=600, **SETTINGS)
 @given(cases(), LIFETIMES)
 def test_a_run_killed_at_any_moments_consumes_or_drops_every_group_exactly_once(case, lifetimes):
     run(case, lifetimes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, **SETTINGS)
 @given(cases(), st.sampled_from([0, 0.5, 1, 3]), LIFETIMES)
 def test_so_does_one_that_goes_on_with_another_ratio(case, later_ratio, lifetimes):
     run(replace(case, later_ratio=later_ratio), lifetimes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, **SETTINGS)
 @given(cases(ratios=(0,), orders=("fifo",)), LIFETIMES)
 def test_at_ratio_zero_a_killed_run_is_the_undisturbed_one(case, lifetimes):
     assert run(case, lifetimes).versions == run(case, []).versions

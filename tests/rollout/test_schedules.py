@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
@@ -236,15 +236,16 @@ class World:
         return self
 
 
+SCHEDULES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1500, **SCHEDULES)
 @given(cases())
 def test_any_schedule_keeps_bound_and_equation_and_ends(case):
     World(case).run()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, **SCHEDULES)
 @given(
     batch_size=st.integers(1, 2),
     ratio=st.sampled_from([1.5, 2, 3]),
@@ -259,14 +260,14 @@ def test_fast_young_groups_never_crowd_out_slow_old_ones(batch_size, ratio, poli
     World(Case(plan, 1, latencies, (0.0,), (0.01,), (), 0.0, 0.0, 0.0, False, 0)).run()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, **SCHEDULES)
 @given(cases(policies=("wait",), clean=True))
 def test_nothing_is_dropped_for_being_slow(case):
     world = World(case).run()
     assert world.scheduler.ledger.issued == world.scheduler.ledger.consumed
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, **SCHEDULES)
 @given(cases(ratios=(0,), policies=("wait",)))
 def test_ratio_zero_with_bound_zero_is_on_policy(case):
     world = World(case)
@@ -281,7 +282,7 @@ def test_ratio_zero_with_bound_zero_is_on_policy(case):
     world.run()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, **SCHEDULES)
 @given(cases(orders=("fifo",)))
 def test_fifo_is_issue_order(case):
     world = World(case).run()
@@ -291,7 +292,7 @@ def test_fifo_is_issue_order(case):
         assert consumed == list(range(len(consumed))), "the same groups meet in the same batches at any latency"
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, **SCHEDULES)
 @given(cases(), st.integers(1, 60))
 def test_a_run_stopped_at_any_moment_still_adds_up(case, seconds):
     world = World(case)

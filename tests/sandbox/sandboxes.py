@@ -79,7 +79,7 @@ def namespaces_refused() -> str:
     if sys.platform != "linux":
         return "no Linux"
     asked = subprocess.run([sys.executable, "-I", "-S", "-c", _NAMESPACES], capture_output=True, text=True, timeout=60)
-    return "".join(asked.stderr.splitlines()[-1:])
+    return asked.stderr.strip().splitlines()[-1] if asked.returncode else ""
 
 
 @functools.cache
