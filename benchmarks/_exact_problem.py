@@ -1,8 +1,8 @@
-"""A policy problem small enough to be solved exactly: what stale samples do to the gradient of each policy loss.
+"""Compute exactly, on a small policy problem, how stale samples change the gradient of each policy loss.
 
-A softmax policy writes sequences of three tokens out of four; each context has logits of its own, and a fixed random
-half of the 64 sequences is worth 1. All sequences can be listed, so expectation and covariance of a gradient are sums
-and not estimates. The behaviour policy is the start of a path of exact gradient ascent, the current policy a point some
+A softmax policy writes sequences of three tokens out of four. Each context has its own logits, and a fixed random half
+of the 64 sequences has reward 1. All sequences can be listed, so expectation and covariance of a gradient are sums and
+not estimates. The behaviour policy is the start of a path of exact gradient ascent. The current policy is a point some
 steps further: that number of steps is the lag.
 """
 
@@ -23,7 +23,7 @@ SEQUENCES = TOKENS**LENGTH
 
 @dataclass(frozen=True)
 class Method:
-    """A policy loss, what its ratio is taken against, and what multiplies it."""
+    """A policy loss, the policy its ratio is taken against, and the weight that multiplies it."""
 
     loss: PolicyLoss
     anchor: str = "behaviour"
@@ -32,16 +32,16 @@ class Method:
 
 @dataclass(frozen=True)
 class GradientQuality:
-    """How one loss's gradient compares with the gradient of the current policy's expected reward."""
+    """Comparison of one loss's gradient with the gradient of the current policy's expected reward."""
 
     bias: float
-    """Length of the error of the expected gradient, over the length of the true gradient."""
+    """Length of the error of the expected gradient, divided by the length of the true gradient."""
     cosine: float
-    """Of the angle between expected and true gradient."""
+    """Cosine of the angle between expected and true gradient."""
     deviation: float
-    """Standard deviation of one sample's gradient (root of the summed variances), over the length of the true one."""
+    """Standard deviation of one sample's gradient (root of the summed variances), divided by the true one's length."""
     size: float
-    """Length of the expected gradient, over that of the true one."""
+    """Length of the expected gradient, divided by that of the true one."""
 
 
 class ExactProblem:
@@ -64,24 +64,24 @@ class ExactProblem:
         """Logits ``[contexts, tokens]`` of the first policy."""
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probability of each token of each sequence, ``[sequences, length]``."""
+        """Return the log-probability of each token of each sequence, ``[sequences, length]``."""
         return logits.log_softmax(-1)[self.contexts, self.sequences]
 
     def true_gradient(self, logits: Tensor) -> Tensor:
-        """Gradient of the expected reward, flattened."""
+        """Return the gradient of the expected reward, flattened."""
         leaf = logits.clone().requires_grad_()
         expected_reward = (self.logprobs(leaf).sum(-1).exp() * self.rewards).sum()
         return torch.autograd.grad(expected_reward, leaf)[0].flatten()
 
     def path(self, steps: int, step_size: float) -> list[Tensor]:
-        """Logits along exact gradient ascent, ``steps + 1`` of them."""
+        """Return the logits along exact gradient ascent, ``steps + 1`` of them."""
         points = [self.start]
         for _ in range(steps):
             points.append(points[-1] + step_size * self.true_gradient(points[-1]).view_as(self.start))
         return points
 
     def quality(self, method: Method, behaviour: Tensor, current: Tensor) -> GradientQuality:
-        """The gradient of a loss at ``current`` on samples of ``behaviour``, per sequence (sum over its tokens).
+        """Measure a loss's gradient at ``current`` on samples of ``behaviour``, per sequence (sum over its tokens).
 
         Advantages are rewards minus the behaviour policy's mean; the proximal policy is the current one, as before the
         first update on a batch.
@@ -122,7 +122,7 @@ class ExactProblem:
 def gradient_table(
     methods: dict[str, Method], lags: Sequence[int], step_size: float, problems: int
 ) -> dict[str, dict[int, GradientQuality]]:
-    """Name -> lag -> quality, the mean over several random problems."""
+    """Return name -> lag -> quality, the mean over several random problems."""
     table: dict[str, dict[int, list[GradientQuality]]] = {name: {lag: [] for lag in lags} for name in methods}
     for seed in range(problems):
         problem = ExactProblem(seed)

@@ -1,7 +1,7 @@
-"""Reinforcement learning of the quick start's model with weights of exactly so many steps ago generating.
+"""Train the quick start's model on samples from weights that are a fixed number of steps old.
 
-One process, one thread, the pipeline's own loss. Nothing runs beside anything else here, so the lag of every token is
-what was asked for, from the first step that can have it.
+This takes one process and one thread, and uses the pipeline's own loss. Nothing runs in parallel, so every token has
+the requested lag, from the first step that can have it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class LaggedRun:
 
     @property
     def name(self) -> str:
-        """Names the run and its settings, for its file."""
+        """Name of the run with its settings, used for its file."""
         return "-".join(str(value) for value in asdict(self).values())
 
 
 @dataclass(frozen=True)
 class LaggedResult:
-    """What came of it."""
+    """Measurements of one training."""
 
     steps: list[int]
     accuracy: list[float]
-    """Greedy, on held-out problems, at those steps."""
+    """Greedy accuracy on held-out problems, at those steps."""
     ess: list[float]
-    """Effective sample size of the behaviour weights, each training step."""
+    """Effective sample size of the behaviour weights, for each training step."""
     grad_norm: list[float]
-    """Before clipping, each training step, mean over its updates."""
+    """Gradient norm before clipping, for each training step: the mean over its updates."""
 
 
 def train_lagged(run: LaggedRun, model_path: Path, data: Path) -> LaggedResult:
-    """The loop: sample with old weights, score, update, evaluate now and then."""
+    """Run the loop: sample with old weights, score, update, and evaluate from time to time."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     shuffler = random.Random(run.seed)
@@ -94,7 +94,7 @@ def _update(
     rollouts: Rollouts,
     run: LaggedRun,
 ) -> tuple[float, float]:
-    """The updates on one batch. Returns the effective sample size before the first, and the mean gradient norm."""
+    """Take the updates on one batch. Return the effective sample size before the first, and the mean gradient norm."""
     advantages = group_advantages(rollouts.scores, run.group_size, True)[:, None].expand(rollouts.response_mask.shape)
     fields = {
         "behaviour_logprobs": rollouts.behaviour_logprobs,
@@ -121,7 +121,7 @@ def _update(
 
 
 def _logprobs(model: PreTrainedModel, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each response token, and the entropy there, ``[samples, responses]``."""
+    """Return the log-probability of each response token, and the entropy there, ``[samples, responses]``."""
     responses = rollouts.token_ids[:, -rollouts.response_mask.shape[1] :]
     logits = model(
         rollouts.token_ids,

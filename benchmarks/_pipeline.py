@@ -1,4 +1,4 @@
-"""Run the pipeline as a user does, as a command of its own, and read from its files what a benchmark needs.
+"""Run the pipeline as a separate command, as a user does, and read the results from its files.
 
 Most runs are the quick start's YAML with some keys replaced, on two CPU slots of one computing thread each.
 """
@@ -19,12 +19,12 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 class BenchmarkFailed(RuntimeError):
-    """A side did not reach its end. The message carries what it printed last."""
+    """Failure of one side of a comparison. The message has its last output."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Somebody was in one state, in seconds since the beginning of the run's timeline."""
+    """A period in which an actor was in one state, in seconds since the beginning of the run's timeline."""
 
     start: float
     end: float
@@ -41,12 +41,12 @@ class Evaluation:
 
 
 def make_task(folder: Path) -> None:
-    """The quick start's model and data, in ``folder/model`` and ``folder/data``."""
+    """Make the quick start's model and data, in ``folder/model`` and ``folder/data``."""
     run_command([sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(folder)], {})
 
 
 def run_command(command: list[str], environment: Mapping[str, str]) -> None:
-    """Run to the end, from the root of the repository. Raises `BenchmarkFailed` if it does not succeed."""
+    """Run a command from the root of the repository. Raise `BenchmarkFailed` if it does not succeed."""
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     finished = subprocess.run(
         command,
@@ -70,11 +70,11 @@ class PipelineRun:
     """The events of the timeline."""
 
     def column(self, name: str, warm_up: int) -> list[float]:
-        """A metric of each step after the first ``warm_up`` steps."""
+        """Return a metric of each step after the first ``warm_up`` steps."""
         return [step[name] for step in self.metrics[warm_up:]]
 
     def spans(self, actor: str, state: str) -> list[Span]:
-        """When an actor of the timeline was in a state."""
+        """Return the periods in which an actor of the timeline was in a state."""
         tracks = {
             (event["pid"], event["tid"])
             for event in self.trace
@@ -87,10 +87,10 @@ class PipelineRun:
         ]
 
     def evaluations(self, domain: str) -> list[Evaluation]:
-        """Validations after the first one, with the seconds of training since the end of the first one.
+        """Return validations after the first one, with the seconds of training since the end of the first one.
 
-        Of the time of a validation only that part is left out in which the trainer did not work: at ratio 1 the next
-        training step may go on beside it.
+        From the time of a validation, only the part in which the trainer did not work is left out: at ratio 1 the next
+        training step may run during the validation.
         """
         accuracies = {step["step"]: step[f"val/{domain}/accuracy"] for step in self.metrics if _validated(step, domain)}
         training = self.spans("actor_train/0", "busy")
@@ -114,7 +114,7 @@ def _overlap(a: Span, b: Span) -> float:
 def run_pipeline(task: Path, out: Path, overrides: Mapping[str, Any], eval_steps: int = 0) -> PipelineRun:
     """Run the quick start on the model and data in ``task`` with some keys replaced; its files go to ``out``.
 
-    ``eval_steps``: training steps between validations; 0: none.
+    ``eval_steps`` is the number of training steps between validations; 0 means none.
     """
     validation_file = {"validation.data_args.file_name": task / "data" / "val.jsonl"}
     settings = {
@@ -132,7 +132,7 @@ def run_pipeline(task: Path, out: Path, overrides: Mapping[str, Any], eval_steps
 
 
 def run_file(config: Path, out: Path, settings: Mapping[str, Any]) -> PipelineRun:
-    """Run a configuration with some keys replaced, ``output_dir`` (which is ``out``) among them."""
+    """Run a configuration with some keys replaced, including ``output_dir``, which becomes ``out``."""
     start = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(config)]
     run_command([*start, *(f"{key}={value}" for key, value in settings.items())], {})
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

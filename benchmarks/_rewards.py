@@ -12,26 +12,26 @@ from collections import Counter
 
 MEDIAN_SECONDS = 0.05
 SIGMA = math.log(20) / 2.326
-"""Spread of the logarithm: with it the 99th percentile is 20 times the median."""
+"""Standard deviation of the logarithm: it makes the 99th percentile 20 times the median."""
 
 _judged: Counter[str] = Counter()
 
 
 def digit_share(response: str) -> float:
-    """Share of digits among the characters: a score that differs between long random responses."""
+    """Return the share of digits among the characters: a score that differs between long random responses."""
     return sum(character.isdigit() for character in response) / max(len(response), 1)
 
 
 def waiting_seconds(prompt_id: str, visit: int) -> float:
-    """Log-normal latency, median 50 ms, 99th percentile 1 s, of the ``visit``-th judgement of a prompt's responses."""
+    """Return a log-normal wait, median 50 ms, 99th percentile 1 s, for the ``visit``-th judgement of a prompt."""
     return random.Random(f"{prompt_id}/{visit}").lognormvariate(math.log(MEDIAN_SECONDS), SIGMA)
 
 
 async def waiting_digit_share(response: str, prompt_id: str) -> float:
-    """`digit_share` after a wait without computing.
+    """Return `digit_share` after a wait without computing.
 
-    The wait depends on the prompt and on how many of its responses were judged before, so the same samples wait equally
-    long in every run, whatever the policy wrote. All responses of a run have to be judged in one process.
+    The wait depends on the prompt and on how many of its responses were judged before. So the same samples wait equally
+    long in every run, whatever the policy wrote. One process has to judge all responses of a run.
     """
     visit = _judged[prompt_id]
     _judged[prompt_id] += 1

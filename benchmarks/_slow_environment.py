@@ -1,4 +1,4 @@
-"""An environment whose steps wait: a long-tailed time that is the same in every run, and no computing."""
+"""An environment whose steps wait a long-tailed time that is the same in every run, without computing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import gymnasium
 from roll.agentic.episode import Observation
 
 TAIL = math.log(20) / 2.326
-"""Of a log-normal distribution whose 99th percentile is 20 times its median."""
+"""Standard deviation of the logarithm of a wait whose 99th percentile is 20 times its median."""
 
 
 class SlowEnvironment(gymnasium.Env):
-    """Tells in its first observation which process it is in, and after each step how long that waited."""
+    """An environment that reports its process in the first observation, and after each step how long that waited."""
 
     def __init__(self, median_seconds: float) -> None:
         self._median_seconds = median_seconds

@@ -1,13 +1,14 @@
-"""TRL's `GRPOTrainer` on the quick start's model, timed: the other side of `trl_comparison.py`, run as its own process
-(or, started by `torch.distributed.run`, as several that share each batch).
+"""Time TRL's `GRPOTrainer` on the quick start's model, as the other side of `trl_comparison.py`.
 
-Settings are those of the pipeline's run wherever both have one, and what is fast on a CPU elsewhere: no gradient
+It runs as its own process or, started by `torch.distributed.run`, as several processes that share each batch. Settings
+that both sides have are those of the pipeline's run. All others are the fast choice on a CPU: no gradient
 checkpointing, float32, no logging, no checkpoints, the whole batch generated at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import tempfile
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from _rewards import digit_share
+from _rewards import digit_share, waiting_digit_share
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -34,13 +35,18 @@ Problem = dict[str, str]
 
 
 def exact(completions: list[str], ground_truth: list[str], **_: object) -> list[float]:
-    """1 where the completion is the ground truth."""
+    """Return 1 for each completion that equals the ground truth."""
     return [float(given == wanted) for given, wanted in zip(completions, ground_truth, strict=True)]
 
 
 def digits(completions: list[str], **_: object) -> list[float]:
-    """The score of the throughput runs."""
+    """Return the scores of the throughput runs."""
     return [digit_share(completion) for completion in completions]
+
+
+async def digits_after_a_wait(completions: list[str], prompts: list[str], **_: object) -> list[float]:
+    """Return scores after the waits of `waiting_digit_share`, for all completions at once: the best that TRL allows."""
+    return await asyncio.gather(*map(waiting_digit_share, completions, prompts))
 
 
 class Stopwatch(TrainerCallback):
@@ -87,7 +93,7 @@ class Stopwatch(TrainerCallback):
 
 
 def trainer_config(options: argparse.Namespace, folder: str) -> GRPOConfig:
-    """The quick start's hyper-parameters in TRL's words; `dapo` averages the loss over the tokens of the batch."""
+    """Return the quick start's hyper-parameters as TRL names them; `dapo` averages the loss over the batch's tokens."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     samples = options.prompts * options.group_size
     return GRPOConfig(
@@ -123,16 +129,17 @@ def trainer_config(options: argparse.Namespace, folder: str) -> GRPOConfig:
 
 
 def train(options: argparse.Namespace, folder: str) -> Stopwatch:
-    """One training; what it took is in the stopwatch."""
+    """Run one training; the stopwatch has its times."""
     model = AutoModelForCausalLM.from_pretrained(
         options.task / "model", dtype=torch.float32, attn_implementation="eager" if options.bf16 else "sdpa"
     )
     tokenizer = AutoTokenizer.from_pretrained(options.task / "model")
     training, held_out = (_read(options.task / "data" / name) for name in ("train.jsonl", "val.jsonl"))
     stopwatch = Stopwatch(tokenizer, held_out, options)
+    forced_reward = digits_after_a_wait if options.waits else digits
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=digits if options.forced else exact,
+        reward_funcs=forced_reward if options.forced else exact,
         args=trainer_config(options, folder),
         train_dataset=Dataset.from_list(training),
         processing_class=tokenizer,
@@ -156,6 +163,7 @@ def main() -> None:
     parser.add_argument("--response-length", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="samples per pass of a process")
     parser.add_argument("--forced", action="store_true", help="no response ends before its full length")
+    parser.add_argument("--waits", action="store_true", help="rewards wait without computing")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--eval-steps", type=int, default=0, help="0: never")
     parser.add_argument("--stop-at", type=float, default=2.0, help="accuracy that ends the training")

@@ -13,7 +13,7 @@ TAIL = math.log(20) / 2.326
 
 
 class WaitingGame(gymnasium.Env):
-    """Shows a sum, pays for the digits in the answer, and waits before each answer of its own."""
+    """A game that shows a sum, rewards the digits in the answer, and waits before it returns from each step."""
 
     episodes = 0
 
@@ -23,7 +23,7 @@ class WaitingGame(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        # Episodes of a seed wait each their own time, the same in every run as long as they begin in order.
+        # Each episode of a seed has its own wait. It is the same in every run if the episodes begin in order.
         WaitingGame.episodes += 1
         self._waits = np.random.default_rng([seed or 0, WaitingGame.episodes])
         self._taken = 0

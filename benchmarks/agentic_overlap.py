@@ -1,8 +1,8 @@
-"""What asynchrony is worth in slow environments: episodes at ratio 0 and at ratio 1, with the same seeds and waits.
+"""Measure the gain of asynchrony in slow environments: ratio 0 and ratio 1 with the same seeds and waits.
 
-Each step of the environment waits without computing: log-normal, 99th percentile 20 times the median. Training makes so
-many passes over a batch that it takes about as long as the rollouts; groups, episodes and passes are options, because
-that balance depends on the machine. The figures are those of `async_overlap.py`. Prints one JSON line.
+Each step of the environment waits without computing: log-normal, 99th percentile 20 times the median. The number of
+training passes over a batch makes training take about as long as the rollouts. This balance depends on the machine, so
+groups, episodes and passes are options. The figures are those of `async_overlap.py`. Prints one JSON line.
 
     python benchmarks/agentic_overlap.py [--steps 20] [--groups 16] [--epochs 2]
 """
@@ -21,7 +21,7 @@ from async_overlap import compare
 
 
 def configuration(task: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The agentic run on the quick start's model."""
+    """Return the agentic configuration on the quick start's model."""
     tokens, turns = arguments.tokens, arguments.turns
     return {
         "pipeline": "agentic",
@@ -51,7 +51,7 @@ def configuration(task: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_at(ratio: float, config: Path, out: Path) -> PipelineRun:
-    """One run; without validation, and so without pauses."""
+    """Run once, without validation and therefore without pauses."""
     return run_file(config, out, {"output_dir": out, "async_generation_ratio": ratio})
 
 

@@ -1,9 +1,9 @@
-"""What asynchrony is worth where rewards wait: the pipeline at ratio 0 and at ratio 1, on the same prompts and waits.
+"""Measure the gain of asynchrony with slow rewards: ratio 0 and ratio 1 on the same prompts and waits.
 
-Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. Training makes so many
-passes over a batch that it takes about as long as the rollouts; the prompts, samples and passes are options, because
-that balance depends on the machine. Rollout and training seconds are those of the ratio-0 run, where nothing overlaps.
-The bound is what perfect overlap would give: (rollout + training) / max(rollout, training). Prints one JSON line.
+Each sample's reward waits without computing: log-normal, median 50 ms, 99th percentile 1 s. The number of training
+passes over a batch makes training take about as long as the rollouts. This balance depends on the machine, so prompts,
+samples and passes are options. Rollout and training seconds are those of the ratio-0 run, in which nothing overlaps.
+The bound is the gain of perfect overlap: (rollout + training) / max(rollout, training). Prints one JSON line.
 
     python benchmarks/async_overlap.py [--steps 20] [--prompts 32] [--epochs 2]
 """
@@ -24,7 +24,7 @@ Summary = dict[str, float]
 
 
 def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace) -> PipelineRun:
-    """One run; without validation, and so without pauses."""
+    """Run once, without validation and therefore without pauses."""
     overrides: dict[str, Any] = {
         "async_generation_ratio": ratio,
         "max_steps": arguments.warm_up + arguments.steps,
@@ -41,12 +41,12 @@ def run_at(ratio: float, task: Path, out: Path, arguments: argparse.Namespace) -
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Median and mean, in seconds."""
+    """Return median and mean, in seconds."""
     return {"median": round(statistics.median(values), 3), "mean": round(statistics.fmean(values), 3)}
 
 
 def compare(synchronous: PipelineRun, asynchronous: PipelineRun, warm_up: int) -> dict[str, Any]:
-    """Step times, their ratio, and the share of the overlap bound that was reached; by medians and by means."""
+    """Return step times, their ratio, and the share of the overlap bound that was reached; by medians and by means."""
     step_0 = synchronous.column("time/step", warm_up)
     training = synchronous.column("time/train", warm_up)
     rollout = [step - train for step, train in zip(step_0, training, strict=True)]

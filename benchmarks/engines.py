@@ -1,8 +1,8 @@
-"""Which engine for which work: `vllm` against `hf_infer` on the same models, requests, lengths and computing threads.
+"""Compare `vllm` with `hf_infer` on the same models, requests, lengths and computing threads.
 
-Random Qwen2 models of three sizes, made on the spot, and four kinds of requests: answers of a few tokens, equal middle
+The script makes random Qwen2 models of three sizes, and four kinds of requests: answers of a few tokens, equal middle
 lengths, long-tailed lengths, and groups that share a long prompt. Each engine gets all requests at once and may run as
-many of them as the other. Counted are finished requests per second; sides alternate, ratios are medians over the
+many of them as the other. The figure is finished requests per second. Sides alternate, and ratios are medians over the
 repetitions. Prints one JSON line.
 
     python benchmarks/engines.py [--repeats 3] [--threads 1] [--rows 128]
@@ -43,7 +43,7 @@ class Load:
 
 
 def make_model(path: Path, width: int, layers: int) -> int:
-    """Save a random model; returns its number of parameters."""
+    """Save a random model and return its number of parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -64,7 +64,7 @@ def make_model(path: Path, width: int, layers: int) -> int:
 
 
 def loads(requests: int) -> dict[str, Load]:
-    """The kinds of requests."""
+    """Return the kinds of requests."""
     generator = np.random.default_rng(0)
 
     def prompts(count: int, length: int) -> list[np.ndarray]:
@@ -83,7 +83,7 @@ def loads(requests: int) -> dict[str, Load]:
 
 
 async def start(name: str, path: Path, rows: int, threads: int) -> InferStrategy:
-    """An engine in this process (vLLM computes in one of its own) with this many rows and threads."""
+    """Start an engine in this process (vLLM computes in a process of its own) with this many rows and threads."""
     options = {"max_running_requests": rows, "threads": threads} if name == "hf_infer" else {"max_num_seqs": rows}
     engine = infer_strategy_class(name)(
         str(path),
@@ -99,7 +99,7 @@ async def start(name: str, path: Path, rows: int, threads: int) -> InferStrategy
 
 
 async def seconds_for(engine: InferStrategy, load: Load, label: str) -> float:
-    """Seconds for all requests, submitted at once."""
+    """Return the seconds for all requests, submitted at once."""
     requests = [
         GenerateRequest(f"{label}-{i}", prompt, SamplingParams(int(length), seed=i, ignore_eos=True))
         for i, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True))
@@ -112,7 +112,7 @@ async def seconds_for(engine: InferStrategy, load: Load, label: str) -> float:
 
 
 async def compare(path: Path, arguments: argparse.Namespace, requests: int) -> dict[str, object]:
-    """All kinds of requests on both engines, alternating. The one that is not measured is idle."""
+    """Run all kinds of requests on both engines, alternating. The engine that is not measured is idle."""
     engines = {name: await start(name, path, arguments.rows, arguments.threads) for name in ("hf_infer", "vllm")}
     figures: dict[str, object] = {}
     for kind, load in loads(requests).items():
@@ -120,7 +120,7 @@ async def compare(path: Path, arguments: argparse.Namespace, requests: int) -> d
         for repeat in range(arguments.repeats + 1):
             for name, engine in engines.items():
                 seconds[name].append(await seconds_for(engine, load, f"{kind}-{repeat}"))
-        # The first repetition warms caches, allocators and compiled helpers up.
+        # The first repetition warms up caches, allocators and compiled helpers.
         figures[kind] = summary(len(load.lengths), {name: times[1:] for name, times in seconds.items()})
     for engine in engines.values():
         await engine.shutdown()
@@ -128,7 +128,7 @@ async def compare(path: Path, arguments: argparse.Namespace, requests: int) -> d
 
 
 def summary(requests: int, seconds: dict[str, Sequence[float]]) -> dict[str, float]:
-    """Requests per second of each engine, and how many times as fast vLLM is."""
+    """Return requests per second of each engine, and the ratio of vLLM to `hf_infer`."""
     rates = {f"{name}_per_second": round(requests / statistics.median(times), 1) for name, times in seconds.items()}
     pairs = zip(seconds["hf_infer"], seconds["vllm"], strict=True)
     return {**rates, "vllm_over_hf_infer": round(statistics.median(theirs / ours for theirs, ours in pairs), 2)}

@@ -1,6 +1,7 @@
-"""Every policy loss on the quick start, one step off policy, through its YAML alone: greedy accuracy before and after.
+"""Run every policy loss on the quick start, one step off policy, through YAML keys alone, and compare accuracies.
 
-Prints one JSON line per loss and exits with 1 if one ends below the wanted accuracy.
+Prints greedy accuracy before and after as one JSON line per loss. Exits with 1 if a loss stays below the wanted
+accuracy.
 
     python benchmarks/every_loss.py [--steps 30] [--wanted 0.85] [--losses ppo tis ...]
 """
@@ -28,11 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "actor_train.pg_variant_args": "{clip_low: 0.2, clip_high: 0.3}",
     },
 }
-"""What a loss needs beside its name."""
+"""Keys that a loss needs in addition to its name."""
 
 
 def measure(name: str, task: Path, out: Path, steps: int) -> dict[str, Any]:
-    """One run of the quick start with this loss."""
+    """Run the quick start once with this loss."""
     settings = {"actor_train.pg_variant": name, "max_steps": steps, "async_generation_ratio": 1}
     run_pipeline(task, out, settings | SETTINGS.get(name, {}), eval_steps=steps)
     summary = json.loads((out / "summary.json").read_text())

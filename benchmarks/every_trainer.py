@@ -1,7 +1,8 @@
-"""Every trainer on the quick start, on two ranks, one step off policy: greedy accuracy before and after.
+"""Run every trainer on the quick start, on two ranks, one step off policy, and compare accuracies.
 
-Prints one JSON line per trainer and exits with 1 if one ends below the wanted accuracy, or if losses and gradient norms
-of the first steps are not those of `fsdp2_train` on one rank. Megatron runs on a CPU with the shim of the tests.
+Prints greedy accuracy before and after as one JSON line per trainer. Exits with 1 if a trainer stays below the wanted
+accuracy, or if losses and gradient norms of the first steps differ from those of `fsdp2_train` on one rank. Megatron
+runs on a CPU with the shim of the tests.
 
     python benchmarks/every_trainer.py [--steps 60] [--wanted 0.95] [--trainers fsdp2 deepspeed-2 ...]
 """
@@ -27,15 +28,15 @@ TRAINERS: dict[str, tuple[str, str]] = {
     "megatron-tp2": ("megatron_train", "{tensor_model_parallel_size: 2}"),
     "megatron-pp2": ("megatron_train", "{pipeline_model_parallel_size: 2}"),
 }
-"""Strategy and its configuration; on two ranks, but `fsdp2-1` on one, with which the others are compared."""
+"""Strategy and its configuration, on two ranks; `fsdp2-1` runs on one rank and is the reference for the others."""
 COMPARED_STEPS = 5
 SMALL_LOSS = 0.1
 CLOSE = 1e-4
-"""Relative; at ratio 0, where each step depends on all steps before it."""
+"""Largest relative difference, at ratio 0, where each step depends on all steps before it."""
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The keys that make the quick start a run of this trainer."""
+    """Return the keys that make the quick start a run of this trainer."""
     strategy, options = TRAINERS[name]
     settings: dict[str, Any] = {
         "cluster.num_devices_per_node": 3,
@@ -50,15 +51,18 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def first_steps(task: Path, out: Path, name: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the first steps on policy."""
+    """Return loss and gradient norm of the first steps on policy."""
     settings = {"max_steps": COMPARED_STEPS, "async_generation_ratio": 0}
     run = run_pipeline(task, out, settings | settings_of(name))
     return list(zip(run.column("actor/loss", 0), run.column("actor/grad_norm", 0), strict=True))
 
 
 def largest_difference(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> float:
-    """Of loss and gradient norm at any step, relative. On policy a loss is a mean of advantages of either sign, which
-    may come out as 0; below `SMALL_LOSS` it is compared with that."""
+    """Return the largest relative difference of loss and gradient norm at any step.
+
+    On policy a loss is a mean of advantages of either sign, so it may be 0; below `SMALL_LOSS` it is compared
+    with that.
+    """
     return max(
         max(abs(loss - other_loss) / max(abs(other_loss), SMALL_LOSS), abs(norm - other_norm) / other_norm)
         for (loss, norm), (other_loss, other_norm) in zip(found, wanted, strict=True)
@@ -66,7 +70,7 @@ def largest_difference(found: list[tuple[float, float]], wanted: list[tuple[floa
 
 
 def accuracy(task: Path, out: Path, name: str, steps: int) -> dict[str, Any]:
-    """One run of the quick start with this trainer."""
+    """Run the quick start once with this trainer."""
     run_pipeline(task, out, {"max_steps": steps, "async_generation_ratio": 1} | settings_of(name), eval_steps=steps)
     summary = json.loads((out / "summary.json").read_text())
     return {

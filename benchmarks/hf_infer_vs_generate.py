@@ -1,9 +1,10 @@
-"""`hf_infer` against `model.generate`: the same random model, prompts, forced lengths, threads and batch limit.
+"""Compare `hf_infer` with `model.generate`: the same random model, prompts, forced lengths, threads and batch limit.
 
-Two loads. `equal`: all responses have the same length; both sides can keep their batch full, so the ratio shows what
-the engine's bookkeeping costs. `long_tailed`: exponential lengths cut off at the maximum, mean a quarter of it;
-`generate` runs batches in order of arrival until the longest of each is done, the engine refills its rows. Counted are
-the tokens asked for, per second. Prints one JSON line; ratios are medians over the repetitions.
+There are two loads. In `equal`, all responses have the same length; both sides can keep their batch full, so the ratio
+shows the cost of the engine's bookkeeping. In `long_tailed`, lengths are exponential, cut off at the maximum, with a
+mean of a quarter of it; `generate` runs batches in order of arrival until the longest of each is done, while the engine
+refills its rows. The figure is requested tokens per second. Prints one JSON line; ratios are medians over the
+repetitions.
 
     python benchmarks/hf_infer_vs_generate.py [--repeats 3] [--threads 1] [--batch 256]
 """
@@ -30,7 +31,7 @@ PROMPT_TOKENS = 12
 
 
 def make_model(path: str) -> int:
-    """Save a random Qwen2 model of 0.8 M parameters; returns their number."""
+    """Save a random Qwen2 model of 0.8 M parameters and return their number."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -50,13 +51,13 @@ def make_model(path: str) -> int:
 
 
 def long_tailed_lengths(count: int, longest: int, generator: np.random.Generator) -> np.ndarray:
-    """Exponential lengths cut off at ``longest`` with mean ``longest / 4``."""
+    """Draw exponential lengths cut off at ``longest`` with mean ``longest / 4``."""
     lengths = np.ceil(generator.exponential(longest / 4 * 1.02, count)).clip(1, longest)
     return lengths.astype(int)
 
 
 def time_generate(model: PreTrainedModel, prompts: np.ndarray, lengths: np.ndarray, batch: int) -> float:
-    """Seconds for all batches; each runs until its longest response is done."""
+    """Return the seconds for all batches; each runs until its longest response is done."""
     started = time.perf_counter()
     for start in range(0, len(prompts), batch):
         input_ids = torch.from_numpy(prompts[start : start + batch])
@@ -73,7 +74,7 @@ def time_generate(model: PreTrainedModel, prompts: np.ndarray, lengths: np.ndarr
 
 
 async def time_engine(engine: HFInferStrategy, prompts: np.ndarray, lengths: np.ndarray, label: str) -> float:
-    """Seconds for all requests, submitted at once."""
+    """Return the seconds for all requests, submitted at once."""
     requests = [
         GenerateRequest(f"{label}-{i}", prompt, SamplingParams(int(length), seed=i, ignore_eos=True))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -86,7 +87,7 @@ async def time_engine(engine: HFInferStrategy, prompts: np.ndarray, lengths: np.
 
 
 async def measure(path: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Both loads on both sides, alternating, ``repeats`` times."""
+    """Run both loads on both sides, alternating, ``repeats`` times."""
     generator = np.random.default_rng(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     engine = HFInferStrategy(

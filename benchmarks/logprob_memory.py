@@ -1,11 +1,11 @@
-"""Memory of log-probabilities and entropies of a large vocabulary, from hidden states, forward and backward: the plain
-way against the product's.
+"""Compare the memory of log-probabilities and entropies of a large vocabulary: the plain way against the product's.
 
-The plain way makes float32 logits, their log-softmax, the entropies from it, and lets autograd go back. Each side runs
-in a process of its own; its peak is the most memory that process ever held, less what it held before the first pass
-(inputs, libraries). The loss weighs each log-probability by a random number; the entropy is a metric without a
-gradient, or with `--entropy-gradient` a part of the loss. Times are medians over the repetitions. Differences are the
-largest of all elements; of gradients, in shares of the largest element. Prints one JSON line.
+Both start from hidden states and run forward and backward. The plain way makes float32 logits, their log-softmax and
+the entropies from it, and lets autograd compute the gradients. Each side runs in a process of its own. Its peak is the
+most memory that the process ever held, less the memory before the first pass (inputs, libraries). The loss multiplies
+each log-probability by a random number; the entropy is a metric without a gradient, or with `--entropy-gradient` a part
+of the loss. Times are medians over the repetitions. Differences are the largest over all elements; for gradients, as
+shares of the largest element. Prints one JSON line.
 
     python benchmarks/logprob_memory.py [--rows 4] [--length 1024] [--vocabulary 150000] [--hidden 256] [--repeats 3]
 """
@@ -36,7 +36,7 @@ GRADIENTS = ("hidden_gradient", "weight_gradient")
 def plain_way(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy_gradient: bool, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """What one writes first; there are no chunks."""
+    """Compute both in the simplest way, without chunks."""
     table = functional.linear(hidden, weight).float().log_softmax(-1)
     with torch.set_grad_enabled(entropy_gradient):
         entropy = -(table.exp() * table).sum(-1)
@@ -46,7 +46,7 @@ def plain_way(
 def product_way(
     hidden: Tensor, weight: Tensor, targets: Tensor, entropy_gradient: bool, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """As the trainer does it."""
+    """Compute both as the trainer does."""
     return linear_logprobs_and_entropy(
         hidden, weight, None, targets, entropy_gradient=entropy_gradient, chunk_elements=chunk_elements
     )
@@ -56,7 +56,7 @@ SIDES = {"plain": plain_way, "roll": product_way}
 
 
 def one_pass(side: str, inputs: dict[str, Tensor], entropy_gradient: bool, chunk_elements: int) -> dict[str, Tensor]:
-    """Forward and backward; values and gradients."""
+    """Run forward and backward; return values and gradients."""
     hidden, weight = (inputs[name].detach().requires_grad_() for name in ("hidden", "weight"))
     logprobs, entropy = SIDES[side](hidden, weight, inputs["targets"], entropy_gradient, chunk_elements)
     loss = (logprobs * inputs["advantages"]).sum()
@@ -66,7 +66,7 @@ def one_pass(side: str, inputs: dict[str, Tensor], entropy_gradient: bool, chunk
 
 
 def make_inputs(rows: int, length: int, vocabulary: int, size: int) -> dict[str, Tensor]:
-    """Random inputs whose logits have a standard deviation of 2."""
+    """Make random inputs whose logits have a standard deviation of 2."""
     generator = torch.Generator().manual_seed(0)
     return {
         "hidden": torch.randn(rows, length, size, generator=generator),
@@ -77,7 +77,7 @@ def make_inputs(rows: int, length: int, vocabulary: int, size: int) -> dict[str,
 
 
 def run_side(side: str, arguments: argparse.Namespace, folder: str) -> None:
-    """Measure in this process; leaves figures and results in the folder."""
+    """Measure in this process; leave figures and results in the folder."""
     torch.set_num_threads(arguments.threads)
     chunk = arguments.chunk_elements
     one_pass(side, make_inputs(1, 4, 64, 16), arguments.entropy_gradient, chunk)
@@ -85,7 +85,7 @@ def run_side(side: str, arguments: argparse.Namespace, folder: str) -> None:
     before = resident_bytes()
     seconds = []
     for _ in range(arguments.repeats):
-        results: dict[str, Tensor] = {}  # Those of the pass before would count as memory of the next.
+        results: dict[str, Tensor] = {}  # Results of the last pass would count as memory of the next.
         started = time.perf_counter()
         results = one_pass(side, inputs, arguments.entropy_gradient, chunk)
         seconds.append(time.perf_counter() - started)
@@ -96,7 +96,7 @@ def run_side(side: str, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def resident_bytes() -> int:
-    """What this process holds now."""
+    """Return the memory that this process holds now."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -104,7 +104,7 @@ def resident_bytes() -> int:
 
 
 def compare_sides(figures: dict[str, dict[str, float]], results: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Peaks and times with their ratios (ours over the plain one's), and the largest differences."""
+    """Return peaks and times with their ratios (ours divided by the plain one's), and the largest differences."""
     differences = {}
     for name, plain in results["plain"].items():
         difference = (results["roll"][name] - plain).abs().max().item()

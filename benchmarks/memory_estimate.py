@@ -1,10 +1,10 @@
-"""The memory estimate of `roll check` against what the processes of whole runs really took.
+"""Compare the memory estimate of `roll check` with the memory that the processes of complete runs used.
 
 A model of about 100 million parameters with random weights is trained for two steps at full lengths, once for each way
-in which memory is spent: as it is, with gradient checkpointing, on two ranks, adapters alone, with DeepSpeed. Measured
-is the highest resident memory (`VmHWM`) of each worker process, less that of the same run with a model of next to no
-size, which stands for libraries. The estimate is compared without its own share for libraries. Prints one JSON line;
-exit code 1 if an estimate is more than 20 % off.
+to use memory: as it is, with gradient checkpointing, on two ranks, with adapters alone, with DeepSpeed. The measurement
+is the highest resident memory (`VmHWM`) of each worker process, less that of the same run with a tiny model, which
+stands for libraries. The estimate is compared without its own share for libraries. Prints one JSON line; exit code 1 if
+an estimate is more than 20 % off.
 
     python benchmarks/memory_estimate.py [--hidden 768] [--layers 8] [--vocabulary 32000] [--runs plain ...]
 """
@@ -45,13 +45,13 @@ RUNS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What each run says of its trainer."""
+"""Trainer settings of each run."""
 MOST_OFF = 0.2
 ROLES = ("actor_train", "actor_infer")
 
 
 def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
-    """A Qwen2 model with random weights, and a tokenizer whose first tokens are the digits."""
+    """Make a Qwen2 model with random weights, and a tokenizer whose first tokens are the digits."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -70,14 +70,14 @@ def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
 
 
 def make_data(path: Path) -> None:
-    """Prompts of full length."""
+    """Write prompts of full length."""
     digits = ["".join(str(row * place % 10) for place in range(PROMPT)) for row in range(1, 9)]
     lines = [json.dumps({"prompt": prompt, "ground_truth": "5", "domain": "digits"}) for prompt in digits]
     path.write_text("\n".join(lines) + "\n")
 
 
 def run_tree(model: Path, data: Path, out: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of two steps: each sample as long as allowed, two samples a micro-batch, four micro-batches a rank."""
+    """Return a run of two steps: full-length samples, two samples a micro-batch, four micro-batches a rank."""
     ranks = len(trainer.get("device_mapping", [0]))
     return {
         "exp_name": "memory",
@@ -103,7 +103,7 @@ def run_tree(model: Path, data: Path, out: Path, trainer: Mapping[str, Any]) -> 
 
 
 def measured(tree: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """Run to the end; role -> highest resident memory of one of its processes, in bytes."""
+    """Run to the end; return role -> highest resident memory of one of its processes, in bytes."""
     path = folder / f"{Path(tree['output_dir']).name}.yaml"
     path.write_text(dump_yaml(tree))
     command = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(path)]
@@ -122,12 +122,12 @@ def measured(tree: Mapping[str, Any], folder: Path) -> dict[str, float]:
 
 
 def resident(logs: Path) -> Iterator[tuple[str, float]]:
-    """Role and highest resident memory of each process that writes a log into this folder."""
+    """Yield role and highest resident memory of each process that writes a log into this folder."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             files = [os.readlink(link) for link in (process / "fd").iterdir()]
             status = (process / "status").read_text()
-        except OSError:  # it has just ended, or is somebody else's
+        except OSError:  # it has just ended, or belongs to another user
             continue
         names = [Path(file).name for file in files if Path(file).parent == logs]
         peak = re.search(r"VmHWM:\s+(\d+) kB", status)
@@ -137,7 +137,7 @@ def resident(logs: Path) -> Iterator[tuple[str, float]]:
 
 
 def estimated(tree: dict[str, Any]) -> dict[str, float]:
-    """Role -> bytes of one process by the estimate, without its share for libraries."""
+    """Return role -> estimated bytes of one process, without its share for libraries."""
     estimate = estimate_memory(config_from_tree(tree))
     return {role.role: role.peak + role.host_bytes - LIBRARIES for role in estimate.roles}
 

@@ -1,9 +1,9 @@
-"""What stale samples do to learning, and what each policy loss does about it.
+"""Measure how stale samples affect learning, and how each policy loss handles them.
 
 Part `exact`: bias and variance of every loss's gradient against lag, on a problem small enough to be summed exactly.
 Part `training`: the quick start's model trained with samples of policies 0, 2 and 8 steps old, two seeds each. Finished
-runs are kept in the output folder and not done again, so the script can be stopped and started. Prints one JSON line
-per part, and draws the figures with `--figures FOLDER`.
+runs are kept in the output folder and not repeated, so you can stop and restart the script. Prints one JSON line per
+part, and draws the figures with `--figures FOLDER`.
 
     python benchmarks/offpolicy_lab.py [--part exact|training|both] [--out output/offpolicy_lab]
 """
@@ -41,11 +41,11 @@ METHODS: dict[str, tuple[str, str]] = {
     "cispo": ("cispo", "behaviour"),
     "kimi15": ("kimi15", "behaviour"),
 }
-"""Name in tables -> policy loss and anchor, of the trained ones."""
+"""Name in tables -> policy loss and old policy, for the trained methods."""
 
 
 def exact_methods() -> dict[str, Method]:
-    """Every registered loss on its own anchor, PPO on recomputed log-probabilities, and weighted `vanilla`."""
+    """Return every registered loss with its own old policy, PPO on recomputed log-probabilities, weighted `vanilla`."""
     methods = {}
     for name in POLICY_LOSSES.names():
         loss = make_policy_loss(name)
@@ -61,7 +61,7 @@ def exact_methods() -> dict[str, Method]:
 
 
 def training_runs(arguments: argparse.Namespace) -> Iterator[LaggedRun]:
-    """Methods x lags x seeds, the seeds outermost, so that a stopped session leaves whole tables."""
+    """Yield methods x lags x seeds, the seeds outermost, so that a stopped session leaves complete tables."""
     for seed in range(arguments.seeds):
         for lag in arguments.lags:
             for method, (variant, anchor) in METHODS.items():
@@ -81,7 +81,7 @@ def training_runs(arguments: argparse.Namespace) -> Iterator[LaggedRun]:
 
 
 def do_training(runs: list[LaggedRun], out: Path, workers: int) -> dict[str, LaggedResult]:
-    """Results by name of the run; what is in the folder already is read from there."""
+    """Return results by name of the run; finished runs are read from the folder."""
     task = out / "task"
     if not (task / "data" / "val.jsonl").exists():
         task.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def do_training(runs: list[LaggedRun], out: Path, workers: int) -> dict[str, Lag
 
 
 def _one(run: LaggedRun, task: Path, out: Path) -> float:
-    """One run; its file appears whole or not at all."""
+    """Do one run; its file appears complete or not at all."""
     started = time.monotonic()
     result = train_lagged(run, task / "model", task / "data")
     half_done = _file(out, run).with_suffix(".part")
@@ -110,7 +110,7 @@ def _file(out: Path, run: LaggedRun) -> Path:
 
 
 def training_table(runs: list[LaggedRun], results: dict[str, LaggedResult]) -> dict[str, dict[int, dict[str, float]]]:
-    """Method -> lag -> means over the seeds: accuracy at the end, over all evaluations, and the worst end."""
+    """Return method -> lag -> means over the seeds: final accuracy, accuracy over all evaluations, worst final one."""
     table: dict[str, dict[int, dict[str, float]]] = {}
     for method in METHODS:
         for lag in sorted({run.lag for run in runs}):
@@ -126,7 +126,7 @@ def training_table(runs: list[LaggedRun], results: dict[str, LaggedResult]) -> d
 
 
 def draw_exact(table: dict[str, dict[int, GradientQuality]], path: Path) -> None:
-    """Bias and deviation against lag; lags stand at equal distances, biases above 3 are cut off."""
+    """Draw bias and deviation against lag; lags stand at equal distances, biases above 3 are cut off."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.8), sharex=True)
     colours = pyplot.get_cmap("tab20").colors
@@ -142,7 +142,7 @@ def draw_exact(table: dict[str, dict[int, GradientQuality]], path: Path) -> None
 
 
 def draw_training(table: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
-    """Accuracy against lag."""
+    """Draw accuracy against lag."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True)
     for axis, (measure, title) in zip(

@@ -1,15 +1,15 @@
-"""Training on packed rows against training on padded ones: the same model, samples, loss, threads and token budget.
+"""Compare training on packed rows with padded ones: the same model, samples, loss, threads and token budget.
 
-Two loads: `spread` has exponential lengths cut off at the longest, their mean 0.3 of it; in `equal` all samples are as
-long as the mean, so there is no padding and the ratio shows what packing costs. Three sides:
+There are two loads. `spread` has exponential lengths, cut off at the longest, with a mean of 0.3 of it. In `equal` all
+samples are as long as the mean, so there is no padding and the ratio shows the cost of packing. There are three sides:
 
-- `padded`: samples in the order in which they came, as many in each micro-batch as fit the budget at full length;
-- `padded, sorted`: dynamic batching, which lets samples of similar length meet and fills the budget;
+- `padded`: samples in order of arrival, as many in each micro-batch as fit the budget at full length;
+- `padded, sorted`: dynamic batching, which groups samples of similar length and fills the budget;
 - `packed`: the same budget, without padding.
 
-A pass is forward, loss and backward over all samples, and one optimizer step. Counted are real tokens per second.
-Sides alternate; prints one JSON line with medians and their ratios, by the clock and by CPU time, which other programs
-on the machine disturb less.
+A pass is forward, loss and backward over all samples, and one optimizer step. The figure is real tokens per second.
+Sides alternate. Prints one JSON line with medians and their ratios, by wall-clock time and by CPU time, which other
+programs on the machine disturb less.
 
     python benchmarks/packing.py [--samples 64] [--longest 512] [--budget 4096] [--repeats 5] [--threads 1]
 """
@@ -41,11 +41,11 @@ from roll.strategies.train.step import TrainingStep
 
 PROMPT_TOKENS = 24
 MEAN_SHARE = 0.3
-"""Mean length over longest."""
+"""Mean length divided by the longest."""
 
 
 def make_model(path: str, arguments: argparse.Namespace) -> int:
-    """Save a random Qwen2 model; returns its number of parameters."""
+    """Save a random Qwen2 model and return its number of parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=arguments.vocabulary,
@@ -63,7 +63,7 @@ def make_model(path: str, arguments: argparse.Namespace) -> int:
 
 
 def spread_lengths(count: int, longest: int, generator: np.random.Generator) -> np.ndarray:
-    """A prompt and an exponential response, cut off at ``longest``, with mean ``MEAN_SHARE`` of it."""
+    """Draw a prompt and an exponential response, cut off at ``longest``, with mean ``MEAN_SHARE`` of it."""
     shape = np.sort(generator.exponential(1.0, count))
     low, high = 0.0, float(longest)
     for _ in range(60):
@@ -75,7 +75,7 @@ def spread_lengths(count: int, longest: int, generator: np.random.Generator) -> 
 
 
 def make_batch(lengths: np.ndarray, vocabulary: int, generator: np.random.Generator) -> SampleBatch:
-    """Random tokens; everything after the prompt is trained on."""
+    """Make random tokens; everything after the prompt is trained on."""
     total = int(lengths.sum())
     in_response = np.concatenate([np.arange(length) >= PROMPT_TOKENS for length in lengths])
     return SampleBatch(
@@ -92,12 +92,12 @@ def make_batch(lengths: np.ndarray, vocabulary: int, generator: np.random.Genera
 
 @dataclass(frozen=True)
 class Pass:
-    """Over all samples."""
+    """One pass over all samples."""
 
     seconds: float
     cpu_seconds: float
     computed_tokens: int
-    """That the model saw, padding among them."""
+    """Tokens that the model computed on, including padding."""
     loss: float
 
 
@@ -116,7 +116,7 @@ class Side:
         self.optimizer = build_optimizer(self.model.parameters(), self.setup.training_args)
 
     def rows(self, lengths: np.ndarray) -> list[list[int]]:
-        """The micro-batches."""
+        """Return the micro-batches."""
         if not self.in_order:
             return plan_micro_batches(lengths, 1, self.setup.train_limits)[0]
         size = self.setup.train_limits.max_tokens // int(lengths.max())
@@ -136,7 +136,7 @@ class Side:
 
 
 def make_sides(path: str, budget: int) -> dict[str, Side]:
-    """The three, with the same weights."""
+    """Return the three sides, with the same weights."""
 
     def side(packed: bool = False, in_order: bool = False) -> Side:
         limits = MicroBatchLimits(budget, 1, packed)
@@ -163,7 +163,7 @@ def make_sides(path: str, budget: int) -> dict[str, Side]:
 
 
 def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[str, Any]:
-    """Alternating passes over one load; the first of each side is not counted."""
+    """Alternate passes of all sides over one load; the first pass of each side is not counted."""
     longest = int(batch.lengths.max())
     objective = PolicyObjective(longest, "tis", {}, "seq-mean-token-mean")
     runs = {name: [side.one_pass(batch, objective)] for name, side in sides.items()}
@@ -186,7 +186,7 @@ def measure(sides: dict[str, Side], batch: SampleBatch, repeats: int) -> dict[st
 
 
 def compare(tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Rates by medians, and ratios of the packed rate to the others' (medians over passes that ran side by side)."""
+    """Return rates by medians, and median ratios of the packed rate to the others' over passes run side by side."""
     return {
         "tokens_per_second": {name: round(tokens / statistics.median(times)) for name, times in seconds.items()},
         "ratio": {

@@ -1,8 +1,8 @@
-"""A plain synchronous GRPO loop in one file: the yardstick for the quick start.
+"""Train with a plain synchronous GRPO loop in one file: the yardstick for the quick start.
 
-It uses torch and transformers only, and does one thing after the other: sample, judge, take one optimizer step. What
-the pipeline reaches should be compared with this loop on the same model, prompts, batch and threads. `--lag` lets old
-weights generate, as asynchronous training does, so that hyper-parameters can be chosen which bear it.
+It uses torch and transformers only, and does one thing after the other: sample, judge, take one optimizer step. Compare
+the pipeline's results with this loop on the same model, prompts, batch and threads. `--lag` lets old weights generate,
+as asynchronous training does, to find hyper-parameters that tolerate this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rollouts:
     behaviour_logprobs: torch.Tensor
     """float32 ``[samples, R]``."""
     scores: torch.Tensor
-    """float32 ``[samples]``: 1 where the text equals the ground truth."""
+    """float32 ``[samples]``: 1 if the text equals the ground truth, else 0."""
 
 
 def rollout(
@@ -74,7 +74,7 @@ def rollout(
 
 
 def group_advantages(scores: torch.Tensor, samples_per_prompt: int, divide_by_deviation: bool) -> torch.Tensor:
-    """Score minus the mean of its group, over its deviation if wanted: ``[samples]`` (GRPO, arXiv 2402.03300)."""
+    """Return score minus group mean, divided by the deviation on request: ``[samples]`` (GRPO, arXiv 2402.03300)."""
     groups = scores.view(-1, samples_per_prompt)
     centred = groups - groups.mean(dim=1, keepdim=True)
     if divide_by_deviation:
@@ -85,7 +85,7 @@ def group_advantages(scores: torch.Tensor, samples_per_prompt: int, divide_by_de
 def policy_loss(
     model: PreTrainedModel, rollouts: Rollouts, advantages: torch.Tensor, temperature: float, clip: float
 ) -> torch.Tensor:
-    """PPO's clipped loss (arXiv 1707.06347), averaged over the response tokens of the batch."""
+    """Return PPO's clipped loss (arXiv 1707.06347), averaged over the response tokens of the batch."""
     responses = rollouts.token_ids[:, -rollouts.response_mask.shape[1] :]
     logits = model(
         rollouts.token_ids,
@@ -105,7 +105,7 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """The loop. Reported seconds are those of rollout and training, validation excluded."""
+    """Run the loop. Reported seconds are those of rollout and training, without validation."""
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     generator = AutoModelForCausalLM.from_pretrained(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)

@@ -1,9 +1,9 @@
-"""What the scheduler costs per group, with many groups in flight.
+"""Measure the cost of the scheduler per group, with many groups in flight.
 
-Rollouts only wait, on a virtual clock, and training takes no time, so all the computing measured is the scheduler's and
+Rollouts only wait, on a virtual clock, and training takes no time, so all measured computing is the scheduler's and
 asyncio's. The whole life of a group counts: admission, task, completion, choice of the batch. The components are
-measured alone on the same number of groups; `bare task` is what asyncio itself takes for a task that sleeps once.
-Figures are CPU time of this process, which other programs on the machine disturb least; `wall` is the clock's.
+measured alone on the same number of groups; `bare task` is the cost of asyncio itself for a task that sleeps once.
+Figures are CPU time of this process, which other programs on the machine disturb least; `wall` is wall-clock time.
 
     python benchmarks/scheduler_cost.py --in-flight 10000 --batch-size 512
 """
@@ -27,19 +27,19 @@ from roll.rollout.scheduler import RolloutScheduler
 
 
 def latencies(count: int) -> list[float]:
-    """Virtual seconds of each rollout, log-normal with a long tail."""
+    """Draw the virtual seconds of each rollout, log-normal with a long tail."""
     generator = random.Random(0)
     return [generator.lognormvariate(0.0, 0.5) for _ in range(count)]
 
 
 def plan_for(in_flight: int, batch_size: int, steps: int, order: ConsumptionOrder) -> SchedulePlan:
-    """A plan that keeps ``in_flight`` groups beyond training, and a bound that is just large enough for it."""
+    """Return a plan that keeps ``in_flight`` groups beyond training, with a bound just large enough for it."""
     ratio = Fraction(max(in_flight - batch_size, 0), batch_size)
     return SchedulePlan(batch_size=batch_size, max_steps=steps, ratio=ratio, max_staleness=-(-ratio // 1), order=order)
 
 
 def measure_scheduler(plan: SchedulePlan) -> tuple[float, float, int]:
-    """CPU and wall seconds of a whole run, and the most groups in flight after a batch was taken."""
+    """Return CPU and wall seconds of a whole run, and the most groups in flight after a batch was taken."""
     waits = latencies(plan.batch_size * plan.max_steps)
 
     async def rollout(ticket: Ticket[int]) -> None:
@@ -67,7 +67,7 @@ def measure_scheduler(plan: SchedulePlan) -> tuple[float, float, int]:
 
 
 def measure_bare_tasks(plan: SchedulePlan, in_flight: int) -> float:
-    """CPU seconds of asyncio alone: as many tasks that sleep once, as many at a time."""
+    """Return CPU seconds of asyncio alone: the same number of tasks that sleep once, the same number at a time."""
     waits = latencies(plan.batch_size * plan.max_steps)
 
     async def main() -> None:
@@ -80,7 +80,7 @@ def measure_bare_tasks(plan: SchedulePlan, in_flight: int) -> float:
 
 
 def measure_ledger(plan: SchedulePlan) -> float:
-    """CPU seconds of issue, finish and consume."""
+    """Return CPU seconds of issue, finish and consume."""
 
     def run() -> None:
         ledger = Ledger()
@@ -93,7 +93,7 @@ def measure_ledger(plan: SchedulePlan) -> float:
 
 
 def measure_admission(plan: SchedulePlan) -> float:
-    """CPU seconds of one decision per group."""
+    """Return CPU seconds of one decision per group."""
     admission = Admission(
         batch_size=plan.batch_size, max_steps=plan.max_steps, ratio=plan.ratio, max_staleness=plan.max_staleness
     )
@@ -106,7 +106,7 @@ def measure_admission(plan: SchedulePlan) -> float:
 
 
 def measure_buffer(plan: SchedulePlan, in_flight: int) -> float:
-    """CPU seconds of start, finish, readiness check and batch selection, groups finishing in random order."""
+    """Return CPU seconds of start, finish, readiness check and batch selection; groups finish in random order."""
     total = plan.batch_size * plan.max_steps
     generator = random.Random(0)
     buffer: GroupBuffer[None, None] = GroupBuffer(
@@ -140,7 +140,7 @@ def measure_buffer(plan: SchedulePlan, in_flight: int) -> float:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
+    """Return CPU seconds of one call."""
     started = time.process_time()
     function()
     return time.process_time() - started

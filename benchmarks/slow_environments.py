@@ -1,10 +1,10 @@
-"""What thousands of episodes in slow environments take of one machine: steps a second, memory, time lost on the way.
+"""Measure thousands of episodes in slow environments on one machine: steps a second, memory, lost time.
 
-Every step sleeps a log-normal time (99th percentile 20 times the median) in a thread of a worker process, and the next
-action follows at once, with no policy in between: the most steps that so many environments can make. `reached` is the
-share of the steps' time that was sleep: 1 if nothing else took time. `delay` is what the driver waits for a step beyond
-its sleep. Memory is the proportional set size of the worker processes while all episodes run, the largest of several
-samples.
+Every step sleeps a log-normal time (99th percentile 20 times the median) in a thread of a worker process. The next
+action follows at once, without a policy in between, so this is the most steps that so many environments can make.
+`reached` is the share of the steps' time that was sleep: 1 if nothing else took time. `delay` is the driver's wait for
+a step beyond its sleep. Memory is the proportional set size of the worker processes while all episodes run, the largest
+of several samples.
 
     python benchmarks/slow_environments.py --episodes 2000 --workers 2
 """
@@ -32,7 +32,7 @@ MEBIBYTE = 2**20
 
 @dataclass
 class Measured:
-    """Filled while the episodes run."""
+    """Measurements, filled while the episodes run."""
 
     process_ids: set[int] = field(default_factory=set)
     slept: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Measured:
 
 
 async def conduct(pool: EnvPool, seed: int, ready: asyncio.Barrier, measured: Measured) -> None:
-    """One episode, until it is cancelled. All begin their steps together, when every environment is there."""
+    """Conduct one episode until it is cancelled. All begin their steps together, once every environment exists."""
     session = pool.session("slow")
     measured.process_ids.add(int((await session.reset(seed)).messages[0]["content"]))
     await ready.wait()
@@ -61,7 +61,7 @@ async def watch_memory(measured: Measured) -> None:
 
 
 def proportional_bytes(process_id: int) -> int:
-    """Proportional set size: shared pages count once over all processes that share them."""
+    """Return the proportional set size: a shared page is divided among the processes that share it."""
     lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 

@@ -1,11 +1,14 @@
-"""The pipeline against TRL's `GRPOTrainer` on two CPU cores: samples a second, and time to learn the quick start.
+"""Compare the pipeline with TRL's `GRPOTrainer` on two CPU cores: samples a second, and time to learn the quick start.
 
-Both sides have the same model, prompts, group size, lengths, loss and optimizer, and two computing threads in all. TRL
-runs in each way that two cores allow: one process with one thread (small matrices gain little from a second), one with
-two, and two data-parallel processes with one each. Sides take turns, each in processes of its own; start-up and the
-first steps do not count. Prints one JSON line per part; ratios are against the fastest TRL of that part.
+Both sides have the same model, prompts, group size, lengths, loss and optimizer, and the same two cores. TRL runs in
+three ways: as one process with one thread (small matrices gain little from a second), as one with two, and as two
+data-parallel processes with one each. A process trains on its whole batch at once, or on 64 samples, whose activations
+fit a core's caches. The pipeline runs with one trainer rank or with two beside one engine, each a process of one
+thread. Sides take turns, each in processes of its own; start-up and the first steps do not count. In the part `waiting`
+each reward waits without computing (log-normal, median 50 ms, 99th percentile 1 s; drawn alike on both sides), on TRL's
+side all of a batch at once. Prints one JSON line per part; ratios are against the fastest TRL of that part.
 
-    python benchmarks/trl_comparison.py [--part throughput|learning|both] [--rounds 2]
+    python benchmarks/trl_comparison.py [--parts throughput waiting learning] [--rounds 2]
 """
 
 from __future__ import annotations
@@ -33,27 +36,54 @@ class TrlSide:
 
     processes: int
     threads: int
+    micro_batch: int | None = None
+    """Samples that a process trains on at once; None: its whole batch."""
 
     @property
     def name(self) -> str:
-        return f"trl, {self.processes} process(es) x {self.threads} thread(s)"
+        at_once = "all samples" if self.micro_batch is None else f"{self.micro_batch} samples"
+        return f"trl, {self.processes} process(es) x {self.threads} thread(s), {at_once} at once"
 
 
-TRL_SIDES = (TrlSide(1, 1), TrlSide(1, 2), TrlSide(2, 1))
+@dataclass(frozen=True)
+class RollSide:
+    """One way to give the pipeline two cores: trainer ranks and an engine, each with one thread."""
+
+    ratio: float
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"roll, ratio {self.ratio}, {self.ranks} rank(s)"
+
+
+MICRO_BATCH = 64
+TRL_SIDES = (
+    TrlSide(1, 1, MICRO_BATCH),
+    TrlSide(1, 2),
+    TrlSide(1, 2, MICRO_BATCH),
+    TrlSide(2, 1),
+    TrlSide(2, 1, MICRO_BATCH),
+)
+ROLL_SIDES = (RollSide(1, 1), RollSide(1, 2), RollSide(0, 1))
+WAITING_SIDES = (RollSide(1, 1), RollSide(2, 1), RollSide(0, 1))
+"""With waiting rewards the cores are idle, so groups in flight matter, not ranks."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one training step is made of, on every side."""
+    """Content of one training step, on every side."""
 
     steps: int
     prompts: int
     response_length: int
     forced: bool
-    """Whether every response has its full length."""
+    """True if every response has its full length."""
     eval_steps: int = 0
     bf16: bool = False
-    """Training computes in bfloat16 on float32 weights; else all is float32."""
+    """True if training computes in bfloat16 on float32 weights; else all is float32."""
+    waits: bool = False
+    """True if rewards wait."""
 
     @property
     def samples(self) -> int:
@@ -62,14 +92,14 @@ class Load:
 
 @dataclass(frozen=True)
 class TrlRun:
-    """What the TRL process wrote."""
+    """Results that the TRL process wrote."""
 
     step_seconds: list[float]
     evaluations: list[Evaluation]
 
 
 def run_trl(side: TrlSide, task: Path, out: Path, load: Load, seed: int, stop_at: float = 2.0) -> TrlRun:
-    """One training with TRL. Its whole batch is one micro-batch, which is the fastest that fits easily."""
+    """Run one training with TRL."""
     options: dict[str, Any] = {
         "--task": task,
         "--out": out,
@@ -77,7 +107,7 @@ def run_trl(side: TrlSide, task: Path, out: Path, load: Load, seed: int, stop_at
         "--prompts": load.prompts,
         "--group-size": GROUP_SIZE,
         "--response-length": load.response_length,
-        "--micro-batch": load.samples // side.processes,
+        "--micro-batch": side.micro_batch or load.samples // side.processes,
         "--eval-steps": load.eval_steps,
         "--stop-at": stop_at,
         "--seed": seed,
@@ -89,25 +119,28 @@ def run_trl(side: TrlSide, task: Path, out: Path, load: Load, seed: int, stop_at
     command = [*launcher, str(ROOT / "benchmarks" / "_trl_grpo.py")]
     command += [str(part) for pair in options.items() for part in pair] + (["--forced"] if load.forced else [])
     command += ["--bf16"] if load.bf16 else []
+    command += ["--waits"] if load.waits else []
     run_command(command, {"OMP_NUM_THREADS": str(side.threads)})
     written = json.loads(out.read_text())
     return TrlRun(written["step_seconds"], [Evaluation(*each) for each in written["evaluations"]])
 
 
-def run_ours(task: Path, out: Path, load: Load, ratio: float, seed: int) -> PipelineRun:
-    """One training with the pipeline. The other hyper-parameters are those of the quick start's YAML."""
+def run_ours(side: RollSide, task: Path, out: Path, load: Load, seed: int) -> PipelineRun:
+    """Run one training with the pipeline. The other hyper-parameters are those of the quick start's YAML."""
     overrides: dict[str, Any] = {
         "seed": seed,
-        "async_generation_ratio": ratio,
+        "async_generation_ratio": side.ratio,
         "max_steps": load.steps,
         "rollout_batch_size": load.prompts,
         "num_return_sequences_in_group": GROUP_SIZE,
         "response_length": load.response_length,
-        # One micro-batch for the whole batch, as on TRL's side.
-        "actor_train.max_tokens_per_microbatch_in_train": load.samples * (PROMPT_LENGTH + load.response_length),
+        "cluster.num_devices_per_node": side.ranks + 1,
+        "actor_train.device_mapping": list(range(side.ranks)),
+        "actor_infer.device_mapping": [side.ranks],
+        "actor_train.max_tokens_per_microbatch_in_train": MICRO_BATCH * (PROMPT_LENGTH + load.response_length),
     }
     if load.bf16:
-        # On both sides: the fused attention of CPUs is several times slower backwards in bfloat16 than the plain one.
+        # On both sides: in bfloat16 the backward pass of a CPU's fused attention is several times slower than plain.
         overrides |= {
             "actor_train.model_args.dtype": "bfloat16",
             "actor_train.model_args.attn_implementation": "eager",
@@ -115,27 +148,26 @@ def run_ours(task: Path, out: Path, load: Load, ratio: float, seed: int) -> Pipe
     if load.forced:
         overrides |= {
             "actor_infer.generating_args.ignore_eos": "true",
-            f"rewards.{DOMAIN}.verifier": "_rewards:digit_share",
+            f"rewards.{DOMAIN}.verifier": "_rewards:waiting_digit_share" if load.waits else "_rewards:digit_share",
         }
     return run_pipeline(task, out, overrides, load.eval_steps)
 
 
-def measure_throughput(folder: Path, rounds: int, steps: int, warm_up: int, bf16: bool) -> dict[str, Any]:
-    """Samples a second of each side at 256 samples of 64 forced tokens, from the median step over all rounds."""
-    load = Load(steps=steps + warm_up, prompts=32, response_length=64, forced=True, bf16=bf16)
+def measure_throughput(folder: Path, rounds: int, warm_up: int, load: Load) -> dict[str, Any]:
+    """Return samples a second of each side, from the median step over all rounds."""
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for side in TRL_SIDES:
             trl = run_trl(side, folder, folder / f"trl-{number}.json", load, seed=number)
             seconds.setdefault(side.name, []).extend(trl.step_seconds[warm_up:])
-        for ratio in (1, 0):
-            ours = run_ours(folder, folder / f"run-{number}-{ratio}", load, ratio, seed=number)
-            seconds.setdefault(f"roll, ratio {ratio}", []).extend(ours.column("time/step", warm_up))
+        for index, own in enumerate(WAITING_SIDES if load.waits else ROLL_SIDES):
+            ours = run_ours(own, folder, folder / f"run-{number}-{index}-{load.waits}", load, seed=number)
+            seconds.setdefault(own.name, []).extend(ours.column("time/step", warm_up))
     return throughput_figures(load.samples, seconds)
 
 
 def throughput_figures(samples: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Step times by side as samples a second, and those of `roll` over TRL's best."""
+    """Return step times by side as samples a second, and the ratio of `roll` to TRL's best."""
     rates = {name: samples / statistics.median(values) for name, values in seconds.items()}
     best_trl = max(rate for name, rate in rates.items() if name.startswith("trl"))
     return {
@@ -149,11 +181,13 @@ def throughput_figures(samples: int, seconds: Mapping[str, Sequence[float]]) -> 
 def measure_learning(
     folder: Path, rounds: int, target: float, longest: int, eval_steps: int, side: TrlSide
 ) -> dict[str, Any]:
-    """Seconds of training until the first greedy evaluation of at least ``target``, one seed per round."""
+    """Return the seconds of training until the first greedy evaluation of at least ``target``, one seed per round."""
     load = Load(steps=longest, prompts=64, response_length=4, forced=False, eval_steps=eval_steps)
     sides: dict[str, Callable[[int], list[Evaluation]]] = {
         side.name: lambda seed: run_trl(side, folder, folder / "trl.json", load, seed, target).evaluations,
-        "roll, ratio 1": lambda seed: run_ours(folder, folder / f"learn-{seed}", load, 1, seed).evaluations(DOMAIN),
+        "roll, ratio 1": lambda seed: run_ours(
+            RollSide(1, 1), folder, folder / f"learn-{seed}", load, seed
+        ).evaluations(DOMAIN),
     }
     reached: dict[str, list[Evaluation | None]] = {name: [] for name in sides}
     for number in range(rounds):
@@ -163,12 +197,12 @@ def measure_learning(
 
 
 def first_at_least(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
-    """The first evaluation that reaches the target, if one does."""
+    """Return the first evaluation that reaches the target, or None."""
     return next((each for each in evaluations if each.accuracy >= target), None)
 
 
 def learning_figures(target: float, reached: Mapping[str, Sequence[Evaluation | None]]) -> dict[str, Any]:
-    """Seconds and steps of each seed (null: not reached), and the ratio of their medians where all seeds reached it."""
+    """Return seconds and steps of each seed (null: not reached), and the ratio of medians if all seeds reached it."""
     figures: dict[str, Any] = {"target": target}
     medians: dict[str, float] = {}
     for name, ends in reached.items():
@@ -187,7 +221,8 @@ def learning_figures(target: float, reached: Mapping[str, Sequence[Evaluation | 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["throughput", "learning", "both"], default="both")
+    parts = ["throughput", "waiting", "learning"]
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a throughput run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
@@ -201,10 +236,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_task(folder)
-        if arguments.part != "learning":
-            figures = measure_throughput(folder, arguments.rounds, arguments.steps, arguments.warm_up, arguments.bf16)
-            print(json.dumps({"benchmark": "trl_comparison/throughput", "bf16": arguments.bf16, **figures}), flush=True)
-        if arguments.part != "throughput":
+        loads = {
+            "throughput": Load(
+                steps=arguments.steps + arguments.warm_up,
+                prompts=32,
+                response_length=64,
+                forced=True,
+                bf16=arguments.bf16,
+            ),
+            "waiting": Load(
+                steps=arguments.steps + arguments.warm_up, prompts=32, response_length=16, forced=True, waits=True
+            ),
+        }
+        for part, load in loads.items():
+            if part in arguments.parts:
+                figures = measure_throughput(folder, arguments.rounds, arguments.warm_up, load)
+                line = {"benchmark": f"trl_comparison/{part}", "bf16": load.bf16, **figures}
+                print(json.dumps(line), flush=True)
+        if "learning" in arguments.parts:
             side = TrlSide(arguments.trl_processes, arguments.trl_threads)
             figures = measure_learning(
                 folder, arguments.rounds, arguments.target, arguments.longest, arguments.eval_steps, side

@@ -1,8 +1,8 @@
-"""What publishing weights costs: end to end against a plain copy of the same bytes, and who stands still for how long.
+"""Measure the cost of weight updates: end to end against a plain copy of the same bytes, and how long each part stops.
 
-A synthetic model of about 1 GiB, made on the spot, in the product's own processes: one trainer rank, the replicas,
-the pool, the double buffer. Publications are timed one after the other, each whole: from the wish to gather to the
-last replica's attested load. They are timed with idle engines, and again while requests run; the copy they are
+A synthetic model of about 1 GiB, made on the spot, runs in the product's own processes: one trainer rank, the replicas,
+the pool, the double buffer. Publications are timed one after the other and as a whole: from the request to gather to
+the last replica's attested load. They are timed with idle engines, and again while requests run. The copy they are
 compared with (`np.copyto` between warm buffers) runs in this process before each of them, under the same conditions;
 the best of several counts. The first publications are left out: they touch each buffer's memory for the first time.
 
@@ -37,7 +37,7 @@ from roll.distributed.transports.base import TransportSpec
 from roll.strategies.infer.base import GenerateRequest, SamplingParams
 
 WARM_UP = 3
-"""Publications before the timed ones: both halves, and the engine's first swap."""
+"""Publications before the timed ones: both buffers, and the engine's first swap."""
 DEADLINE_SECONDS = 600.0
 VOCABULARY = 1024
 GIB = 1024**3
@@ -46,7 +46,7 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured."""
+    """Settings of one measurement."""
 
     engine: str
     transport: str
@@ -54,11 +54,11 @@ class Setting:
     bucket_bytes: int
     publications: int
     requests: int
-    """Running while weights are published; 0: the engines are idle."""
+    """Requests that run while weights are published; 0: the engines are idle."""
 
 
 def make_model(folder: Path, layers: int) -> None:
-    """Each layer has 256 MiB of float32 weights."""
+    """Make a model whose layers have 256 MiB of float32 weights each."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=2048,
@@ -77,7 +77,7 @@ def make_model(folder: Path, layers: int) -> None:
 
 @asynccontextmanager
 async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tuple[TrainerGroup, InferencePool]]:
-    """One trainer rank and the replicas, as the pipeline starts them; one computing thread each."""
+    """Start one trainer rank and the replicas as the pipeline does; one computing thread each."""
     devices = setting.replicas + 1
     cluster = ClusterConfig(num_devices_per_node=devices, cpu_threads_per_device=1)
     with RaySession(cluster, local_cpus=devices + 1):
@@ -114,7 +114,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
         transport = TransportSpec(setting.transport, halves=2, directory=files)
         try:
             config = WorkerConfig(device_mapping=[0], strategy_args=StrategyArguments("fsdp2_train"))
-            await trainer.start(TrainerSpec(config, str(model), 1, False, 0, transport))
+            await trainer.start(TrainerSpec(config, str(model), 1, "policy", False, 0, transport))
             await pool.start()
             pool.buffers.on_free = trainer.release
             yield trainer, pool
@@ -125,7 +125,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
 
 
 async def publish(trainer: TrainerGroup, pool: InferencePool, version: int, bucket_bytes: int) -> dict[str, float]:
-    """One publication as the stages do it. Seconds of each part, and GiB."""
+    """Make one publication as the stages do. Return the seconds of each part, and GiB."""
     started = time.perf_counter()
     half = await pool.buffers.acquire(version)
     await trainer.gather(version, half, pool.dtype, bucket_bytes)
@@ -143,7 +143,7 @@ async def publish(trainer: TrainerGroup, pool: InferencePool, version: int, buck
 
 @asynccontextmanager
 async def requests_running(pool: InferencePool, count: int) -> AsyncIterator[None]:
-    """So many requests that do not end by themselves; yields once they decode."""
+    """Run this many requests, which do not end by themselves; yield once they decode."""
     supervising = asyncio.create_task(pool.run())
     sampling = SamplingParams(max_new_tokens=4000, ignore_eos=True)
     prompt = np.arange(16, dtype=np.int32)
@@ -171,14 +171,14 @@ class PlainCopy:
         self._source, self._target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
 
     def seconds(self) -> float:
-        """Of one copy."""
+        """Return the seconds of one copy."""
         started = time.perf_counter()
         np.copyto(self._target, self._source)
         return time.perf_counter() - started
 
 
 async def measure(setting: Setting, model: Path, files: Path) -> dict[str, float]:
-    """Medians over the publications, the rate of a plain copy beside the same engines, and the ratios."""
+    """Return medians over the publications, the rate of a plain copy beside the same engines, and the ratios."""
     async with roles(setting, model, files) as (trainer, pool):
         for version in range(WARM_UP):
             warm = await publish(trainer, pool, version, setting.bucket_bytes)
@@ -195,8 +195,8 @@ async def measure(setting: Setting, model: Path, files: Path) -> dict[str, float
 
 
 def figures(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of the parts in seconds; the rate end to end and its ratio to a plain copy (median and best publication,
-    each against the best copy), and the share of the time that one replica stands still."""
+    """Return medians of the parts in seconds, the rate end to end and its ratio to a plain copy (median and best
+    publication, each against the best copy), and the share of the time that one replica stands still."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     copy = min(run["memcpy"] for run in runs)
     return {

@@ -1,8 +1,8 @@
-"""What the tiny players of grid games share: a character tokenizer, a small Qwen2 model, its warm-up, and play.
+"""Shared parts of the tiny players of grid games: a character tokenizer, a small Qwen2 model, its warm-up, and play.
 
 A player reads a board, one character per cell, and writes its move as one letter. The warm-up imitates a pupil whose
-move on each board is known as probabilities; learning these takes far fewer boards than learning from moves drawn from
-them. It knows nothing of `roll`, and needs numpy, torch and transformers.
+move probabilities on each board are known; learning these takes far fewer boards than learning from drawn moves. This
+module does not import `roll`, and needs numpy, torch and transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MARKER = "made_by_tiny_player.json"
 
 @dataclass(frozen=True)
 class Lessons:
-    """Boards, all of one length, and what the pupil would play on each."""
+    """Boards, all of one length, and the pupil's moves on each."""
 
     boards: Sequence[str]
     moves: np.ndarray
@@ -37,7 +37,7 @@ class Lessons:
 
 
 DrawLessons = Callable[[int, np.random.Generator], Lessons]
-"""So many lessons, drawn at random."""
+"""Draws the given number of lessons at random."""
 
 
 class Game(Protocol):
@@ -56,19 +56,19 @@ class Game(Protocol):
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the supervised steps run."""
+    """Settings of the supervised steps."""
 
     steps: int
     learning_rate: float = 3e-3
     """Rises over the first steps, and falls linearly over the second half."""
     first_steps: int = 30
     boards: int = 256
-    """Of one step."""
+    """Boards of one step."""
 
 
 @dataclass(frozen=True)
 class WarmedModel:
-    """What the marker file says about the model next to it."""
+    """Contents of the marker file about the model next to it."""
 
     seed: int
     steps: int
@@ -78,10 +78,10 @@ class WarmedModel:
 
 
 def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per ASCII character.
+    """Make a tokenizer with one token per ASCII character.
 
-    The line break is spelled as in every byte-level vocabulary, because `AutoTokenizer` reads the tokenizer of a Qwen2
-    model as Qwen2's own, whatever the files say, and that one knows line breaks by no other name.
+    The line break is spelled as in every byte-level vocabulary. `AutoTokenizer` reads the tokenizer of a Qwen2 model as
+    Qwen2's own, whatever the files say, and Qwen2's own knows line breaks only by this name.
     """
     spelled = [character.replace("\n", "Ċ") for character in characters]
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *spelled])}
@@ -98,7 +98,7 @@ def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A fresh float32 model with about 80,000 parameters."""
+    """Make a new float32 model with about 80,000 parameters."""
     torch.manual_seed(seed)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen2Config(
@@ -123,7 +123,7 @@ def token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def written(tokenizer: PreTrainedTokenizerFast, boards: Sequence[str]) -> torch.Tensor:
-    """Token ids ``[boards, length]`` of each board and the line break after which the move is written."""
+    """Return token ids ``[boards, length]`` of each board and the line break that precedes the move."""
     return torch.tensor([token_ids(tokenizer, f"{board}\n") for board in boards])
 
 
@@ -154,7 +154,7 @@ def warm_up(
 
 
 def next_tokens(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """One for each row of ``[rows, vocabulary]``."""
+    """Return one token for each row of ``[rows, vocabulary]``."""
     if temperature == 0:
         return logits.argmax(-1)
     return torch.distributions.Categorical(logits=logits / temperature).sample()
@@ -169,7 +169,7 @@ def play_games(
     temperature: float,
     seed: int = 0,
 ) -> float:
-    """Share of games won within so many turns. Temperature 0 is greedy."""
+    """Return the share of games won within ``max_turns`` turns. Temperature 0 is greedy."""
     torch.manual_seed(seed)
     for _ in range(max_turns):
         going = [game for game in games if not game.is_over]
@@ -192,7 +192,7 @@ def make_player(
     unseen: Callable[[], Sequence[Game]],
     max_turns: int,
 ) -> WarmedModel:
-    """Warm a model up, measure it on games that the lessons leave out (``unseen`` gives them anew), and write it."""
+    """Warm up a model, measure it on games outside the lessons (each ``unseen()`` makes them anew), and write it."""
     tokenizer = make_tokenizer(characters)
     model = new_model(tokenizer, seed)
     warm_up(model, tokenizer, moves, draw, WarmUp(steps), seed)
@@ -203,7 +203,7 @@ def make_player(
 
 
 def existing(folder: Path, seed: int) -> WarmedModel | None:
-    """The finished model of an earlier call with the same seed, if there is one."""
+    """Return the record of a model finished by an earlier call with the same seed, or None."""
     marker = folder / MARKER
     if not marker.exists():
         return None
@@ -212,7 +212,7 @@ def existing(folder: Path, seed: int) -> WarmedModel | None:
 
 
 def keep(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, warmed: WarmedModel, folder: Path) -> None:
-    """Write the folder. An interrupted call leaves none that looks complete."""
+    """Write the folder. An interrupted call leaves no folder that looks complete."""
     partial = folder.with_name(f".partial-{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -222,7 +222,7 @@ def keep(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, warmed: Wa
 
 
 def run(description: str, here: Path, steps: int, make: Callable[[Path, int, int], WarmedModel]) -> None:
-    """The command line of a `make_model.py`; ``make`` is given the folder, the seed and the steps."""
+    """Run the command line of a `make_model.py`; ``make`` gets the folder, the seed and the steps."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=here / "model", help="folder of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the boards")

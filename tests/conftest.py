@@ -1,9 +1,95 @@
-"""What holds for all tests."""
+"""What holds for all tests: tiers (`tests/tiers.py`), budgets of examples, and what is told at the end."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import tiers
+from tests.ray_cluster import connected, running_cluster
+
 # No deadlines for examples: speed is measured under benchmarks/, and a machine may stand still for a moment.
-settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("roll")
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """The address of this process's Ray. Each run connects to it and leaves it."""
+    with running_cluster() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def local_ray(ray_cluster: str) -> Iterator[None]:
+    """This process is connected to its Ray, as long as the tests of the file run."""
+    with connected(ray_cluster):
+        yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=tiers.TIERS, help="the tests of `make test`, `make test-all` or `make soak`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tier = config.getoption("--tier")
+    tiers.choose(tier)
+    settings.register_profile("roll", max_examples=tiers.examples(100), **COMMON)
+    settings.load_profile("roll")
+    missing = tiers.missing() if tier == "all" else []
+    if missing:
+        lines = [f"  {name} ({tiers.INSTALL_HINTS.get(name, 'make venv-for-all-tests')})" for name in missing]
+        raise pytest.UsageError("\n".join(["`make test-all` leaves no gap, and this machine lacks:", *lines]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    if tier == "soak":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(4 * 3600))
+    left_out = [item for item in items if not tiers.runs_in(tier, _smallest_tier(item))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        tiers.need(*marker.args)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what was skipped for want of a package, and where the time went."""
+    gaps = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    gaps = Counter({reason: count for reason, count in gaps.items() if reason.startswith(tiers.MISSING)})
+    for reason, count in sorted(gaps.items()):
+        terminalreporter.write_line(f"{count} skipped, {reason}")
+    if config.getoption("--tier") is None:
+        return
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds per file")
+    for path, spent in sorted(seconds.items(), key=lambda each: -each[1]):
+        if spent >= 1:
+            terminalreporter.write_line(f"{spent:7.1f} {path}")
+    terminalreporter.write_line(f"{sum(seconds.values()):7.1f} in all")
+
+
+def _smallest_tier(item: pytest.Item) -> str:
+    """The closest mark wins, so that a test may leave the tier of its file. Property tests are soaked as well."""
+    marker = item.get_closest_marker("tier")
+    if marker is not None:
+        return marker.args[0]
+    is_property = hasattr(getattr(item, "obj", None), "hypothesis")
+    return "soak" if is_property and item.config.getoption("--tier") == "soak" else "quick"
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped."""
+    return str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""

@@ -1,4 +1,5 @@
-"""Habits that have cost others weeks and are never ours: hidden failures, code made from text, pickled files.
+"""Habits that have cost others weeks and are never ours: hidden failures, code made from text, pickled files, other
+people's libraries patched.
 
 The product's syntax trees are searched, so a comment or a text that mentions one is no offence, and an alias is.
 """
@@ -26,6 +27,8 @@ FORBIDDEN_NAMES = {
     "cloudpickle.loads": "executes what is in the data",
     "torch.load": "reads pickles; weights are safetensors",
 }
+ENGINES = ("vllm", "sglang", "megatron", "deepspeed")
+"""Used through their public interfaces: nothing of theirs is replaced."""
 CONFIGURATION = re.compile(r"(?:^|_)(?:cfg|conf|config|configuration|args)$")
 
 
@@ -54,6 +57,8 @@ def _problems(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
         name = _dotted(node, aliases)
         if name in FORBIDDEN_NAMES:
             yield f"{name} {FORBIDDEN_NAMES[name]}"
+        elif isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node, ast.Attribute) and _is_of_an_engine(name):
+            yield f"{name} is replaced"
     elif isinstance(node, ast.ExceptHandler):
         yield from _handler_problems(node)
     elif isinstance(node, ast.Call):
@@ -68,6 +73,10 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
         owner = _dotted(node.value, aliases)
         return f"{owner}.{node.attr}" if owner else ""
     return ""
+
+
+def _is_of_an_engine(name: str) -> bool:
+    return name.split(".")[0] in ENGINES
 
 
 def _handler_problems(handler: ast.ExceptHandler) -> Iterator[str]:
@@ -91,6 +100,10 @@ def _call_problems(call: ast.Call, aliases: dict[str, str]) -> Iterator[str]:
         yield "gather(return_exceptions=True) swallows failures"
     if _dotted(call.func, aliases) == "numpy.load" and _may_be_true(keywords.get("allow_pickle")):
         yield "numpy.load(allow_pickle=True) executes what is in the file"
+    if isinstance(call.func, ast.Name) and call.func.id in ("setattr", "delattr"):
+        owner = _dotted(call.args[0], aliases)
+        if _is_of_an_engine(owner):
+            yield f"{owner} is patched"
     if isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) == 3:
         owner = _dotted(call.args[0], aliases).split(".")[-1]
         if CONFIGURATION.search(owner):
@@ -140,6 +153,10 @@ def test_the_product_is_where_the_search_looks():
         "import torch\ntorch.load(path, weights_only=True)",
         "import torch.nn\nimport torch.cuda\ntorch.load(path)",
         "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "import vllm\nvllm.LLM.generate = mine",
+        "from megatron.core import parallel_state as state\nstate.initialize = mine",
+        "from deepspeed.runtime.engine import DeepSpeedEngine\nsetattr(DeepSpeedEngine, 'step', mine)",
+        "from sglang.srt import server_args\ndel server_args.ServerArgs.check",
     ],
 )
 def test_a_bad_habit_is_found(source):
@@ -160,6 +177,8 @@ def test_a_bad_habit_is_found(source):
         "def f(module):\n    return getattr(module, 'x', None)",
         "import json\njson.load(f)",
         "import numpy as np\nnp.load(path, allow_pickle=False)",
+        "from vllm import AsyncEngineArgs\nself.engine = AsyncEngineArgs(model)\nself.engine.seed = 1",
+        "import vllm\nversion = vllm.__version__\nsetattr(self, 'x', vllm)",
     ],
 )
 def test_a_good_habit_is_let_through(source):

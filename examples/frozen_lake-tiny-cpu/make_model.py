@@ -1,9 +1,9 @@
 """Make a tiny model that plays FrozenLake as badly as its teacher.
 
-The teacher is a careless pupil: six moves in ten he makes as if he mowed the lake, row by row, without looking for
-holes; the other four begin a shortest way to the goal. Greedily the model does what the pupil does most often, and
-falls into a hole on nine lakes in ten. To walk straight more often than its teacher is left for reinforcement learning
-(`agentic.yaml`). Half of all lakes are kept out of the warm-up, and are those that validation is about. Takes about two
+The teacher is a careless pupil. He makes six moves in ten as if he mowed the lake, row by row, without looking for
+holes; the other four begin a shortest way to the goal. Greedily the model makes the pupil's most frequent moves, and
+falls into a hole on nine lakes in ten. Reinforcement learning (`agentic.yaml`) then has to teach it to take a shortest
+way more often than its teacher. The warm-up leaves out half of all lakes, which validation uses. Takes about two
 minutes on one core.
 """
 
@@ -36,18 +36,18 @@ EVALUATED_LAKES = 512
 
 @dataclass(frozen=True)
 class Lakes:
-    """All lakes of which the goal can be reached from the top left corner. Cells are numbered row by row."""
+    """All lakes whose goal can be reached from the top left corner. Cells are numbered row by row."""
 
     holes: np.ndarray
     """Bool ``[lakes, CELLS]``."""
     probabilities: np.ndarray
     """``[lakes]``: how often a lake is drawn."""
     distances: np.ndarray
-    """``[lakes, CELLS]``: moves to the goal; infinite for holes and for ice from where there is no way."""
+    """``[lakes, CELLS]``: moves to the goal; infinite for holes and for ice without a way to the goal."""
 
 
 def neighbours() -> np.ndarray:
-    """``[CELLS, moves]``: where each move leads; at the border it leads nowhere."""
+    """Return ``[CELLS, moves]``: the cell that each move leads to; a move over the border stays in its cell."""
     rows, columns = np.divmod(np.arange(CELLS), SIZE)
     shifts = ((0, -1), (1, 0), (0, 1), (-1, 0))
     led = [np.clip(rows + down, 0, SIZE - 1) * SIZE + np.clip(columns + right, 0, SIZE - 1) for down, right in shifts]
@@ -59,7 +59,7 @@ NEIGHBOURS = neighbours()
 
 @cache
 def all_lakes() -> Lakes:
-    """There are few enough to list them."""
+    """List all lakes with a solution; there are few enough."""
     inner = CELLS - 2
     drawn = (np.arange(2**inner)[:, None] >> np.arange(inner)) & 1 == 1
     holes = np.pad(drawn, ((0, 0), (1, 1)))
@@ -75,7 +75,7 @@ def all_lakes() -> Lakes:
 
 
 def habit() -> np.ndarray:
-    """The move that the pupil makes in each cell without looking: along the row, then down, then back."""
+    """Return the pupil's move in each cell when he does not look: along the row, then down, then back."""
     rows, columns = np.divmod(np.arange(CELLS), SIZE)
     to_the_right = (rows % 2 == 0) | (rows == SIZE - 1)
     at_the_end = np.where(to_the_right, columns == SIZE - 1, columns == 0)
@@ -84,19 +84,19 @@ def habit() -> np.ndarray:
 
 
 def shortest(lakes: Lakes) -> np.ndarray:
-    """``[lakes, CELLS, moves]``: equal probabilities of all moves that begin a shortest way."""
+    """Return ``[lakes, CELLS, moves]``: equal probabilities of all moves that begin a shortest way."""
     ahead = lakes.distances[:, NEIGHBOURS]
     best = ahead == ahead.min(2, keepdims=True)
     return best / best.sum(2, keepdims=True)
 
 
 def pupil(lakes: Lakes) -> np.ndarray:
-    """``[lakes, CELLS, moves]``: probabilities of the pupil's moves."""
+    """Return ``[lakes, CELLS, moves]``: probabilities of the pupil's moves."""
     return HABIT * np.eye(len(MOVES))[habit()] + (1 - HABIT) * shortest(lakes)
 
 
 def board(holes: np.ndarray, player: int) -> str:
-    """The lake as the environment writes it."""
+    """Write the lake as the environment does."""
     cells = np.where(holes, "O", "_")
     cells[GOAL] = "G"
     cells[player] = "P"
@@ -104,14 +104,14 @@ def board(holes: np.ndarray, player: int) -> str:
 
 
 def seen_in_warm_up(lakes: Lakes) -> np.ndarray:
-    """``[lakes]``: the half that training has. Validation has the other one, so its lakes are new to the model."""
+    """Return ``[lakes]``: True for the half used in training. Validation has the other half, so its lakes are new."""
     drawings = np.where(lakes.holes, "H", "F")
     drawings[:, GOAL] = "G"
     return np.array([side_of("\n".join("".join(row) for row in each.reshape(SIZE, SIZE))) == 0 for each in drawings])
 
 
 def lesson_maker(lakes: Lakes, seen: np.ndarray) -> DrawLessons:
-    """Lessons on seen lakes, from any ice on the way."""
+    """Return a function that draws lessons on seen lakes, from any ice with a way to the goal."""
     probabilities = lakes.probabilities * seen
     probabilities /= probabilities.sum()
     standing = np.isfinite(lakes.distances) & (np.arange(CELLS) != GOAL)
@@ -150,14 +150,14 @@ class LakeGame:
 
 
 def unseen_games(lakes: Lakes, seen: np.ndarray, seed: int) -> list[LakeGame]:
-    """Games on lakes that the warm-up leaves out, drawn as the environment draws them."""
+    """Return games on lakes that the warm-up leaves out, drawn as the environment draws them."""
     probabilities = lakes.probabilities * ~seen
     chosen = np.random.default_rng(seed).choice(len(seen), EVALUATED_LAKES, p=probabilities / probabilities.sum())
     return [LakeGame(holes) for holes in lakes.holes[chosen]]
 
 
 def make(folder: Path, seed: int, steps: int) -> WarmedModel:
-    """Warm a model and write it."""
+    """Warm up a model and write it."""
     lakes = all_lakes()
     seen = seen_in_warm_up(lakes)
     return make_player(

@@ -1,10 +1,10 @@
 """Make the quick start's world: a tiny Qwen2 model, a character tokenizer, and two-digit additions.
 
-The model is warmed by supervised steps on the work of a careless pupil, who adds digit by digit and forgets six
-carries in ten. What it learns is to do the same: its greedy answers are right where nothing is carried, about a third
-of the problems. To carry more often than its teacher is left for reinforcement learning (`rlvr.yaml`). The same seed
-and thread count on the same machine make the same files. It knows nothing of `roll`, and needs torch, transformers and
-about a minute on a laptop CPU.
+Supervised steps warm up the model on the work of a careless pupil, who adds digit by digit and forgets six carries in
+ten. The model learns to do the same: its greedy answers are right if nothing is carried, in about a third of the
+problems. Reinforcement learning (`rlvr.yaml`) then has to teach it to carry more often than its teacher. The same seed
+and thread count on the same machine make the same files. This script does not import `roll`, and needs torch,
+transformers and about a minute on a laptop CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MARKER = "made_by_quickstart.json"
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the supervised steps run."""
+    """Settings of the supervised steps."""
 
     learning_rate: float = 1e-3
     """Constant for the first half of the steps, then falling linearly."""
@@ -53,7 +53,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class WarmedModel:
-    """What the marker file says about the model next to it."""
+    """Contents of the marker file about the model next to it."""
 
     seed: int
     steps: int
@@ -65,9 +65,9 @@ Problem = tuple[int, int]
 
 
 def split_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """All additions of two two-digit numbers as (training, validation), shuffled.
+    """Return all additions of two two-digit numbers as (training, validation), shuffled.
 
-    A validation problem is absent from training in both orders: neither ``a+b`` nor ``b+a`` has been seen.
+    A validation problem is absent from training in both orders: training has neither ``a+b`` nor ``b+a``.
     """
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(problems)
@@ -77,13 +77,16 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def as_record(problem: Problem) -> dict[str, str]:
-    """One line of the data files."""
+    """Return one line of the data files."""
     a, b = problem
     return {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "domain": "addition"}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character. A chat of one user message renders to that message alone."""
+    """Make a tokenizer with one token per printable ASCII character.
+
+    A chat of one user message renders to that message alone.
+    """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -100,7 +103,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A fresh float32 model with about 0.8 million parameters."""
+    """Make a new float32 model with about 0.8 million parameters."""
     torch.manual_seed(seed)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen2Config(
@@ -121,7 +124,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM
 
 
 def careless_answer(problem: Problem, forgotten_carries: float, chance: random.Random) -> str:
-    """What the pupil writes: each carry, also the one into the hundreds, is forgotten with this probability."""
+    """Return the pupil's answer: he forgets each carry, also into the hundreds, with this probability."""
     a, b = problem
     units = a % 10 + b % 10
     carry = units >= 10 and chance.random() >= forgotten_carries
@@ -133,7 +136,7 @@ def careless_answer(problem: Problem, forgotten_carries: float, chance: random.R
 def encode(
     tokenizer: PreTrainedTokenizerFast, problems: list[Problem], answers: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and targets, both ``[problems, 6 + RESPONSE_TOKENS]``; a target is -100 where nothing is learned."""
+    """Return ids and targets, both ``[problems, 6 + RESPONSE_TOKENS]``; target -100 marks tokens without a loss."""
     inputs, targets = [], []
     for problem, answer in zip(problems, answers, strict=True):
         prompt = tokenizer(as_record(problem)["prompt"])["input_ids"]
@@ -146,7 +149,7 @@ def encode(
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen2ForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of problems that greedy decoding solves.
+    """Return the share of problems that greedy decoding solves.
 
     One forward pass is enough: greedy decoding writes the true response exactly when every true token is the most
     likely one after the true tokens before it.
@@ -157,7 +160,7 @@ def greedy_accuracy(model: Qwen2ForCausalLM, inputs: torch.Tensor, targets: torc
 
 
 def shuffled_batches(rows: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Row indices ``[batch_size]``, epoch after epoch, for ever."""
+    """Yield row indices ``[batch_size]``, epoch after epoch, without end."""
     while True:
         order = torch.randperm(rows, generator=generator)
         yield from order[: rows - rows % batch_size].split(batch_size)
@@ -166,7 +169,7 @@ def shuffled_batches(rows: int, batch_size: int, generator: torch.Generator) -> 
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: list[Problem], options: WarmUp, seed: int
 ) -> None:
-    """Imitate the careless pupil, whose answer to a problem is a new one each time."""
+    """Train the model to imitate the careless pupil, whose answer to a problem is drawn anew each time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     batches = shuffled_batches(len(training), options.batch_size, torch.Generator().manual_seed(seed))
     chance = random.Random(seed)
@@ -184,7 +187,7 @@ def warm_up(
 
 
 def write_data(folder: Path, training: list[Problem], validation: list[Problem]) -> None:
-    """``train.jsonl`` and ``val.jsonl``."""
+    """Write ``train.jsonl`` and ``val.jsonl``."""
     folder.mkdir(parents=True)
     for name, problems in (("train", training), ("val", validation)):
         lines = [json.dumps(as_record(problem)) + "\n" for problem in problems]
@@ -192,7 +195,7 @@ def write_data(folder: Path, training: list[Problem], validation: list[Problem])
 
 
 def existing(out: Path, seed: int) -> WarmedModel | None:
-    """The finished model of an earlier call with the same seed, if there is one."""
+    """Return the record of a model finished by an earlier call with the same seed, or None."""
     marker = out / "model" / MARKER
     if not marker.exists():
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def report(summary: dict[str, Any]) -> str:
-    """Accuracy before and after in each domain, and how long it took."""
+    """Return accuracy before and after in each domain, and the duration of the run."""
     first, last = summary["val/first"] or {}, summary["val/last"] or {}
     learned = [f"{domain}: accuracy {first[domain]:.1%} -> {last[domain]:.1%}" for domain in sorted(last)]
     took = f"{summary['steps']} steps in {summary['seconds']:.0f} s, largest lag {summary['lag/max']}"

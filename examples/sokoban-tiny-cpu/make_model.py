@@ -1,9 +1,9 @@
 """Make a tiny model that plays Sokoban as badly as its teacher.
 
-The teacher is a careless pupil: six moves in ten he walks towards the target himself, whatever stands there; the other
-four begin a shortest solution. Greedily the model does what the pupil does most often. To think of the box more
-often than its teacher is left for reinforcement learning (`agentic.yaml`). The warm-up knows levels of even seeds only;
-validation plays those of odd ones. Takes about three minutes on one core.
+The teacher is a careless pupil. In six moves of ten he walks towards the target himself, whatever stands there; the
+other four begin a shortest solution. Greedily the model makes the pupil's most frequent moves. Reinforcement learning
+(`agentic.yaml`) then has to teach it to think of the box more often than its teacher. The warm-up uses levels of even
+seeds only; validation plays levels of odd seeds. Takes about three minutes on one core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402
 
 MOVES = "UDLR"
-"""In the order of `DIRECTIONS`."""
+"""Letters of the moves, in the order of `DIRECTIONS`."""
 CHARACTERS = "".join(SYMBOLS.values()) + "\n" + MOVES
 ROOM = (6, 6)
 MAX_TURNS = 20
@@ -30,19 +30,19 @@ HABIT = 0.6
 """Share of the pupil's moves that he makes without a thought of the box."""
 STEPS = 800
 LEVELS = 3000
-"""Levels of the warm-up; from each of them any situation that can still be solved is a lesson."""
+"""Levels of the warm-up; every situation of a level that can still be solved is a lesson."""
 EVALUATED_LEVELS = 512
 
 
 def environment() -> SokobanEnv:
-    """The one that `agentic.yaml` trains in."""
+    """Return the environment that `agentic.yaml` trains in."""
     return SokobanEnv(
         dim_room=ROOM, num_boxes=1, instructions=False, action_format="plain", action_names=list(MOVES)
     )
 
 
 def levels(seeds: Iterator[int] | range) -> list[Level]:
-    """The levels that the environment makes of these seeds."""
+    """Return the levels that the environment makes from these seeds."""
     env, made = environment(), []
     for seed in seeds:
         env.reset(seed=seed)
@@ -51,7 +51,7 @@ def levels(seeds: Iterator[int] | range) -> list[Level]:
 
 
 def distances(level: Level) -> dict[Level, int]:
-    """Each situation that a level can come to and be solved from -> moves to the solution."""
+    """Return each solvable situation that the level can reach -> number of moves to the solution."""
     before: dict[Level, list[Level]] = {level: []}
     frontier = deque([level])
     while frontier:
@@ -75,7 +75,7 @@ def distances(level: Level) -> dict[Level, int]:
 
 
 def habit(level: Level) -> int:
-    """The move that the pupil makes without a thought of the box: towards the target, rows first."""
+    """Return the pupil's move when he ignores the box: towards the target, rows first."""
     (row, column), ((target_row, target_column),) = level.player, tuple(level.targets)
     if row != target_row:
         return MOVES.index("U" if target_row < row else "D")
@@ -83,7 +83,7 @@ def habit(level: Level) -> int:
 
 
 def pupil(level: Level, solved_in: dict[Level, int]) -> np.ndarray:
-    """Probabilities of the pupil's moves, ``[moves]``."""
+    """Return the probabilities of the pupil's moves, ``[moves]``."""
     moves = np.zeros(len(MOVES))
     ahead = [level.after_push(direction) for direction in DIRECTIONS]
     best = [there is not None and solved_in.get(there, np.inf) < solved_in[level] for there in ahead]
@@ -93,7 +93,7 @@ def pupil(level: Level, solved_in: dict[Level, int]) -> np.ndarray:
 
 
 def board(level: Level) -> str:
-    """The level as the environment writes it."""
+    """Write the level as the environment does."""
 
     def symbol(cell: tuple[int, int]) -> str:
         on_target = cell in level.targets
@@ -109,7 +109,7 @@ def board(level: Level) -> str:
 
 
 def lesson_maker(made: list[Level]) -> DrawLessons:
-    """Lessons from any unsolved situation of these levels."""
+    """Return a function that draws lessons from all unsolved situations of these levels."""
     lessons: dict[str, np.ndarray] = {}
     for level in made:
         solved_in = distances(level)
@@ -146,7 +146,7 @@ class SokobanGame:
 
 
 def make(folder: Path, seed: int, steps: int) -> WarmedModel:
-    """Warm a model and write it."""
+    """Warm up a model and write it."""
     unseen = levels(range(1, 2 * EVALUATED_LEVELS, 2))
     return make_player(
         folder,

@@ -1,8 +1,8 @@
-"""How per-token losses become one number.
+"""Aggregation of per-token losses into one number.
 
 The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
-simply add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
-a single response token count nowhere; without any token at all the result is 0.
+add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
+response tokens do not count; without any token at all the result is 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 @dataclass(frozen=True)
 class LossNormalizers:
-    """What the losses of a whole optimizer batch are divided by."""
+    """The divisors of the losses of a whole optimizer batch."""
 
     tokens: int
     """Response tokens of the batch."""
@@ -39,11 +39,12 @@ class LossNormalizers:
 def token_weights(
     response_mask: Tensor, mode: str, normalizers: LossNormalizers, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Weight of each token in the aggregate, ``[batch, seq]`` in ``dtype``, 0 outside the mask.
+    """Return the weight of each token in the aggregate, ``[batch, seq]`` in ``dtype``, 0 outside the mask.
 
     ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476). ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO,
     arXiv 2402.03300). ``seq-mean-token-sum``: 1 / sequences. ``seq-mean-token-sum-norm``: 1 / (sequences x longest
-    possible response) (Dr. GRPO, arXiv 2503.20783). A row must hold its whole sequence. Unknown modes: ``ValueError``.
+    possible response) (Dr. GRPO, arXiv 2503.20783). A row must hold its whole sequence. ``ValueError`` for an unknown
+    mode.
     """
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype)
     sequences = max(1, normalizers.sequences)
@@ -61,7 +62,7 @@ def token_weights(
 
 
 def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
-    """These rows' contribution to the aggregate over the whole batch: a 0-d tensor.
+    """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
 
     ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. Contributions of disjoint rows add up.
     """

@@ -1,9 +1,9 @@
-"""Importance weights and rejection for the distance between the policy that sampled and the one that is trained.
+"""Importance weights and rejection that correct for the distance between the sampling policy and the trained policy.
 
-Both see the ratio rho = proximal / behaviour, which does not change during the updates on a batch: it is computed once,
-on the whole batch. A weight multiplies the policy loss of a token; rejection takes a token out of the loss, numerator
+Both use the ratio rho = proximal / behaviour. It does not change during the updates on a batch, so it is computed once,
+on the whole batch. A weight multiplies the policy loss of a token. Rejection takes a token out of the loss, numerator
 and normaliser alike. Both look at all response tokens, so the order of rejections does not matter and the ratio of a
-sequence is that of the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
+sequence covers the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
 
 Settings that have a name (rho per token unless said otherwise):
 
@@ -19,7 +19,7 @@ Settings that have a name (rho per token unless said otherwise):
 - Sequences masked by their mean divergence: ``reject: [{level: geometric, divergence: k3, threshold: 0.01}]`` (akin to
   trust region masking, Li et al., arXiv 2512.23075, which bounds the largest divergence of a token as well).
 
-They compose: one weight and any number of rejections.
+One weight and any number of rejections can be combined.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from roll.algorithms.off_policy_metrics import lag_buckets, off_policy_metrics, 
 from roll.algorithms.registry import KnobError, KnobProblem, build_knobs, knob, suggestion
 
 Level = Literal["token", "sequence", "geometric"]
-"""Each token, the product over the response, or its geometric mean (the mean of logarithms over response tokens)."""
+"""The unit of a ratio: each token, the product over the response, or its geometric mean (over response tokens)."""
 
 
 @dataclass(frozen=True)
 class ImportanceWeight:
-    """rho as a weight, bounded. All tokens of a row share the weight of a sequence or of its geometric mean."""
+    """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight."""
 
     level: Level = knob("token", help="rho of each token, of the whole response, or its geometric mean.")
     mode: Literal["truncate", "mask"] = knob(
@@ -60,7 +60,7 @@ class ImportanceWeight:
 
 @dataclass(frozen=True)
 class RatioRejection:
-    """Tokens or sequences whose rho lies outside the bounds leave the loss."""
+    """Rejection of tokens or sequences whose rho lies outside the bounds."""
 
     level: Level = knob(help="rho of each token, of the whole response, or its geometric mean.")
     lower: float | None = knob(None, help="Smallest rho kept. Default: no bound.", above=0, at_most=1)
@@ -73,13 +73,13 @@ class RatioRejection:
             raise ValueError("lower and upper are both 1, which keeps next to nothing; lower must be below upper")
 
     def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """bool ``[batch, seq]``, from log rho, 0 outside ``mask``. NaN is not accepted."""
+        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
         return _inside(_at_level(log_ratio, mask, self.level), self.lower or 0.0, self.upper or math.inf)
 
 
 @dataclass(frozen=True)
 class DivergenceRejection:
-    """Tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold leave the loss."""
+    """Rejection of tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold."""
 
     level: Level = knob(help="Estimate of each token, their sum over the response, or their mean.")
     divergence: Literal["k1", "abs", "k2", "k3"] = knob(
@@ -89,7 +89,7 @@ class DivergenceRejection:
     threshold: float = knob(help="Largest divergence kept, in nats.", above=0, below=math.inf)
 
     def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """bool ``[batch, seq]``, from log rho, 0 outside ``mask``. NaN is not accepted."""
+        """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
         divergence = KL_ESTIMATORS[self.divergence](-log_ratio)
         return _at_level(divergence, mask, self.level) <= self.threshold
 
@@ -99,7 +99,7 @@ Rejection = RatioRejection | DivergenceRejection
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done about the distance. ``ValueError`` if it would be nothing."""
+    """The correction of the distance. ``ValueError`` if it would have no effect."""
 
     weight: ImportanceWeight | None = knob(None, help="The importance weight of each token. Default: none.")
     normalize: bool = knob(
@@ -118,10 +118,10 @@ class Correction:
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """What `correct` found for a batch."""
+    """The result of `correct` for a batch."""
 
     weights: Tensor
-    """``[batch, seq]``, without gradient: multiplies each token's policy loss. 0 where ``kept`` is false."""
+    """``[batch, seq]``, without gradient: the factor of each token's policy loss. 0 where ``kept`` is false."""
     kept: Tensor
     """bool ``[batch, seq]``: response tokens that stay in the loss."""
     metrics: dict[str, float]
@@ -139,18 +139,19 @@ def correct(
     max_lag: int | None = None,
     capped: bool = False,
 ) -> CorrectionResult:
-    """Weights and rejection of a whole batch, before the first update on it.
+    """Compute weights and rejection of a whole batch, before the first update on it.
 
     ``proximal_logprobs`` (of the trainer at that moment), ``behaviour_logprobs``, ``response_mask`` (bool) and ``lags``
-    (int): ``[batch, seq]``, a row being a whole sequence; what stands outside the mask is never read. Computed in
-    float64; the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask): tokens
-    that are trained on, rejection aside; weights are averaged over those of them that stay. ``lags``, ``max_lag`` and
-    ``capped`` as in `off_policy_sums`.
+    (int) are ``[batch, seq]``. A row is a whole sequence; entries outside the mask are never read. Computed in float64;
+    the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens
+    that are trained on, before rejection; the mean weight is taken over those that also stay. ``lags``, ``max_lag`` and
+    ``capped`` are those of `off_policy_sums`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
-    ``clipped_share``: response tokens whose weight a bound changed; ``rejected_share``: response tokens that left the
-    loss; ``rejected_sequences_share``: responses of which no token stayed; ``weight_mean``: over the tokens that stay,
-    before normalisation. With ``max_lag`` the first two also per lag, as ``lag_<n>/...``.
+    ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
+    left the loss; ``rejected_sequences_share``: responses that lost all their tokens; ``weight_mean``: mean over the
+    tokens that stay, before normalisation. With ``max_lag`` the first two are also reported per lag, as
+    ``lag_<n>/...``.
     """
     log_ratio = keep(proximal_logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     kept = response_mask
@@ -180,11 +181,11 @@ def correct(
 
 
 def parse_correction(args: Mapping[str, Any]) -> Correction:
-    """A correction from plain values, as they stand in a configuration file.
+    """Build a correction from plain values of a configuration file.
 
-    ``weight``: the knobs of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the knobs of
-    `DivergenceRejection` (where ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises ``KnobError``
-    with every wrong key, type, range and combination; the knobs have paths such as ``reject[0].upper``.
+    ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the arguments of
+    `DivergenceRejection` (if ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises ``KnobError``
+    with every wrong key, type, range and combination; paths look like ``reject[0].upper``.
     """
     problems: list[KnobProblem] = []
     weight, normalize, reject = (args.get(name) for name in ("weight", "normalize", "reject"))
@@ -229,7 +230,7 @@ _REJECTION_NAMES = {RatioRejection: "rejection by ratio", DivergenceRejection: "
 def _build(
     knobs: type, args: Any, path: str, owner: str, elsewhere: Mapping[str, list[str]], problems: list[KnobProblem]
 ) -> Any:
-    """The settings ``knobs``, or None and what is wrong with them, at their path, among the problems."""
+    """Build the dataclass ``knobs``; on failure return None and append the problems with their paths."""
     if not isinstance(args, Mapping):
         valid = ", ".join(item.name for item in fields(knobs))
         problems.append(KnobProblem(path, f"{path!r} is {args!r}", f"give keys and values; valid keys: {valid}"))
@@ -248,20 +249,20 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight | None) -> tuple[Tensor, Tensor]:
-    """Weights (1 everywhere without a setting), and bool: where a bound changed one."""
+    """Return the weights (1 everywhere without a setting), and a bool mask of those that a bound changed."""
     if weight is None:
         return torch.ones_like(log_ratio), torch.zeros_like(mask)
     log_ratio = _at_level(log_ratio, mask, weight.level)
     inside = _inside(log_ratio, weight.lower, weight.upper)
     if weight.mode == "mask":
         return keep(log_ratio.exp(), inside), ~inside
-    # exp(log(upper)) may miss upper by a rounding, hence the second clamp.
+    # exp(log(upper)) may miss upper by a rounding error, hence the second clamp.
     bounded = log_ratio.clamp(_log(weight.lower), _log(weight.upper)).exp()
     return bounded.clamp(weight.lower, weight.upper), ~inside
 
 
 def _at_level(values: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Token values ``[batch, seq]``, 0 outside ``mask``, or the sum or mean of their row in each place."""
+    """Return token values ``[batch, seq]`` (0 outside ``mask``), or the sum or mean of their row at each position."""
     if level == "token":
         return values
     total = values.sum(-1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Per-token estimators of a KL divergence, the penalty they make in token rewards, and who sets its weight.
+"""Per-token estimators of a KL divergence, the KL penalty in token rewards, and controllers of its weight.
 
-Samples come from the first distribution. As values: k1 is unbiased with high variance, k2 biased with low variance, k3
-unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020). As a loss that is differentiated, the
-order is another one: k1 has no expected gradient at all, k3 that of the forward divergence, KL(reference || policy),
-and only k2 the gradient of the divergence that is meant, KL(policy || reference) (Liu et al., arXiv 2510.01555; Shah et
-al., arXiv 2512.21852).
+Samples come from the first distribution. Used as values, k1 is unbiased with high variance, k2 is biased with low
+variance, and k3 is unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020). Used as losses, they
+rank differently. The expected gradient of k1 is 0. The gradient of k3 is that of the forward divergence, KL(reference
+|| policy). Only k2 has the gradient of the intended divergence, KL(policy || reference) (Liu et al., arXiv 2510.01555;
+Shah et al., arXiv 2512.21852).
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from roll.algorithms.masking import keep, last_true
 
 
 def k1(difference: Tensor) -> Tensor:
-    """d: unbiased, and of either sign. As a loss it does nothing: its gradient has expectation 0."""
+    """Return d: unbiased, and of either sign. It is useless as a loss: its gradient has expectation 0."""
     return difference
 
 
 def absolute(difference: Tensor) -> Tensor:
-    """abs(d): distance of the log-probabilities, whichever is larger; no estimate of a KL divergence."""
+    """Return abs(d), the distance of the log-probabilities in either direction; it does not estimate a KL
+    divergence."""
     return difference.abs()
 
 
 def k2(difference: Tensor) -> Tensor:
-    """d^2 / 2: biased and never negative. On tokens of the policy its gradient, d x grad log policy, is unbiased."""
+    """Return d^2 / 2: biased, never negative. On tokens of the policy its gradient, d x grad log policy, is
+    unbiased."""
     return difference.square() / 2
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative. Its gradient is that of KL(reference || policy)."""
+    """Return exp(-d) - 1 + d: unbiased and never negative. Its gradient is that of KL(reference || policy)."""
     return torch.expm1(-difference) + difference
 
 
 def k3_straight_through(difference: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2: a low-variance value, and the right expected gradient.
+    """Return the value of k3 with the gradient of k2: a low-variance value, and the right expected gradient.
 
     For a token x sampled from the policy, E[d grad log policy(x)] is the gradient of KL(policy || reference) of the
-    next-token distribution, since E[grad log policy] = 0 (arXiv 2510.01555, 2512.21852). That a token also changes the
-    divergence of the tokens after it is no part of any per-token loss; the penalty in the rewards accounts for it. On
+    next-token distribution, since E[grad log policy] = 0 (arXiv 2510.01555, 2512.21852). A token also changes the
+    divergence of the tokens after it. No per-token loss includes that effect; the penalty in the rewards does. On
     tokens of another policy the estimate needs importance weights.
     """
     carrier = k2(difference)
@@ -62,10 +64,11 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor, estimator: str = "k3") -> Tensor:
-    """Estimate of KL(policy || reference) at each token, in nats.
+    """Estimate KL(policy || reference) at each token, in nats.
 
-    All tensors ``[batch, seq]``; tokens were sampled from the policy of ``logprobs``; ``estimator`` is a name of
-    `KL_ESTIMATORS`. float32, or float64 if either input is; 0 outside the mask. Unknown estimator: ``ValueError``.
+    All tensors are ``[batch, seq]``; tokens were sampled from the policy of ``logprobs``; ``estimator`` is a name of
+    `KL_ESTIMATORS`. The result is float32, or float64 if either input is; 0 outside the mask. ``ValueError`` for an
+    unknown estimator.
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; valid: {', '.join(KL_ESTIMATORS)}")
@@ -74,9 +77,9 @@ def token_kl(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor
 
 
 def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """The reward of each sequence ``[batch]`` placed on its last response token, ``[batch, seq]``.
+    """Place the reward of each sequence ``[batch]`` on its last response token, ``[batch, seq]``.
 
-    float32, or float64 if the rewards are.
+    The result is float32, or float64 if the rewards are.
     """
     return keep(_wide(rewards)[:, None].expand(response_mask.shape), last_true(response_mask))
 
@@ -89,53 +92,54 @@ def kl_penalised_token_rewards(
     kl_coef: float,
     estimator: str = "k3",
 ) -> Tensor:
-    """Token rewards: -kl_coef x KL at each response token, plus the sequence's reward at its last.
+    """Return token rewards: -kl_coef x KL at each response token, plus the sequence's reward at its last.
 
-    ``rewards`` ``[batch]``, the others ``[batch, seq]``; returns ``[batch, seq]`` without gradient, 0 outside the mask
-    (Ziegler et al., arXiv 1909.08593). A sequence without response tokens has no place for its reward, and gets none.
+    ``rewards`` are ``[batch]``, the others ``[batch, seq]``; the result is ``[batch, seq]`` without gradient, 0 outside
+    the mask (Ziegler et al., arXiv 1909.08593). A sequence without response tokens gets no reward, since it has no
+    token to put it on.
     """
     penalty = token_kl(logprobs.detach(), reference_logprobs.detach(), response_mask, estimator)
     return sequence_token_rewards(rewards.detach(), response_mask) - kl_coef * penalty
 
 
 class KLController(Protocol):
-    """Who sets the weight of a KL penalty."""
+    """A rule that sets the weight of a KL penalty."""
 
     coef: float
     """The weight to use now."""
 
     def update(self, kl: float, samples: int) -> None:
-        """Learn that the divergence was ``kl`` nats per response, over ``samples`` responses."""
+        """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must keep, as plain values."""
+        """Return what a checkpoint must keep, as plain values."""
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
 
 
 class FixedKLController:
-    """A weight that stays. It has no state, so the configuration of a resumed run decides."""
+    """A constant weight. It has no state, so the configuration of a resumed run decides."""
 
     def __init__(self, coef: float) -> None:
-        """``ValueError`` unless ``coef`` is finite and at least 0."""
+        """Raise ``ValueError`` unless ``coef`` is finite and at least 0."""
         if not 0 <= coef < math.inf:
             raise ValueError(f"a KL coefficient must be finite and at least 0, not {coef}")
         self.coef = coef
 
     def update(self, kl: float, samples: int) -> None:
-        """Nothing to learn."""
+        """Do nothing: the weight is constant."""
 
     def state(self) -> dict[str, float]:
-        """Nothing to keep."""
+        """Return no state."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
 
 class AdaptiveKLController:
-    """A weight that is raised while the divergence is above its target and lowered while it is below.
+    """A weight that rises while the divergence is above its target and falls while it is below.
 
     error = clip(kl / target - 1, -0.2, 0.2); coef <- coef x (1 + error x samples / horizon) (Ziegler et al., arXiv
     1909.08593, section 2.2).
@@ -144,8 +148,10 @@ class AdaptiveKLController:
     LARGEST_ERROR = 0.2
 
     def __init__(self, init_coef: float, target: float, horizon: int) -> None:
-        """``target`` in nats, ``horizon`` in samples. ``ValueError`` unless all are finite and above 0: a weight of 0
-        could never leave 0."""
+        """Set the ``target`` in nats and the ``horizon`` in samples.
+
+        ``ValueError`` unless all arguments are finite and above 0: a weight of 0 could never leave 0.
+        """
         for name, value in (("init_coef", init_coef), ("target", target), ("horizon", horizon)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} of an adaptive KL controller must be finite and above 0, not {value}")
@@ -154,10 +160,10 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """One step towards the target.
+        """Take one step towards the target.
 
-        More samples than the horizon count as the horizon, or the weight could become negative. An infinite ``kl`` is a
-        very large one, and the clipped error bounds its step. NaN says nothing about the divergence: the weight stays.
+        ``samples`` is capped at the horizon, or the weight could become negative. An infinite ``kl`` counts as a very
+        large one: the clipped error bounds the step. A NaN says nothing about the divergence, so the weight stays.
         """
         if math.isnan(kl):
             return
@@ -165,11 +171,11 @@ class AdaptiveKLController:
         self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
 
     def state(self) -> dict[str, float]:
-        """The weight; target and horizon are configuration."""
+        """Return the weight; target and horizon come from the configuration."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take the weight of a `state`. ``ValueError`` if there is none, or it is not finite and above 0."""
+        """Restore the weight of a `state`. ``ValueError`` if it is missing, not finite or not above 0."""
         coef = state.get("coef")
         if coef is None or not 0 < coef < math.inf:
             raise ValueError(f"the state of an adaptive KL controller needs a finite coef above 0, not {dict(state)}")
@@ -177,7 +183,7 @@ class AdaptiveKLController:
 
 
 def make_kl_controller(kind: str, init_coef: float, target: float, horizon: int) -> KLController:
-    """The controller called ``kind``: ``fixed`` (target and horizon are not read) or ``adaptive``.
+    """Return the controller called ``kind``: ``fixed`` (target and horizon are not read) or ``adaptive``.
 
     ``ValueError`` for another name, or a number that cannot work.
     """

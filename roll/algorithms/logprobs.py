@@ -1,8 +1,9 @@
 """Log-probabilities of given tokens, and entropies, from logits or straight from the hidden states before them.
 
 Exact in float32 or better whatever the precision of the logits. From logits, a vocabulary-sized float32 copy exists for
-one chunk of positions at a time, in the backward pass as well. From hidden states, so do the logits themselves and
-their gradient: for 4,096 positions and 150,000 tokens each of these would take 2.3 GiB. Nothing is masked here.
+one chunk of positions at a time, in the backward pass as well. From hidden states, the logits and their gradient also
+exist for one chunk at a time: for 4,096 positions and 150,000 tokens each of these would take 2.3 GiB. Nothing is
+masked here.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**26
-"""Logits handled at a time where they are given (256 MiB in float32)."""
+"""Number of logits processed at a time if logits are given (256 MiB in float32)."""
 
 LINEAR_CHUNK_ELEMENTS = 2**25
-"""Logits held at a time where they are computed here (128 MiB in float32, and up to twice that beside them).
+"""Number of logits held at a time if they are computed here (128 MiB in float32, plus up to twice that).
 
-For 150,000 tokens these are 223 positions: about as many as keep a GPU busy for as long as it reads the weight.
+For 150,000 tokens these are 223 positions. The time to compute them roughly equals the time a GPU takes to read the
+weight.
 """
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
-    """log softmax(logits / temperature) at the targets.
+    """Return log softmax(logits / temperature) at the targets.
 
     ``logits`` ``[..., vocabulary]``, ``targets`` int ``[...]``; returns ``[...]`` in float32 (float64 for float64
     logits). Raises ``ValueError`` for a temperature that is not positive: a greedy distribution has no gradient.
@@ -44,9 +46,9 @@ def token_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """As ``token_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
+    """Return the result of ``token_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
 
-    The entropy carries a gradient only if ``entropy_gradient`` asks for it; as a metric it costs no memory.
+    The entropy carries a gradient only if ``entropy_gradient`` is true; as a metric it costs no memory.
     """
     function = _logprobs_and_entropy if entropy_gradient else _logprobs_and_detached_entropy
     logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, function)
@@ -61,13 +63,13 @@ def linear_logprobs(
     temperature: float = 1.0,
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> Tensor:
-    """``token_logprobs`` of the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+    """Return ``token_logprobs`` of the logits ``hidden @ weight.T + bias``, which never exist as a whole.
 
     ``hidden`` ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or ``None``, ``targets``
     int ``[...]``; returns ``[...]`` in float32 (float64 for float64 inputs), with gradients to ``hidden``, ``weight``
-    and ``bias``. The product is computed in the precision of its factors, the rest in float32 or better. Where all
-    logits fit into ``chunk_elements``, values and gradients have the bits of ``token_logprobs`` of the logits.
-    Raises ``ValueError`` for a temperature that is not positive.
+    and ``bias``. The product is computed in the precision of its factors, the rest in float32 or better. If all logits
+    fit into ``chunk_elements``, values and gradients are bit-identical to those of ``token_logprobs``. Raises
+    ``ValueError`` for a temperature that is not positive.
     """
     _check_temperature(temperature)
     if _fits(targets, weight, chunk_elements):
@@ -85,9 +87,9 @@ def linear_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = LINEAR_CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """As ``linear_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
+    """Return the result of ``linear_logprobs``, and the entropy (nats) of each whole distribution, ``[...]``.
 
-    The entropy carries a gradient only if ``entropy_gradient`` asks for it.
+    The entropy carries a gradient only if ``entropy_gradient`` is true.
     """
     _check_temperature(temperature)
     if _fits(targets, weight, chunk_elements):
@@ -162,7 +164,7 @@ def _chosen(scaled: Tensor, targets: Tensor) -> Tensor:
 
 
 def _entropy(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
-    """H = log Z - sum p x for p = exp(x - log Z)."""
+    """Return H = log Z - sum p x for p = exp(x - log Z)."""
     probabilities = (scaled - log_normalizer[:, None]).exp()
     return log_normalizer - (probabilities * scaled).sum(-1)
 
@@ -191,12 +193,12 @@ def _chunked_head(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Flat hidden states to log-probabilities (and entropies); logits exist in chunks, in both directions.
+    """Log-probabilities (and entropies) of flat hidden states; logits exist only in chunks, forward and backward.
 
-    The forward pass goes through chunks of positions and keeps one normaliser per position. Knowing it, the backward
-    pass can cut the vocabulary instead, and computes its logits again: each row of the weight's gradient is then
-    computed once, in place, where chunks of positions would sum gradients of the weight's size, in its precision. Only
-    the gradient of the hidden states is a sum over chunks, and that is small and taken in float32 or better.
+    The forward pass goes through chunks of positions and keeps one normaliser per position. The backward pass can
+    therefore split the vocabulary instead, and computes its logits again. Each row of the weight's gradient is then
+    computed once, in place; chunks of positions would sum gradients of the weight's size, in its precision. Only the
+    gradient of the hidden states is a sum over chunks. It is small, and is summed in float32 or better.
     """
 
     @staticmethod
@@ -212,7 +214,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, ...]:
         rows = _rows_of(len(weight), chunk_elements)
-        # Filled in place: an intermediate kept from each chunk would scatter small blocks among the large ones.
+        # Filled in place: keeping an intermediate of each chunk would scatter small blocks among the large ones.
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, log_normalizer, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for start in range(0, len(hidden), rows):
@@ -273,7 +275,7 @@ def _scaled_logit_gradient(
     entropy: Tensor | None,
     entropy_gradient: Tensor | None,
 ) -> Tensor:
-    """Gradient of the scaled logits x in some columns of the vocabulary; ``log_probabilities`` are used up.
+    """Return the gradient of the scaled logits x in some columns of the vocabulary; overwrite ``log_probabilities``.
 
     d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H). ``targets`` count from the first column
     and may lie outside.

@@ -1,7 +1,8 @@
 """Metrics of a loss that add up exactly over micro-batches and ranks.
 
-Only sums and maxima travel; ratios of sums (means, effective sample size) and quantiles are taken once, at the end, so
-a metric does not depend on how the batch was split. Every part of a batch has the same names in the same order.
+Only sums and maxima are exchanged. Ratios of sums (means, effective sample size) and quantiles are computed once, at
+the end, so a metric does not depend on how the batch was split. Every part of a batch has the same names in the same
+order.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_su
 
 @dataclass
 class LossMetrics:
-    """0-d tensors by name, all without gradient."""
+    """Metrics of one part of a batch: 0-d tensors by name, without gradient."""
 
     totals: dict[str, Tensor]
-    """Contributions that are already normalised over the whole batch: they add up to the metric."""
+    """Contributions that are already normalised over the whole batch: their sum is the metric."""
     token_sums: dict[str, Tensor]
     """Sums over response tokens: the metric is the mean."""
     off_policy: dict[str, Tensor]
-    """Sums of `off_policy_sums`, the number of response tokens among them."""
+    """Sums of `off_policy_sums`, including the number of response tokens."""
     maxima: dict[str, Tensor]
     mismatch: tuple[Tensor, Tensor] | None = None
-    """What `mismatch_sums` gives; None: not measured."""
+    """The result of `mismatch_sums`; None if it is not measured."""
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Names in the order of `vectors`, before the parts of the mismatch."""
+        """Return the names in the order of `vectors`, without the entries of the mismatch."""
         sums = [*self.totals, *self.token_sums, *(f"off_policy/{name}" for name in self.off_policy)]
         return sums, list(self.maxima)
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """float64 vectors: what adds up over parts, and what takes the maximum. Those of the mismatch come last."""
+        """Return float64 vectors of the entries to sum and of the entries to maximise; the mismatch comes last."""
         sums = torch.stack(
             [value.double() for value in (*self.totals.values(), *self.token_sums.values(), *self.off_policy.values())]
         )
@@ -49,10 +50,10 @@ class LossMetrics:
         return torch.cat([sums, mismatch]), torch.cat([maxima, largest[None]])
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """The metrics of the whole batch from the vectors of all its parts, combined.
+        """Return the metrics of the whole batch from the combined vectors of all its parts.
 
-        Beside the totals, token means and maxima: ``ratio_mean``, ``ess``, ``kl`` (k3), ``k1``, ``chi2``, and per lag
-        ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in `mismatch_metrics`, where it was measured.
+        Besides the totals, token means and maxima: ``ratio_mean``, ``ess``, ``kl`` (k3), ``k1``, ``chi2``, and per lag
+        ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in `mismatch_metrics` if it was measured.
         """
         mismatch = {}
         if self.mismatch is not None:
@@ -86,13 +87,13 @@ def policy_metrics(
     capped: bool = False,
     mismatch_mask: Tensor | None = None,
 ) -> LossMetrics:
-    """The metrics of one part of a batch.
+    """Return the metrics of one part of a batch.
 
-    ``totals``: 0-d contributions; ``token_metrics`` by name, the log-probabilities of the current and the behaviour
-    policy, ``response_mask`` (bool) and ``lags`` (int): ``[batch, seq]``, with at least one entry. ``lags``,
-    ``max_lag`` and ``capped`` as in `off_policy_sums`. ``mismatch_mask`` (bool): the response tokens that the weights
-    of ``logprobs`` themselves have sampled; None: the mismatch is not measured. What stands outside the masks is never
-    read. The ratio is not clamped: an overflow must be seen.
+    ``totals`` are 0-d contributions. ``token_metrics`` by name, the log-probabilities of the current and the behaviour
+    policy, ``response_mask`` (bool) and ``lags`` (int) are ``[batch, seq]``, with at least one entry. ``lags``,
+    ``max_lag`` and ``capped`` are those of `off_policy_sums`. ``mismatch_mask`` (bool) marks the response tokens that
+    were sampled with the very weights of ``logprobs``; None: the mismatch is not measured. Entries outside the masks
+    are never read. The ratio is not clamped: an overflow must be visible.
     """
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     return LossMetrics(
@@ -105,11 +106,11 @@ def policy_metrics(
 
 
 def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps as those of one training step.
+    """Combine the metrics of several optimizer steps into those of one training step.
 
-    Means over the steps, but the largest ``ratio_max`` and ``error_max``. What belongs to one lag is weighted by the
-    share of that lag, which not every step need have. ``mismatch/...`` is that of the first step: only before it has
-    the trainer the weights that the engine may have had.
+    Values are means over the steps; ``ratio_max`` and ``error_max`` are the largest. Metrics of one lag are weighted by
+    the share of that lag, which a step may not have. ``mismatch/...`` is that of the first step: only before it can the
+    trainer have the same weights as the engine.
     """
     names = dict.fromkeys(name for update in updates for name in update if not name.startswith("mismatch/"))
     first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
@@ -128,13 +129,13 @@ def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
 
 
 class PartMetrics(Protocol):
-    """Sums and maxima over a part of a batch: `LossMetrics`, or those of a critic."""
+    """Sums and maxima over a part of a batch: `LossMetrics`, or the metrics of a critic."""
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """What adds up over parts, and what takes the maximum; 1-d."""
+        """Return the entries to sum over parts and the entries to maximise, both 1-d."""
 
 
 def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
-    """The vectors of several parts of a batch as those of one."""
+    """Combine the vectors of several parts of a batch into those of one."""
     vectors = [part.vectors() for part in parts]
     return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)

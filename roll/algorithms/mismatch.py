@@ -1,9 +1,9 @@
-"""How far trainer and engine are apart about the same tokens under the same weights, as sums that add up.
+"""The difference between trainer and engine on the same tokens under the same weights, as sums that add up.
 
-Two programs that compute the same model differ by rounding, or by a mistake; neither is off-policy data, and no
-correction is meant for it. Quantiles come from counts in fixed logarithmic bins of the absolute difference, 20 a decade
-from 1e-8 to 100 nats: a quantile is reported as the geometric middle of its bin, at most 6 % off. Less than 1e-8 is
-reported as 0 (float32 does not resolve it), more than 100 as the largest difference.
+Two implementations of the same model differ by rounding, or by a mistake. Neither is off-policy data, and no correction
+is meant for it. Quantiles come from counts in fixed logarithmic bins of the absolute difference, 20 a decade from 1e-8
+to 100 nats: a quantile is reported as the geometric middle of its bin, at most 6 % off. Less than 1e-8 is reported as 0
+(float32 does not resolve it), more than 100 as the largest difference.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BINS_PER_DECADE = 20
 SMALLEST_DECADE, LARGEST_DECADE = -8, 2
 _DECADES = LARGEST_DECADE - SMALLEST_DECADE
 MISMATCH_SUMS = 3 + _DECADES * BINS_PER_DECADE + 2
-"""Entries of `mismatch_sums`: difference, absolute difference, square; then the counts of all bins, below and above
-included."""
+"""Number of entries of `mismatch_sums`: the sums of the difference, its absolute value and its square; then the counts
+of all bins, with one below and one above the range."""
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 
 
 @torch.no_grad()
 def mismatch_sums(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 ``[MISMATCH_SUMS]``, which adds up over parts of a batch, and the largest absolute difference (0-d),
-    which takes the maximum.
+    """Return sums that add up over parts of a batch, and the largest absolute difference, which takes the maximum.
 
-    ``difference`` = log trainer - log engine in nats, ``mask`` (bool, the tokens that count), ``[batch, seq]``. What
-    stands outside the mask is never read. NaN counts as infinite in the bins, and shows in the sums.
+    The sums are float64 ``[MISMATCH_SUMS]``, the largest difference is 0-d. ``difference`` = log trainer - log engine
+    in nats and ``mask`` (bool, the tokens that count) are ``[batch, seq]``. Entries outside the mask are never read.
+    NaN counts as infinite in the bins, and stays visible in the sums.
     """
     difference = keep(difference.double(), mask)
     absolute = difference.abs()
@@ -46,10 +46,10 @@ def mismatch_sums(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mismatch_metrics(sums: Sequence[float], largest: float) -> dict[str, float]:
-    """From the sums of a whole batch to ``mismatch/...``, in nats per token.
+    """Turn the sums of a whole batch into ``mismatch/...``, in nats per token.
 
     ``mean`` and ``std`` of the difference; ``abs_mean``, ``p50``, ``p99`` and ``max`` of its absolute value;
-    ``tokens``. Without a token only ``tokens``: nothing was measured.
+    ``tokens``. Without a token only ``tokens`` is returned: nothing was measured.
     """
     total, absolute_total, squares, *counts = sums
     tokens = sum(counts)
@@ -67,7 +67,7 @@ def mismatch_metrics(sums: Sequence[float], largest: float) -> dict[str, float]:
 
 
 def _quantile(counts: Sequence[float], rank: float, largest: float) -> float:
-    """The middle of the bin in which the running count reaches ``rank``."""
+    """Return the middle of the bin in which the running count reaches ``rank``."""
     position = next(index for index, reached in enumerate(itertools.accumulate(counts)) if reached >= rank)
     if position == 0:
         return 0.0

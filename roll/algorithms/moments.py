@@ -1,6 +1,6 @@
-"""Means and deviations: of the groups of a batch, and of everything seen so far.
+"""Means and deviations, of the groups of a batch and of all values seen so far.
 
-Deviations are the unbiased ones (n - 1), 0 for fewer than two values. Equal values have exactly themselves as mean and
+Deviations are unbiased (n - 1), and 0 for fewer than two values. Equal values have exactly themselves as mean and
 exactly 0 as deviation: a remainder of 1e-17, divided by a small deviation, would become an advantage.
 """
 
@@ -19,7 +19,10 @@ Groups = Tensor | np.ndarray | Sequence[int]
 
 
 def group_tensor(groups: Groups, like: Tensor) -> Tensor:
-    """``groups`` as int64 ``[batch]`` beside ``like``, whose first dimension is the batch; else ``ValueError``."""
+    """Return ``groups`` as int64 ``[batch]`` on the device of ``like``, whose first dimension is the batch.
+
+    ``ValueError`` if the sizes differ.
+    """
     numbers = torch.as_tensor(groups, dtype=torch.int64, device=like.device)
     if numbers.shape != like.shape[:1]:
         raise ValueError(f"groups must be [batch] = [{like.shape[0]}], not {list(numbers.shape)}")
@@ -27,13 +30,13 @@ def group_tensor(groups: Groups, like: Tensor) -> Tensor:
 
 
 def group_sizes(groups: Tensor) -> Tensor:
-    """Number of members of each value's group: int64 ``[values]`` from int64 ``[values]``."""
+    """Count the members of each value's group: int64 ``[values]`` from int64 ``[values]``."""
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
     return sizes[index]
 
 
 def group_range(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value in each value's group, ``[values]`` each, from ``values`` and int64 ``groups``."""
+    """Return the smallest and largest value of each value's group, ``[values]`` each; ``groups`` is int64."""
     names, index = groups.unique(return_inverse=True)
     empty = values.new_zeros(len(names))
     lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
@@ -42,7 +45,7 @@ def group_range(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean of each value's group, ``[values]``; with ``weights`` (above 0, same shape) the weighted mean."""
+    """Return the mean of each value's group, ``[values]``; weighted if ``weights`` (above 0, same shape) are given."""
     names, index = groups.unique(return_inverse=True)
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     empty = values.new_zeros(len(names))
@@ -52,7 +55,7 @@ def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) ->
 
 
 def group_deviation(values: Tensor, groups: Tensor) -> Tensor:
-    """Unbiased standard deviation of each value's group, ``[values]``; 0 in a group of one."""
+    """Return the unbiased standard deviation of each value's group, ``[values]``; 0 in a group of one."""
     squared = (values - group_mean(values, groups)).square()
     sizes = group_sizes(groups)
     return (group_mean(squared, groups) * sizes / (sizes - 1).clamp(min=1)).sqrt()
@@ -60,7 +63,7 @@ def group_deviation(values: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass
 class RunningMoments:
-    """Mean and deviation of all values so far, numerically stable; the one thing here that remembers."""
+    """Mean and deviation of all values so far, numerically stable."""
 
     count: int = 0
     """Values seen."""
@@ -76,7 +79,7 @@ class RunningMoments:
     def update(self, values: Tensor) -> None:
         """Merge a batch of any shape (Chan, Golub and LeVeque 1979).
 
-        ``ValueError`` if a value is not finite: it would spoil every later batch too.
+        ``ValueError`` if a value is not finite: it would corrupt every later result.
         """
         flat = values.detach().double().flatten()
         if not flat.isfinite().all():
@@ -92,11 +95,11 @@ class RunningMoments:
         self.count = total
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must keep, as plain values."""
+        """Return what a checkpoint must keep, as plain values."""
         return {"count": self.count, "mean": self.mean, "squared_deviations": self.squared_deviations}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave. ``ValueError`` if it is incomplete or impossible."""
+        """Resume from what `state` returned. ``ValueError`` if it is incomplete or impossible."""
         wanted = ("count", "mean", "squared_deviations")
         values = {name: state.get(name, math.nan) for name in wanted}
         if not all(map(math.isfinite, values.values())) or values["count"] < 0 or values["squared_deviations"] < 0:

@@ -1,7 +1,7 @@
-"""Fields that only some losses and estimators need, and that callers may leave out for all others.
+"""Access to fields that only some losses and estimators need.
 
-What is needed is declared in traits and checked before a function is called; this is the same promise where the field
-is read, so that a wrong trait fails with the field's name.
+Required fields are declared in traits and checked before a function is called. This check guards the place where a
+field is read, so that a wrong trait fails with the field's name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def needed(value: Value | None, name: str) -> Value:
-    """The value. ``ValueError`` with the field's name if there is none."""
+    """Return the value. ``ValueError`` with the field's name if it is None."""
     if value is None:
         raise ValueError(f"{name} are needed here, and none were given; declare the need in the traits of the function")
     return value

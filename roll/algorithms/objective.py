@@ -2,8 +2,8 @@
 
 loss = policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the same way with
 the normalisers of the whole batch. Contributions of disjoint rows add up to the whole, in value, gradient and metrics.
-Losses see all response tokens, so that ratios of whole sequences are those of whole sequences; the aggregate counts the
-tokens of the loss mask, which is what is left of them after rejection.
+Losses see all response tokens, so that a sequence ratio covers the whole sequence. The aggregate counts the tokens of
+the loss mask: the response tokens that remain after rejection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.algorithms.policy_losses import Anchor, PolicyInputs, PolicyLoss, Poli
 
 @dataclass
 class PolicyObjective:
-    """What a policy is trained on. Raises ``KnobError`` or ``ValueError`` at once if a value cannot work."""
+    """The training objective of a policy. Raises ``KnobError`` or ``ValueError`` at once if a value cannot work."""
 
     max_response_length: int
     """Tokens; the constant of `seq-mean-token-sum-norm`."""
@@ -36,16 +36,16 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     entropy_loss_coef: float = 0.0
     anchor: Anchor = "behaviour"
-    """What the ratio is taken against."""
+    """The policy in the denominator of the ratio."""
     corrected: bool = False
-    """Whether batches carry ``correction_weights``, which multiply the policy loss of each token."""
+    """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
     max_lag: int | None = None
-    """Metrics are also reported per lag from 0 to this; None: not per lag."""
+    """The largest lag with metrics of its own, from 0; None: no metrics per lag."""
     lags_capped: bool = False
-    """Whether lags above ``max_lag`` occur; they are counted with it."""
+    """True if lags above ``max_lag`` occur; they are counted with it."""
     monitored: bool = False
-    """Whether the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful before an
-    update only, and if the engine recorded log-probabilities of the whole distribution."""
+    """True if the mismatch with the engine is measured, over the tokens marked ``same_weights``. Meaningful only before
+    an update, and only if the engine recorded log-probabilities of the whole distribution."""
     policy_loss: PolicyLoss = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,12 +59,12 @@ class PolicyObjective:
 
     @property
     def traits(self) -> PolicyLossTraits:
-        """What the policy loss needs and does."""
+        """Requirements and properties of the policy loss."""
         return self.policy_loss.traits
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """Per-token fields that a batch must carry beside its tokens and response mask."""
+        """Per-token fields that a batch must carry besides its tokens and response mask."""
         wanted = {
             "behaviour_logprobs": True,
             "advantages": True,
@@ -83,11 +83,11 @@ class PolicyObjective:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the entropy is trained on, or a metric only."""
+        """True if the entropy is part of the loss, not only a metric."""
         return self.entropy_loss_coef != 0
 
     def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Normalisers from the tokens of the loss mask in every sequence of the whole batch."""
+        """Return normalisers from the number of loss-mask tokens in every sequence of the whole batch."""
         return LossNormalizers.of(response_lengths, self.max_response_length)
 
     def __call__(
@@ -99,17 +99,17 @@ class PolicyObjective:
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, LossMetrics]:
-        """The contribution of some rows to the loss of the whole batch (0-d, with gradient), and to its metrics.
+        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
-        ``logprobs``, ``entropy`` and the token fields ``[batch, seq]``, the sample fields ``[batch]``; what lies
-        outside the response mask is never read. ``loss_mask`` (bool, a subset of the response mask; default: all of it)
-        says which tokens are trained on. ``ValueError`` names the fields that are missing.
+        ``logprobs``, ``entropy`` and the token fields are ``[batch, seq]``, the sample fields ``[batch]``; entries
+        outside the response mask are never read. ``loss_mask`` (bool, a subset of the response mask; default: all of
+        it) marks the tokens that are trained on. ``ValueError`` names the fields that are missing.
         """
         missing = [name for name in (*self.token_fields, *self.sample_fields) if name not in fields]
         if missing:
             raise ValueError(f"{self.pg_variant} lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
         trained = response_mask if loss_mask is None else loss_mask & response_mask
-        # A token that is not trained on counts in the ratio of its response, and is not moved by it.
+        # A token that is not trained on counts in the ratio of its response, but gets no gradient from it.
         inputs = PolicyInputs(
             logprobs=torch.where(trained, logprobs, logprobs.detach()),
             behaviour_logprobs=fields["behaviour_logprobs"],

@@ -1,8 +1,8 @@
-"""How far the policy that sampled is from the one that learns, from sums that add up over any split of the batch.
+"""The distance between the sampling policy and the trained policy, from sums that add up over any split of the batch.
 
-Every figure here is a function of a few sums over tokens, so micro-batches and ranks add their sums and the ratios are
-taken once. The sums are in float64: a ratio of e^40 is exact enough, one of e^2000 makes chi2 infinite and the
-effective sample size 0, and nothing becomes NaN unless a log-probability was.
+Every metric here is a function of a few sums over tokens. Micro-batches and ranks add their sums, and the ratios are
+computed once. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 makes chi2 infinite and the
+effective sample size 0. Nothing becomes NaN unless a log-probability was NaN.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def off_policy_sums(
     max_lag: int | None = None,
     capped: bool = False,
 ) -> dict[str, Tensor]:
-    """0-d float64 sums over the tokens of ``mask``, by name, without gradient: over all and, with ``max_lag``, per lag.
+    """Return 0-d float64 sums over the tokens of ``mask`` by name, without gradient, and with ``max_lag`` also per lag.
 
-    ``log_ratio`` = log current - log behaviour, in nats, and ``mask`` (bool), ``[batch, seq]``. ``lags`` int
-    ``[batch, seq]``: training step minus the version of the token; there is a bucket for each lag from 0 to
-    ``max_lag``, and the last takes all older tokens too. ``capped`` says that there may be such, and names that bucket
-    ``lag_<n>+``. The names depend on ``max_lag`` and ``capped`` only, never on the tokens. ``ValueError`` if
+    ``log_ratio`` = log current - log behaviour, in nats, and ``mask`` (bool) are ``[batch, seq]``. ``lags`` int
+    ``[batch, seq]`` is the training step minus the version of the token. There is a bucket for each lag from 0 to
+    ``max_lag``; the last also takes all older tokens. Set ``capped`` if older tokens may occur: it names the last
+    bucket ``lag_<n>+``. The names depend only on ``max_lag`` and ``capped``, never on the tokens. ``ValueError`` if
     ``max_lag`` is negative, or given without ``lags``.
     """
     log_ratio = log_ratio.double()
@@ -47,7 +47,7 @@ def off_policy_sums(
 
 
 def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """From the sums of a whole batch (`off_policy_sums`, added up) to its metrics.
+    """Turn the sums of a whole batch (`off_policy_sums`, added up) into its metrics.
 
     With rho the ratio current / behaviour of a token that the behaviour policy mu sampled:
 
@@ -56,8 +56,8 @@ def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
       nats per token (J. Schulman, "Approximating KL divergence", 2020);
     - ``chi2``: mean of rho^2, minus 1: estimates the chi-squared divergence of the current policy from mu.
 
-    ``lag_<n>/...`` has the same for the tokens of one lag, and their ``share`` among all; a lag without tokens is left
-    out. Without any token everything is 0.
+    ``lag_<n>/...`` has the same metrics for the tokens of one lag, and their ``share`` of all tokens. A lag without
+    tokens is left out. Without any token all values are 0.
     """
     plain = {name: float(value) for name, value in sums.items()}
     metrics: dict[str, float] = {}
@@ -78,7 +78,7 @@ def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -> dict[str, Tensor]:
-    """The parts of ``mask`` by lag, bool ``[batch, seq]``, under ``lag_<n>/``; see `off_policy_sums`."""
+    """Split ``mask`` by lag into bool ``[batch, seq]`` masks under ``lag_<n>/``; see `off_policy_sums`."""
     if lags is None or max_lag < 0:
         raise ValueError(f"metrics per lag need lags and a max_lag of at least 0, not {max_lag}")
     buckets = {f"lag_{lag}/": mask & (lags == lag) for lag in range(max_lag)}
@@ -88,5 +88,5 @@ def lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -
 def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float:
     if not tokens or squared == 0 or math.isinf(squared):
         return 0.0
-    # In this order no intermediate result overflows; rounding alone may lead above 1.
+    # In this order no intermediate result overflows; only rounding can lead above 1.
     return min(ratio / tokens * (ratio / squared), 1.0)

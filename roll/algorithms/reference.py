@@ -1,7 +1,7 @@
 """The reference pages of losses, advantages and corrections: `python -m roll.algorithms.reference docs/algorithms`.
 
-`policy_losses.md`, `advantages.md` and `correction.md` there are this output, made from the registries and the fields
-of the knobs; a test keeps them equal, so the pages cannot drift from the code.
+The output is `policy_losses.md`, `advantages.md` and `correction.md` in that folder, made from the registries and the
+fields of the argument classes. A test keeps them equal, so the pages cannot drift from the code.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ CORRECTION_PARTS = (
 
 
 def pages() -> dict[str, str]:
-    """File name -> Markdown."""
+    """Return the pages: file name -> Markdown."""
     return {
         "policy_losses.md": _page(POLICY_LOSSES_HEAD, POLICY_LOSSES),
         "advantages.md": _page(ADVANTAGES_HEAD, ADVANTAGE_ESTIMATORS),

@@ -1,9 +1,9 @@
-"""Names from a configuration file, and the functions and knobs they stand for.
+"""Registries that map names from a configuration file to functions and their arguments.
 
-A variant is a function plus a small frozen dataclass of its knobs, registered under its YAML name with one decorator
-that also says what the reference page prints: formula, source, when to use it. Building one checks every knob (name,
-type, range) and reports all that is wrong at once, so that a knob which nothing would read is an error and never a
-silent no-op.
+A variant is a function plus a small frozen dataclass of its arguments (knobs), registered under its YAML name with one
+decorator. The decorator also holds the text of the reference page: formula, source, when to use it. Building a variant
+checks every argument (name, type, range) and reports all errors at once. An argument that nothing would read is an
+error, never a silent no-op.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from roll.configs.ranges import Range
 
 @dataclass(frozen=True)
 class KnobProblem:
-    """One thing wrong with a name or a knob."""
+    """One error in a name or an argument."""
 
     knob: str | None
-    """Name of the knob; ``None`` when the variant's own name is wrong, or a range that its dataclass checks."""
+    """Name of the argument; ``None`` if the variant's own name is wrong, or a range that its dataclass checks."""
     message: str
     remedy: str
 
@@ -48,7 +48,7 @@ def knob(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of a knobs dataclass with its help text and, for a number, its range. No default: it must be given."""
+    """Declare a field of an arguments class with its help text and, for a number, its range. No default: required."""
     limits = Range(at_least, above, at_most, below)
     metadata = {"help": help} if limits == Range() else {"help": help, "range": limits}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -56,12 +56,12 @@ def knob(
 
 @dataclass(frozen=True)
 class NoKnobs:
-    """For variants without knobs."""
+    """The arguments class of variants without arguments."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A registered function, the dataclass of its knobs, and what its users should know."""
+    """A registered function, the dataclass of its arguments, and its documentation for users."""
 
     name: str
     function: Callable[..., Any]
@@ -72,8 +72,8 @@ class Variant:
     use: str
     """When to choose it, in a sentence."""
     traits: Any
-    """What the surroundings must know about it, or a function from its knobs to that; the type is the registry's own
-    affair."""
+    """Requirements and properties for callers, or a function that computes them from the arguments; each registry
+    chooses the type."""
 
 
 class Registry:
@@ -86,7 +86,7 @@ class Registry:
     def register(
         self, name: str, knobs: type = NoKnobs, *, formula: str, source: str, use: str, traits: Any = None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: make a function known as ``name``. A name taken twice is a ``ValueError``."""
+        """Return a decorator that registers a function as ``name``. ``ValueError`` if the name is taken."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             if name in self._variants:
@@ -97,30 +97,30 @@ class Registry:
         return decorate
 
     def variant(self, name: str) -> Variant:
-        """What is registered as ``name``. Raises ``KnobError`` for an unknown name."""
+        """Return the variant registered as ``name``. Raises ``KnobError`` for an unknown name."""
         if name not in self._variants:
             raise KnobError([KnobProblem(None, f"unknown {self.kind} {name!r}", suggestion(name, self.names()))])
         return self._variants[name]
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         return sorted(self._variants)
 
     def build(self, name: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], Any]:
-        """The function called ``name`` and its checked knobs.
+        """Return the function called ``name`` and its checked arguments.
 
-        Raises ``KnobError`` for an unknown name, an unknown knob, a wrong type or a value out of range.
+        Raises ``KnobError`` for an unknown name, an unknown argument, a wrong type or a value out of range.
         """
         variant = self.variant(name)
         return variant.function, build_knobs(variant.knobs, args, f"{self.kind} {name!r}", self._owners())
 
     def traits(self, name: str, knobs: Any) -> Any:
-        """What the surroundings must know about ``name`` with these knobs."""
+        """Return the requirements and properties of ``name`` with these arguments."""
         traits = self.variant(name).traits
         return traits(knobs) if callable(traits) else traits
 
     def _owners(self) -> dict[str, list[str]]:
-        """Name of each knob -> the variants that have it."""
+        """Map the name of each argument to the variants that have it."""
         owners: dict[str, list[str]] = {}
         for variant in self._variants.values():
             for item in fields(variant.knobs):
@@ -131,12 +131,12 @@ class Registry:
 def build_knobs(
     knobs: type, args: Mapping[str, Any], owner: str, owners_elsewhere: Mapping[str, list[str]] | None = None
 ) -> Any:
-    """An instance of the dataclass ``knobs`` from plain values.
+    """Build an instance of the dataclass ``knobs`` from plain values.
 
-    Integers are accepted for floats; nothing else is converted. Ranges stand in the fields (`knob`); relations between
-    knobs are the dataclass's own affair: its ``__post_init__`` raises ``ValueError``. ``owner`` names the variant in
-    messages, and ``owners_elsewhere`` maps knobs to the variants that would read them. Raises ``KnobError`` with every
-    problem.
+    Integers are accepted for floats; nothing else is converted. Ranges are declared in the fields (`knob`). The
+    dataclass checks relations between arguments itself: its ``__post_init__`` raises ``ValueError``. ``owner`` names
+    the variant in messages, and ``owners_elsewhere`` maps arguments to the variants that would read them. Raises
+    ``KnobError`` with every problem.
     """
     hints = get_type_hints(knobs)
     problems = [_unknown_knob(name, list(hints), owner, owners_elsewhere or {}) for name in args if name not in hints]
@@ -162,7 +162,7 @@ def build_knobs(
 
 
 def suggestion(name: str, valid: list[str]) -> str:
-    """The nearest valid name, or all of them."""
+    """Suggest the nearest valid name, or list all of them."""
     near = difflib.get_close_matches(name, valid, n=1)
     known = f"valid: {', '.join(valid)}" if valid else "there are none"
     return f"did you mean {near[0]!r}? ({known})" if near else known

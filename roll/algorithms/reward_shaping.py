@@ -1,8 +1,8 @@
-"""From raw scores to rewards, and which samples stay out of training: what happens before advantages.
+"""Reward shaping before advantages: from raw scores to rewards, and the choice of samples to train on.
 
-The order is fixed: scores are clipped, the length penalty is added, the sum is normalised. Which samples are kept is
-decided on the raw scores, so that no setting above changes it. Nothing is changed in place; the only thing that
-remembers is the `RunningMoments` of the caller. All tensors are those of a whole batch.
+The order is fixed: scores are clipped, the length penalty is added, the sum is normalised. The samples to keep are
+chosen by their raw scores, so that no setting above changes the choice. Nothing is changed in place; the only state is
+the caller's `RunningMoments`. All tensors cover a whole batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from roll.algorithms.moments import Groups, RunningMoments, group_deviation, gro
 from roll.algorithms.needed import needed
 
 MomentsOf = Literal["none", "batch", "group", "tag", "running"]
-"""Whose mean or deviation rewards are normalised by."""
+"""The samples whose mean or deviation normalises the rewards."""
 
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """A reward for being short, added to the score."""
+    """A length term that is added to the score."""
 
     kind: Literal["overlong", "relative"]
     """`overlong_penalty` or `relative_length_reward`."""
@@ -31,9 +31,9 @@ class LengthPenalty:
     max_length: int | None = None
     """Longest possible response, in tokens; `overlong` only."""
     buffer: int | None = None
-    """Tokens below it over which the penalty grows; `overlong` only."""
+    """Number of tokens below ``max_length`` over which the penalty grows; `overlong` only."""
     correct_above: float = 0.0
-    """A response is correct if its raw score is above this; `relative` only."""
+    """The raw score above which a response is correct; `relative` only."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("overlong", "relative"):
@@ -44,36 +44,36 @@ class LengthPenalty:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """What is done to the scores of a batch; by default nothing."""
+    """The shaping of a batch's scores; by default nothing changes."""
 
     clip: float | None = None
-    """Scores are clipped to plus and minus this."""
+    """Scores are clipped to plus and minus this value."""
     length_penalty: LengthPenalty | None = None
     mean: MomentsOf = "none"
-    """Whose mean is subtracted."""
+    """The samples whose mean is subtracted."""
     std: MomentsOf = "none"
-    """Whose deviation divides."""
+    """The samples whose deviation is the divisor."""
     eps: float = 1e-6
     """Added to the deviation, in units of the reward."""
     drop_truncated: bool = False
-    """Leave out responses that were cut at their longest length."""
+    """True to leave out responses that were cut at their maximum length."""
     difficulty: tuple[float, float] | None = None
-    """Leave out groups whose mean raw score lies outside these two, which belong to the range."""
+    """The range of the mean raw score, ends included; groups outside it are left out."""
     drop_zero_variance: bool = False
-    """Leave out groups of equal raw scores."""
+    """True to leave out groups of equal raw scores."""
 
 
 @dataclass(frozen=True)
 class ShapedRewards:
-    """What `shape_rewards` gives."""
+    """The result of `shape_rewards`."""
 
     rewards: Tensor
     """``[batch]``."""
     keep: Tensor
     """bool ``[batch]``: samples to train on."""
     metrics: dict[str, float]
-    """Of the settings that are on: ``clipped_share``, ``length_penalty`` (mean), ``running_mean``, ``running_std``,
-    ``kept_share``."""
+    """Metrics of the settings that are on: ``clipped_share``, ``length_penalty`` (mean), ``running_mean``,
+    ``running_std``, ``kept_share``."""
 
 
 def shape_rewards(
@@ -86,12 +86,12 @@ def shape_rewards(
     tags: Groups | None = None,
     penalties: Tensor | None = None,
 ) -> ShapedRewards:
-    """Clip, length penalty, normalise; and the masks, from raw scores. All tensors ``[batch]``.
+    """Clip, add the length penalty and normalise; choose the samples to keep by raw scores. All tensors ``[batch]``.
 
-    ``lengths`` in response tokens, ``truncated`` bool; ``penalties`` are added to the clipped scores. Rewards are
-    float64 if the scores are, else float32. With a running mean or deviation ``running`` learns the rewards of this
-    batch first, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is not
-    finite, or running moments that are missing.
+    ``lengths`` are in response tokens, ``truncated`` is bool; ``penalties`` are added to the clipped scores. Rewards
+    are float64 if the scores are, else float32. With a running mean or deviation, ``running`` first learns the rewards
+    of this batch, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is
+    not finite, or if running moments are missing.
     """
     _check_finite(scores)
     numbers = group_tensor(groups, scores)
@@ -117,7 +117,7 @@ def shape_rewards(
 
 
 def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
-    """Rewards (any shape) clipped to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
+    """Clip rewards (any shape) to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
     if not limit > 0:
         raise ValueError(f"rewards are clipped to a limit above 0, not {limit}")
     return rewards.to(_result_dtype(rewards)).clamp(-limit, limit)
@@ -132,12 +132,12 @@ def normalize_rewards(
     eps: float = 1e-6,
     tags: Groups | None = None,
 ) -> Tensor:
-    """(reward - mean) / (deviation + eps), ``[batch]``, each of the two taken from its own place.
+    """Return (reward - mean) / (deviation + eps), ``[batch]``; ``mean`` and ``std`` each name their own source.
 
-    ``none`` subtracts 0, or divides by nothing. Deviations are unbiased (n - 1). Where the deviation is 0 (a group of
-    one, equal rewards) nothing can be told apart, and the result is exactly 0 whatever the mean. ``running`` is only
-    read, ``tag`` takes the samples of equal ``tags``. float64 if the rewards are, else float32. ``ValueError`` for an
-    unknown place, for running moments that are missing or have seen nothing, for missing tags, or ``eps`` <= 0.
+    ``none`` subtracts 0, or does not divide. Deviations are unbiased (n - 1). If the deviation is 0 (a group of one,
+    equal rewards) the result is exactly 0 whatever the mean: there is nothing to compare. ``running`` is only read;
+    ``tag`` uses the samples with equal ``tags``. The result is float64 if the rewards are, else float32. ``ValueError``
+    for an unknown source, for running moments that are missing or empty, for missing tags, or ``eps`` <= 0.
     """
     if not eps > 0:
         raise ValueError(f"eps must be above 0, not {eps}")
@@ -153,11 +153,11 @@ def normalize_rewards(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """0 up to ``max_length - buffer`` tokens, then falling in a line to -factor at ``max_length`` and beyond.
+    """Return 0 up to ``max_length - buffer`` tokens, falling linearly to -factor at ``max_length`` and beyond.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13). ``lengths`` ``[batch]`` in response tokens;
-    returns ``[batch]`` to be added to the reward, float64 if the lengths are, else float32. ``ValueError`` unless
-    0 < buffer <= max_length and factor >= 0.
+    This is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13). ``lengths`` ``[batch]`` are in
+    response tokens. Returns ``[batch]``, to be added to the reward; float64 if the lengths are, else float32.
+    ``ValueError`` unless 0 < buffer <= max_length and factor >= 0.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"the buffer must lie in (0, max_length = {max_length}], not be {buffer}")
@@ -168,11 +168,11 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, weight: float = 1.0) -> Tensor:
-    """weight x l for a correct response and weight x min(0, l) for a wrong one, with l from 1/2 to -1/2.
+    """Return weight x l for a correct response and weight x min(0, l) for a wrong one, with l from 1/2 to -1/2.
 
-    l = 1/2 - (length - shortest) / (longest - shortest) within the group, 0 where all are equally long (Kimi k1.5,
-    arXiv 2501.12599, section 2.3.3). ``lengths`` in response tokens and ``correct`` (bool) ``[batch]``; returns
-    ``[batch]`` to be added to the reward, float64 if the lengths are, else float32. ``ValueError`` unless weight >= 0.
+    l = 1/2 - (length - shortest) / (longest - shortest) within the group, and 0 if all are equally long (Kimi k1.5,
+    arXiv 2501.12599, section 2.3.3). ``lengths`` in response tokens and ``correct`` (bool) are ``[batch]``. Returns
+    ``[batch]``, to be added to the reward; float64 if the lengths are, else float32. ``ValueError`` unless weight >= 0.
     """
     if not weight >= 0:
         raise ValueError(f"the weight of a penalty must be at least 0, not {weight}")
@@ -184,12 +184,12 @@ def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, wei
 
 
 def truncated_mask(truncated: Tensor) -> Tensor:
-    """bool ``[batch]``: keep a response unless it was cut at its longest length (finish reason ``length``)."""
+    """Keep a response unless it was cut at its maximum length (finish reason ``length``); bool ``[batch]``."""
     return ~truncated.bool()
 
 
 def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> Tensor:
-    """bool ``[batch]``: keep groups whose mean score lies in [low, high]. ``ValueError`` if low is above high."""
+    """Keep groups whose mean score lies in [low, high]; bool ``[batch]``. ``ValueError`` if low is above high."""
     if not low <= high:
         raise ValueError(f"the difficulty range [{low}, {high}] is empty")
     mean = group_mean(scores.detach().double(), group_tensor(groups, scores))
@@ -197,7 +197,7 @@ def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> 
 
 
 def zero_variance_mask(scores: Tensor, groups: Groups) -> Tensor:
-    """bool ``[batch]``: keep groups with at least two different scores. A group of one is left out."""
+    """Keep groups with at least two different scores; bool ``[batch]``. A group of one is left out."""
     lowest, highest = group_range(scores.detach(), group_tensor(groups, scores))
     return lowest < highest
 
@@ -227,7 +227,7 @@ def _kept(scores: Tensor, groups: Tensor, truncated: Tensor, settings: RewardSha
 def _moments(
     of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None, tags: Groups | None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and deviation for each value, ``[batch]``."""
+    """Return mean and deviation for each value, ``[batch]``."""
     if of == "running":
         if running is None or running.count == 0:
             raise ValueError("running moments are asked for, but there are none yet")

@@ -1,4 +1,4 @@
-"""Loss of a value model, per token; which tokens count and how they are averaged is decided around it (`aggregate`)."""
+"""The loss of a value model, per token; callers choose the tokens and average them (`aggregate`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from roll.algorithms.masking import keep
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of each value, (v - R)^2 / 2, and token metrics; all ``[batch, seq]``.
+    """Return half the squared error of each value, (v - R)^2 / 2, and token metrics; all ``[batch, seq]``.
 
-    With ``clip`` c: max of the errors of v and of v clipped to old_value +- c, so that a value which has moved more
-    than c towards its return gets no gradient (from the code published with PPO, not from its paper; Engstrom et al.,
-    arXiv 2005.12729). ``values`` carry the gradient; ``old_values`` (before the first update on the batch) and
-    ``returns`` are targets and carry none. ``response_mask`` is bool; losses and metrics are 0 outside it, whatever
-    stood there. float32, or float64 if the values are. ``clip_fraction``: 1 where the gradient is cut off.
+    With ``clip`` c: the maximum of the errors of v and of v clipped to old_value +- c, so that a value that has moved
+    more than c towards its return gets no gradient (from the code published with PPO, not from its paper; Engstrom et
+    al., arXiv 2005.12729). ``values`` carry the gradient; ``old_values`` (before the first update on the batch) and
+    ``returns`` are targets and carry none. ``response_mask`` is bool; losses and metrics are 0 outside it, whatever the
+    inputs held there. float32, or float64 if the values are. ``clip_fraction``: 1 where the gradient is cut.
     ``ValueError`` unless ``clip`` is above 0.
     """
     if clip is not None and not clip > 0:

@@ -1,4 +1,4 @@
-"""Metrics of a critic that add up exactly over micro-batches and ranks, as `LossMetrics` do for a policy."""
+"""Metrics of a critic that add up exactly over micro-batches and ranks, like `LossMetrics` for a policy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ValueMetrics:
     largest_error: Tensor
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """What adds up over parts, and what takes the maximum."""
+        """Return the entries to sum over parts, and the entries to maximise."""
         return torch.stack([self.loss, *(self.sums[name] for name in _SUMS)]), self.largest_error[None]
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """The metrics of the whole batch from the vectors of all its parts, combined.
+        """Return the metrics of the whole batch from the combined vectors of all its parts.
 
         ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest absolute error;
         ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for a perfect
-        critic, 0 for one that knows the mean only, and 0 where returns do not vary.
+        critic, 0 for one that knows the mean only, and 0 if returns do not vary.
         """
         loss, *rest = sums
         found = dict(zip(_SUMS, rest, strict=True))
@@ -53,10 +53,10 @@ class ValueMetrics:
 def value_metrics(
     loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor
 ) -> ValueMetrics:
-    """Of one part of a batch.
+    """Return the metrics of one part of a batch.
 
-    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut off), ``mask`` (bool): ``[batch, seq]``. What
-    stands outside the mask is never read.
+    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``. Entries
+    outside the mask are never read.
     """
     predicted, wanted = (keep(tensor.double(), mask) for tensor in (values, returns))
     error = wanted - predicted

@@ -1,7 +1,7 @@
 """The loss of a value model, as a description that a trainer can apply to any part of the batch.
 
-The same contract as `PolicyObjective`, so that every trainer that trains a policy also trains a critic: contributions
-of disjoint rows add up to the whole, in value, gradient and metrics.
+It has the contract of `PolicyObjective`, so that every trainer of a policy can also train a critic: contributions of
+disjoint rows add up to the whole, in value, gradient and metrics.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from roll.algorithms.value_metrics import ValueMetrics, value_metrics
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """What a critic is trained on. Raises ``ValueError`` at once if a setting cannot work."""
+    """The training objective of a critic. Raises ``ValueError`` at once if a setting cannot work."""
 
     max_response_length: int
     """Tokens; the constant of `seq-mean-token-sum-norm`."""
     loss_agg_mode: str = "token-mean"
     clip: float | None = None
-    """How far a value may move from the one before the first update on the batch and still learn."""
+    """Largest change of a value since before the first update on the batch with which it still gets a gradient."""
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -34,16 +34,16 @@ class ValueObjective:
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """Per-token fields that a batch must carry beside its tokens and response mask."""
+        """Per-token fields that a batch must carry besides its tokens and response mask."""
         return ("old_values", "returns")
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """None."""
+        """Per-sample fields that a batch must carry: none."""
         return ()
 
     def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
-        """Normalisers from the trained tokens of every sequence of the whole batch."""
+        """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
         return LossNormalizers.of(response_lengths, self.max_response_length)
 
     def __call__(
@@ -54,10 +54,10 @@ class ValueObjective:
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
     ) -> tuple[Tensor, ValueMetrics]:
-        """The contribution of some rows to the loss of the whole batch (0-d, with gradient), and to its metrics.
+        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
-        ``values`` and the token fields ``[batch, seq]``; what lies outside the response mask is never read.
-        ``loss_mask`` as for `PolicyObjective`. ``ValueError`` names the fields that are missing.
+        ``values`` and the token fields are ``[batch, seq]``; entries outside the response mask are never read.
+        ``loss_mask`` is that of `PolicyObjective`. ``ValueError`` names the fields that are missing.
         """
         missing = [name for name in self.token_fields if name not in fields]
         if missing:

@@ -1,6 +1,6 @@
-"""What a user may write, and whether it can work.
+"""The configuration that a user may write, and the checks that it can work.
 
-`load_config` reads and types a file, `check_config` judges it as a whole, `plan` prints its arithmetic. Nothing here
+`load_config` reads and types a file, `check_config` checks it as a whole, `plan` prints its arithmetic. Nothing here
 imports torch, ray or an engine.
 """
 

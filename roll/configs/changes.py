@@ -1,8 +1,8 @@
-"""What a resumed run may change: the difference between two configurations, each key judged.
+"""The difference between two configurations, with a judgement for each key: what may a resumed run change?
 
-Most keys say how a run is carried out and may change freely. Some say what is learned: changing them makes another
-experiment of the rest of the run, which its owner has to want. A few are what the numbers in a checkpoint count; with
-other values they would mean something else.
+Most keys say how a run is carried out and may change freely. Some say what is learned: changing them makes the rest of
+the run a different experiment, so the user must confirm it. A few fix the meaning of numbers in a checkpoint; with
+other values these would mean something else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPOSSIBLE = {
     "rollout_batch_size": "checkpoints count groups in batches of this size",
     **{f"actor_train.model_args.{key}": "adapters in a checkpoint are of this shape and scale" for key in ADAPTER_KEYS},
 }
-"""Key -> why it cannot change. Whether prompts or environments are the same ones is judged by themselves."""
+"""Key -> why it cannot change. Changes of prompts or environments are judged elsewhere."""
 
 HARMLESS = (
     "exp_name",
@@ -86,7 +86,7 @@ HARMLESS = (
     "mismatch_alarm",
     "mismatch_action",
 )
-"""Patterns of keys that change how a run is carried out, and not what it learns."""
+"""Patterns of keys that change how a run is carried out, but not what it learns."""
 
 
 AFTER_THE_ROLLOUT = (
@@ -124,8 +124,8 @@ AFTER_THE_ROLLOUT = (
     "staleness_policy",
     "weight_update*",
 )
-"""Patterns of keys of which a finished group is the same whatever they say. (Prompts and the model that a run begins
-with are judged by themselves.) A key that is missing here costs rollouts that are made again without need."""
+"""Patterns of keys that cannot change a finished group. (Prompts and the initial model are judged elsewhere.) If a key
+is missing here, a resumed run repeats rollouts without need."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Change:
 
 
 def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
-    """The keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
+    """List the keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
     old, new = _everything(before), _everything(after)
     falls_back = _falls_back(before, after) or _falls_back(after, before)
     return [
@@ -155,7 +155,7 @@ def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
 
 
 def _falls_back(config: PipelineConfig, other: PipelineConfig) -> bool:
-    """Whether ``other`` is what ``config`` says that the run does after failures (`restarts.synchronous_after`)."""
+    """Return True if ``other`` is the fallback of ``config`` after failures (`restarts.synchronous_after`)."""
     if config.restarts.synchronous_after is None:
         return False
     fallback = derived.synchronous(config)
@@ -163,8 +163,10 @@ def _falls_back(config: PipelineConfig, other: PipelineConfig) -> bool:
 
 
 def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
-    """The keys that decide what a finished group is: how it was sampled, judged and filtered. As JSON can hold them;
-    secrets are masked."""
+    """Return the keys that decide what a finished group is: how it was sampled, judged and filtered.
+
+    Values are JSON-compatible, and secrets are masked.
+    """
     settings = {
         path: value
         for path, value in _leaves(masked(asdict(config)), "")
@@ -175,8 +177,10 @@ def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _everything(config: PipelineConfig) -> dict[str, Any]:
-    """The keys, and what follows from several of them: devices and batch limits may change, but not what one optimizer
-    step trains on."""
+    """Return all keys, plus values that follow from several of them.
+
+    Devices and batch limits may change freely, but not the number of samples that one optimizer step trains on.
+    """
     everything = dict(_leaves(masked(asdict(config)), ""))
     for name, role in derived.trained_roles(config).items():
         if role.training_args.gradient_accumulation_steps is not None:

@@ -1,8 +1,8 @@
-"""Whether a configuration can work, judged before anything loads.
+"""Checks that a configuration can work, run before anything loads.
 
-Types are the loader's business; here are ranges and relations: between keys, between roles and devices, and with the
-file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that would
-have no effect is a problem too. Rules are plain functions in the `rules_*` modules; a new one is one line below.
+The loader checks types. The rules here check ranges and relations: between keys, between roles and devices, and with
+the file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that
+would have no effect is a problem too. Rules are plain functions in the `rules_*` modules; a new one is one line below.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] =
     ),
     "agentic": (rules_data.models_exist, rules_devices.gpus_are_visible, rules_trackers.trackers_are_here),
 }
-"""What the machine of the run must have, and the one where a configuration is written need not."""
+"""Rules about the machine of the run; the machine where a configuration is written need not pass them."""
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": RLVR_RULES,
     "agentic": AGENTIC_RULES,
@@ -104,7 +104,10 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
-    """The configuration, if it can work; else `ConfigError` with every reason. Reads files and the environment only."""
+    """Return the configuration if it can work; else raise `ConfigError` with every reason.
+
+    Only files and the environment are read.
+    """
     problems = [*_faults(config), *missing_here(config)]
     if problems:
         raise ConfigError(problems)
@@ -112,8 +115,10 @@ def check_config(config: PipelineConfig) -> PipelineConfig:
 
 
 def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
-    """What the machine of the run must have and this one lacks, of a configuration that can work otherwise; else
-    `ConfigError` with every reason that is no matter of the machine."""
+    """Return what the machine of the run must have and this one lacks.
+
+    Raises `ConfigError` with every reason that does not depend on the machine.
+    """
     problems = _faults(config)
     if problems:
         raise ConfigError(problems)
@@ -121,12 +126,12 @@ def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
 
 
 def missing_here(config: PipelineConfig) -> list[ConfigProblem]:
-    """Models, files and devices that are not on this machine."""
+    """Return a problem for each model, file or device that is missing on this machine."""
     return [problem for rule in MACHINE_RULES[config.pipeline] for problem in rule(config)]
 
 
 def _faults(config: PipelineConfig) -> list[ConfigProblem]:
-    """Every reason why the configuration cannot work on any machine."""
+    """Return every reason why the configuration cannot work on any machine."""
     problems = [*rules_keys.numbers_are_in_range(config), *rules_options.options_are_usable(config)]
     reported = [problem.path for problem in problems]
     sane = _with_defaults_at(config, reported)
@@ -139,7 +144,7 @@ def _is_within(path: str, others: list[str]) -> bool:
 
 
 def config_warnings(config: PipelineConfig) -> list[str]:
-    """What works but is often not meant, for a configuration that passed `check_config`."""
+    """Warn about settings that work but are often not intended; the configuration has passed `check_config`."""
     if isinstance(config, AgenticConfig):
         own = rules_envs.env_warnings(config)
     else:
@@ -159,7 +164,7 @@ def _memory_warnings(config: PipelineConfig) -> Iterator[str]:
 
 
 def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:
-    """A copy with the numbers at ``paths`` back at their defaults, so that the other rules can do arithmetic."""
+    """Return a copy with the numbers at ``paths`` at their defaults, so that the other rules can do arithmetic."""
     sane = copy.deepcopy(config)
     for path in paths:
         rules_keys.reset(sane, path)

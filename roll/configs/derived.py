@@ -1,7 +1,7 @@
 """Numbers that follow from a configuration, each computed in one place.
 
 The pipeline, the checks and the printed plan all read them here, so what is printed is what runs. Functions expect a
-configuration whose single values are in range; whether the values fit together is judged in `checks.py`.
+configuration whose single values are in range; `checks.py` decides if the values fit together.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ SYNCHRONOUS_KEYS = (
     "staleness_policy",
     "allow_uncorrected_off_policy",
 )
-"""What `synchronous` changes of how a run learns."""
+"""Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
 MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Keys of Megatron's `strategy_config` that say how many ranks hold one copy of the model together."""
+"""Keys of Megatron's `strategy_config` that set how many ranks together hold one copy of the model."""
 REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
-"""Where they differ from the one of other verifiers."""
+"""Default timeouts that differ from that of the other verifiers."""
 LONGEST_CANARY = 64
-"""Tokens of a canary sequence at most: enough for attention to matter, and little to compute."""
+"""Maximum length of a parity-check sequence in tokens: enough for attention to matter, and cheap to compute."""
 
 
 def rlvr(config: PipelineConfig) -> RLVRConfig:
-    """The configuration as that of `pipeline: rlvr`. `TypeError` if it is that of another pipeline."""
+    """Return the configuration typed as that of `pipeline: rlvr`. `TypeError` if it belongs to another pipeline."""
     if not isinstance(config, RLVRConfig):
         raise TypeError(f"a configuration of `pipeline: rlvr` is needed here, not a {type(config).__name__}")
     return config
 
 
 def agentic(config: PipelineConfig) -> AgenticConfig:
-    """The configuration as that of `pipeline: agentic`. `TypeError` if it is that of another pipeline."""
+    """Return the configuration typed as that of `pipeline: agentic`. `TypeError` if it belongs to another pipeline."""
     if not isinstance(config, AgenticConfig):
         raise TypeError(f"a configuration of `pipeline: agentic` is needed here, not a {type(config).__name__}")
     return config
 
 
 def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
-    """The roles of this run that own devices, by name."""
+    """Return the roles of this run that own devices, by name."""
     reference = None if reference_is_base(config) else config.reference
     sections = (config.actor_train, config.actor_infer, reference, config.critic)
     roles = dict(zip(ROLES, sections, strict=True))
@@ -68,13 +68,16 @@ def present_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
 
 
 def trained_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
-    """The roles of this run that learn, by name."""
+    """Return the roles of this run that are trained, by name."""
     return {name: role for name, role in present_roles(config).items() if name in TRAINED_ROLES}
 
 
 def reference_is_base(config: PipelineConfig) -> bool:
-    """Whether the reference is the trainer without its adapters (LoRA): of the same model, on the same devices or none
-    of its own. A second copy of the model would compute the same."""
+    """Return True if the reference is the trainer without its adapters (LoRA).
+
+    That is so if it has the same model, and the same devices or none of its own: a second copy of the model would
+    compute the same.
+    """
     if config.reference is None or config.actor_train.model_args.lora_target is None:
         return False
     if model_path(config, config.reference) != model_path(config, config.actor_train):
@@ -85,7 +88,7 @@ def reference_is_base(config: PipelineConfig) -> bool:
 
 
 def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
-    """Mappings that cannot be read are somebody else's problem."""
+    """Return True for equal sets of devices; False if a mapping cannot be read, which another rule reports."""
     try:
         return set(parse_device_mapping(first)) == set(parse_device_mapping(second))
     except DeviceMappingError:
@@ -93,71 +96,77 @@ def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
 
 
 def roles_and_reward_models(config: PipelineConfig) -> dict[str, WorkerConfig | RewardConfig]:
-    """Whatever runs a model on devices, by the name of its role."""
+    """Return every section that runs a model on devices, by the name of its role."""
     return {**present_roles(config), **reward_models(config)}
 
 
 def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
-    """The rewards that run a model on devices, by the name of their role."""
+    """Return the rewards that run a model on devices, by the name of their role."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
     return {f"rewards.{name}": reward for name, reward in rewards.items() if reward.verifier == "reward_model"}
 
 
 def device_mappings(config: PipelineConfig) -> dict[str, DeviceMapping]:
-    """What each role says of its devices, reward models included."""
+    """Return the `device_mapping` of each role, reward models included."""
     return {name: role.device_mapping for name, role in roles_and_reward_models(config).items()}
 
 
 def reward_model_path(config: PipelineConfig, reward: RewardConfig) -> str:
-    """Folder or hub name of a reward model."""
+    """Return the folder or hub name of a reward model."""
     return reward.model_args.model_name_or_path or config.reward_pretrain or ""
 
 
 def role_model_path(config: PipelineConfig, role: WorkerConfig | RewardConfig) -> str:
-    """Folder or hub name of the model of any role."""
+    """Return the folder or hub name of the model of any role."""
     return reward_model_path(config, role) if isinstance(role, RewardConfig) else model_path(config, role)
 
 
 def reward_timeout(reward: RewardConfig) -> float:
-    """Seconds within which a sample (of a reward model: a batch) has to be judged."""
+    """Return the seconds within which a sample (for a reward model: a batch) must be judged."""
     return reward.timeout_seconds or REWARD_TIMEOUT_SECONDS.get(reward.verifier, 10.0)
 
 
 def batch_wait_seconds(config: PipelineConfig, reward: RewardConfig) -> float:
-    """How long a reward model's batch waits for company. At ratio 0 not at all: runs repeat bit for bit."""
+    """Return how long a reward model's batch waits for more samples.
+
+    The default is 0 at ratio 0, so that runs repeat bit for bit.
+    """
     if reward.reward_model.batch_wait_seconds is not None:
         return reward.reward_model.batch_wait_seconds
     return 0.005 if config.async_generation_ratio > 0 else 0.0
 
 
 def uses_kl(config: PipelineConfig) -> bool:
-    """Whether a term needs the reference policy."""
+    """Return True if a KL term needs the reference policy."""
     return config.use_kl_loss or config.add_token_level_kl
 
 
 def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:
-    """Knobs of the policy loss: `pg_variant_args` and what stands under ROLL's names."""
+    """Return the arguments of the policy loss: `pg_variant_args` and those set under ROLL's names."""
     given = {knob: vars(config.actor_train)[name] for name, (_, knob) in ROLL_KNOBS.items()}
     return {**config.actor_train.pg_variant_args, **{knob: value for knob, value in given.items() if value is not None}}
 
 
 def may_be_stale(config: PipelineConfig) -> bool:
-    """Whether a token can be older than the weights that train on it."""
+    """Return True if a token can be older than the weights that train on it."""
     return least_staleness(config) > 0
 
 
 def model_path(config: PipelineConfig, role: WorkerConfig) -> str:
-    """Folder or hub name of a role's model."""
+    """Return the folder or hub name of a role's model."""
     return role.model_args.model_name_or_path or config.pretrain
 
 
 def total_devices(config: PipelineConfig) -> int:
-    """Devices of the cluster; they are numbered from 0."""
+    """Return the number of devices of the cluster; they are numbered from 0."""
     return config.cluster.num_nodes * config.cluster.num_devices_per_node
 
 
 def data_parallel_ranks(role: WorkerConfig) -> int:
-    """Parts into which a trainer splits a batch: with Megatron, tensor times pipeline ranks share one."""
+    """Return the number of parts into which a trainer splits a batch.
+
+    With Megatron, tensor x pipeline ranks share one part.
+    """
     ranks = len(parse_device_mapping(role.device_mapping))
     if role.strategy_args.strategy_name != "megatron_train":
         return ranks
@@ -166,19 +175,19 @@ def data_parallel_ranks(role: WorkerConfig) -> int:
 
 
 def engine_replicas(config: PipelineConfig) -> int:
-    """Generation engines, each on ``num_gpus_per_engine`` devices."""
+    """Return the number of generation engines, each on ``num_gpus_per_engine`` devices."""
     return len(parse_device_mapping(config.actor_infer.device_mapping)) // config.actor_infer.num_gpus_per_engine
 
 
 def shares_devices(config: PipelineConfig, role: str) -> bool:
-    """Whether another role uses a device of this one."""
+    """Return True if another role uses a device of this one."""
     mappings = {name: set(parse_device_mapping(mapping)) for name, mapping in device_mappings(config).items()}
     own = mappings.pop(role)
     return any(own & others for others in mappings.values())
 
 
 def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> str:
-    """How weights travel, `auto` resolved: through shared memory where one Linux node has trainer and engines."""
+    """Return the weight transport; `auto` is shared memory if trainer and engines are on one Linux node."""
     chosen = config.weight_update.transport
     if chosen != "auto":
         return chosen
@@ -186,76 +195,80 @@ def weight_transport(config: PipelineConfig, platform: str = sys.platform) -> st
 
 
 def publication_nodes(config: PipelineConfig) -> set[int]:
-    """Nodes between which weights travel."""
+    """Return the nodes of the trainer and the engines, between which weights travel."""
     mappings = (config.actor_train.device_mapping, config.actor_infer.device_mapping)
     devices = [device for mapping in mappings for device in parse_device_mapping(mapping)]
     return {device // config.cluster.num_devices_per_node for device in devices}
 
 
 def tracker_list(config: PipelineConfig) -> list[str]:
-    """The trackers that are named, as a list."""
+    """Return the configured trackers as a list."""
     return [config.track_with] if isinstance(config.track_with, str) else config.track_with
 
 
 def gather_bucket_bytes(config: PipelineConfig) -> int:
-    """Largest bucket that the trainer packs."""
+    """Return the size of the largest bucket that the trainer packs, in bytes."""
     megabytes = config.weight_update.param_update_gather_bucket_size_mb
     return max(1, int(megabytes * MEBIBYTE))
 
 
 def load_bucket_bytes(config: PipelineConfig) -> int:
-    """Most bytes that an engine is handed at a time."""
+    """Return the largest number of bytes that an engine receives at a time."""
     megabytes = config.weight_update.param_update_load_bucket_size_mb
     return max(1, int(megabytes * MEBIBYTE))
 
 
 def group_size(config: PipelineConfig) -> int:
-    """Samples of one group: responses to a prompt, or episodes of a seed."""
+    """Return the samples of one group: responses to a prompt, or episodes of a seed."""
     if isinstance(config, AgenticConfig):
         return config.train_env_manager.group_size
     return rlvr(config).num_return_sequences_in_group
 
 
 def group_size_key(config: PipelineConfig) -> str:
-    """The key that sets it."""
+    """Return the key that sets the group size."""
     return "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group"
 
 
 def samples_per_step(config: PipelineConfig) -> int:
-    """Samples (or episodes) of one training step: groups times samples per group."""
+    """Return the samples (or episodes) of one training step: groups times samples per group."""
     return config.rollout_batch_size * group_size(config)
 
 
 def counts_steps(config: PipelineConfig) -> bool:
-    """Whether episodes may fall into as many samples as they have turns, so that a batch has no fixed number."""
+    """Return True if an episode may become one sample per turn, so that the size of a batch varies."""
     return isinstance(config, AgenticConfig) and any(
         env.env_manager_cls != "trajectory" for env in config.custom_envs.values()
     )
 
 
 def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int]:
-    """Tag -> its share of successive groups, in order."""
+    """Return each tag's share of successive groups, in order."""
     tags = manager.tags or list(config.custom_envs)
     return dict(zip(tags, manager.num_groups_partition or [1] * len(tags), strict=True))
 
 
 def validation_settings(config: PipelineConfig) -> ValidationSettings | None:
-    """Sampling of validation; None without it."""
+    """Return the sampling settings of validation; None without validation."""
     if isinstance(config, AgenticConfig):
         return config.validation if config.val_env_manager is not None else None
     return rlvr(config).validation
 
 
 def reward_weights(config: AgenticConfig, counted_in_turns: bool) -> tuple[float, float]:
-    """Weights of the episode's reward and of the rewards of its turns, for an estimator that counts in turns or not."""
+    """Return the weights of the episode's reward and of its turns' rewards, for an estimator that counts in turns or
+    not."""
     episode, step = config.episode_reward_weight, config.step_reward_weight
     defaults = (0.0, 1.0) if counted_in_turns else (1.0, 0.0)
     return (defaults[0] if episode is None else episode, defaults[1] if step is None else step)
 
 
 def optimizer_batch_size(config: PipelineConfig, role: WorkerConfig, samples: int | None = None) -> int:
-    """Samples of one optimizer step of a trained role over all ranks; unless accumulation is configured those of a
-    training step, whose number may be given where it is not fixed."""
+    """Return the samples of one optimizer step of a trained role over all ranks.
+
+    Without configured accumulation these are the samples of a training step; give ``samples`` if their number is not
+    fixed.
+    """
     arguments = role.training_args
     if arguments.gradient_accumulation_steps is None:
         return samples_per_step(config) if samples is None else samples
@@ -263,42 +276,47 @@ def optimizer_batch_size(config: PipelineConfig, role: WorkerConfig, samples: in
 
 
 def optimizer_steps_per_step(config: PipelineConfig, role: WorkerConfig) -> int:
-    """Optimizer steps of one training step, all epochs together."""
+    """Return the optimizer steps of one training step, all epochs together."""
     return samples_per_step(config) // optimizer_batch_size(config, role) * config.ppo_epochs
 
 
 def total_optimizer_steps(config: PipelineConfig, role: WorkerConfig) -> int:
-    """Optimizer steps of the run: the length of the role's learning rate schedule. The policy has none while only the
-    critic learns."""
+    """Return the optimizer steps of the run, the length of the role's learning rate schedule.
+
+    The policy takes no steps while only the critic learns.
+    """
     learning = config.max_steps - (config.critic_warmup if role is config.actor_train else 0)
     return learning * optimizer_steps_per_step(config, role)
 
 
 def warmup_steps(config: PipelineConfig, role: WorkerConfig) -> int:
-    """Optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
+    """Return the optimizer steps of warm-up, from `warmup_steps` or else `warmup_ratio`."""
     return warmup_steps_of(role.training_args, total_optimizer_steps(config, role))
 
 
 def warmup_steps_of(arguments: TrainingArguments, total_steps: int) -> int:
-    """The same of a schedule over ``total_steps``; a part of a step counts as one."""
+    """Return the warm-up steps of a schedule over ``total_steps``; a part of a step counts as one."""
     return arguments.warmup_steps or math.ceil(round(arguments.warmup_ratio * total_steps, 6))
 
 
 def sequence_length(config: PipelineConfig) -> int:
-    """Longest prompt plus response in tokens."""
+    """Return the maximum length of prompt plus response in tokens."""
     longest = config.prompt_length + config.response_length
     return longest if config.sequence_length is None else min(config.sequence_length, longest)
 
 
 def max_new_tokens(config: PipelineConfig) -> int:
-    """Longest training response in tokens. A long prompt may leave less: see `sequence_length`."""
+    """Return the maximum length of a training response in tokens.
+
+    A long prompt may leave less: see `sequence_length`.
+    """
     if isinstance(config, AgenticConfig):
         return config.response_length
     return config.actor_infer.generating_args.max_new_tokens or config.response_length
 
 
 def least_staleness(config: PipelineConfig) -> int:
-    """Smallest bound under which a run can go on: ceil(async_generation_ratio) + interval_steps - 1.
+    """Return the smallest bound under which a run can proceed: ceil(async_generation_ratio) + interval_steps - 1.
 
     A group may start ceil(ratio) steps before it is trained on, with weights up to interval_steps - 1 versions old.
     """
@@ -306,7 +324,10 @@ def least_staleness(config: PipelineConfig) -> int:
 
 
 def synchronous(config: PipelineConfig) -> PipelineConfig:
-    """The same run with nothing generated ahead, without the keys that then have no effect (`SYNCHRONOUS_KEYS`)."""
+    """Return the configuration with nothing generated ahead.
+
+    Keys that then have no effect (`SYNCHRONOUS_KEYS`) are reset.
+    """
     fallback = replace(
         config,
         async_generation_ratio=0.0,
@@ -320,33 +341,33 @@ def synchronous(config: PipelineConfig) -> PipelineConfig:
 
 
 def resolved_max_staleness(config: PipelineConfig) -> int:
-    """Oldest token trained on, in policy versions."""
+    """Return the age of the oldest token trained on, in policy versions."""
     return least_staleness(config) if config.max_staleness is None else config.max_staleness
 
 
 def resolved_consumption(config: PipelineConfig) -> Literal["ready_first", "fifo"]:
-    """In which order finished groups are trained on."""
+    """Return the order in which finished groups are trained on."""
     return config.consumption or ("ready_first" if config.async_generation_ratio > 0 else "fifo")
 
 
 def groups_ahead(config: PipelineConfig) -> int:
-    """Groups in flight beyond the batch being trained: ratio times batch, rounded up."""
+    """Return the number of groups in flight beyond the batch being trained: ratio times batch, rounded up."""
     return math.ceil(config.async_generation_ratio * config.rollout_batch_size)
 
 
 def truncates_sampling(config: PipelineConfig) -> bool:
-    """Whether training samples from less than the whole distribution, of which the trainer knows nothing."""
+    """Return True if training samples from a truncated distribution; the trainer cannot reproduce the truncation."""
     sampling = config.actor_infer.generating_args
     return sampling.top_p < 1 or sampling.top_k > 0
 
 
 def canary_length(config: PipelineConfig) -> int:
-    """Tokens of a canary sequence; some engines want room for one token more."""
+    """Return the tokens of a parity-check sequence; some engines need room for one token more."""
     return min(LONGEST_CANARY, sequence_length(config) - 1)
 
 
 def canary_tolerance(config: PipelineConfig) -> float:
-    """Largest mean absolute difference of canary log-probabilities, in nats per token."""
+    """Return the largest accepted mean absolute difference in the parity check, in nats per token."""
     if config.weight_update.canary_tolerance is not None:
         return config.weight_update.canary_tolerance
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
@@ -354,7 +375,7 @@ def canary_tolerance(config: PipelineConfig) -> float:
 
 
 def validation_count(config: PipelineConfig) -> int:
-    """How often validation runs: before the first step, every `eval_steps`, and after the last."""
+    """Return how often validation runs: before the first step, every `eval_steps`, and after the last."""
     if config.eval_steps == 0:
         return 0
     whole, rest = divmod(config.max_steps, config.eval_steps)

@@ -1,8 +1,8 @@
-"""Which devices a role owns, written in a small grammar and never evaluated.
+"""Device mappings: the devices of a role, written in a small grammar that is never evaluated as code.
 
-``[0, 1]``, ``"0-3"``, ``"0,2,5-7"``, ``list(range(0,8,2))``, ``range(4)`` and sums of these with ``+``. The text is cut
-into numbers, two words and punctuation; anything else is refused before it means anything. Sizes are known before a
-list is built, so no text can ask for more than `MAX_DEVICES` devices.
+``[0, 1]``, ``"0-3"``, ``"0,2,5-7"``, ``list(range(0,8,2))``, ``range(4)`` and sums of these with ``+``. The text is
+split into numbers, two words and punctuation; anything else is rejected before it is interpreted. Sizes are known
+before a list is built, so no text can ask for more than `MAX_DEVICES` devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeviceMappingError(ValueError):
 
 
 def parse_device_mapping(value: DeviceMapping) -> list[int]:
-    """Device numbers in the order written.
+    """Return device numbers in the order written.
 
     Raises `DeviceMappingError` for text outside the grammar, and for an empty list, negative or repeated numbers and
     more than `MAX_DEVICES` devices.
@@ -59,7 +59,7 @@ def _distinct(devices: list[int]) -> list[int]:
 
 
 class _Parser:
-    """Recursive descent over ``sum := term ('+' term)*``; a term never contains a sum, so depth is bounded."""
+    """A recursive-descent parser of ``sum := term ('+' term)*``; a term contains no sum, so the depth is bounded."""
 
     def __init__(self, text: str) -> None:
         if len(text) > _LONGEST_TEXT:
@@ -174,7 +174,7 @@ def _bounded_list(numbers: range) -> list[int]:
 
 
 def compact(devices: Iterable[int]) -> str:
-    """Device numbers as short text: ``0-3, 6``."""
+    """Format device numbers as short text: ``0-3, 6``."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and device == runs[-1][1] + 1:

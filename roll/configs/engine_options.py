@@ -1,8 +1,8 @@
-"""The options of engines and trainers that the arithmetic reads, and what each may be: declared here, once.
+"""The options of engines and trainers that the arithmetic reads, with their allowed values, declared once.
 
-`strategy_config` goes to the engine as it is, and which names there are is the strategies' affair. But ranks and memory
-are computed from some options before an engine is asked, also where it is not installed. These are judged in
-`rules_options` and read through `Options` only, which refuses what is not declared: none is read that nobody judged.
+`strategy_config` goes to the engine unchanged, and each strategy knows its own option names. But ranks and memory are
+computed from some options before an engine is asked, even if it is not installed. `rules_options` checks these options,
+and the arithmetic reads them only through `Options`. It rejects undeclared names, so no option is read unchecked.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from roll.configs.schema import LARGEST_NUMBER, RewardConfig, WorkerConfig
 
 _ABSENT = object()
 _AUTO = "auto"
-"""With it DeepSpeed, as transformers' trainer, leaves a key at its default."""
+"""A value for which DeepSpeed, like transformers' trainer, uses a key's default."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one option may be."""
+    """The allowed values of one option."""
 
     words: str
-    """For messages: ``a whole number >= 1``."""
+    """Description for messages: ``a whole number >= 1``."""
     takes: Callable[[Any], bool]
     left_out: tuple[str | None, ...] = ()
-    """Values by which the engine takes its own default."""
+    """Values for which the engine uses its own default."""
 
     def __str__(self) -> str:
         others = ["`null`" if value is None else f"`{value}`" for value in self.left_out]
@@ -39,7 +39,7 @@ def _number(limits: Range, *left_out: str | None) -> Option:
 
 
 def _whole(limits: Range, *left_out: str | None, as_float: bool = False) -> Option:
-    """``as_float``: the engine takes ``2e9``, too."""
+    """Declare a whole number; with ``as_float`` the engine also accepts ``2e9``."""
 
     def takes(value: Any) -> bool:
         is_whole = isinstance(value, int) or (as_float and isinstance(value, float) and value.is_integer())
@@ -53,7 +53,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_too_large(value: Any) -> bool:
-    """Whether a value is a number beyond what arithmetic is done with."""
+    """Return True if a value is a number too large for the arithmetic."""
     return isinstance(value, int | float) and abs(value) > LARGEST_NUMBER
 
 
@@ -113,7 +113,8 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "recompute_num_layers": _whole(_POSITIVE, None),
     },
 }
-"""Strategy -> path of an option -> what it may be; of `hf_infer` as an engine, since as the reference it has none."""
+"""Strategy -> path of an option -> allowed values. The entry of `hf_infer` is for the engine; the reference has no
+options."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,19 @@ class Options:
 
     @classmethod
     def of(cls, role: WorkerConfig | RewardConfig) -> Options:
-        """Those of a role."""
+        """Return the options of a role."""
         return cls(role.strategy_args.strategy_name, role.strategy_args.strategy_config)
 
     def get(self, path: str, default: Any) -> Any:
-        """The value at ``path``; ``default`` where it is left out, or is none that the option may have (which is
-        reported elsewhere). ``KeyError`` for an option that is not declared."""
+        """Return the value at ``path``, or ``default`` if it is left out or not allowed (another rule reports that).
+
+        Raises ``KeyError`` for an option that is not declared.
+        """
         value = self._given(path)
         return value if OPTIONS[self.strategy][path].takes(value) else default
 
     def wrong(self) -> Iterator[tuple[str, Any, Option]]:
-        """Path, value and option of each value that its option may not have."""
+        """Yield path, value and option of each value that is not allowed."""
         for path, option in OPTIONS.get(self.strategy, {}).items():
             value = self._given(path)
             if value is not _ABSENT and value not in option.left_out and not option.takes(value):

@@ -1,4 +1,4 @@
-"""One way to say that a configuration cannot work: every problem at once, each with its path and a remedy.
+"""Errors of a configuration that cannot work: every problem at once, each with its path and a remedy.
 
 The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2.
 """
@@ -16,9 +16,9 @@ class ConfigProblem:
     path: str
     """Dotted path of the key, for example ``actor_train.training_args.learning_rate``."""
     message: str
-    """What is wrong, with the value."""
+    """Description of the problem, with the value."""
     remedy: str
-    """What would be right."""
+    """Suggested correction."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}\n    -> {self.remedy}"

@@ -1,8 +1,8 @@
-"""Validation errors in the words of a user: what is wrong at which path, and what would be right.
+"""Validation errors in plain words: what is wrong at which path, and what would be right.
 
-An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs; one that is
-known from elsewhere gets what to write instead. A wrong value gets the type that is expected. Wherever several readings
-of one value fail, one problem is reported.
+An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A key known from
+another toolkit gets its replacement. A wrong value gets the expected type. If several readings of one value fail, one
+problem is reported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_NAMES_LISTED = 12
 
 
 def validation_problems(error: ValidationError, root: type, tree: dict[str, Any]) -> list[ConfigProblem]:
-    """One problem per wrong key or value of ``tree``, which failed to become a ``root``."""
+    """Return one problem per wrong key or value of ``tree``, which could not be validated as ``root``."""
     paths: dict[tuple[PathPart, ...], str] = {}
     for entry in error.errors(include_url=False):
         paths.setdefault(_path_in_tree(entry["loc"], tree), entry["type"])
@@ -48,7 +48,7 @@ def validation_problems(error: ValidationError, root: type, tree: dict[str, Any]
 
 
 def truth_value_problems(root: type, tree: dict[str, Any]) -> list[ConfigProblem]:
-    """`true` where a number is expected, and anything but true or false where a truth value is."""
+    """Report `true` where a number is expected, and anything but true or false where a truth value is."""
     return [_wrong_value(parts, root, value) for parts, value in _truth_values(root, tree, ())]
 
 
@@ -70,7 +70,7 @@ def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterato
 
 
 def _path_in_tree(location: Sequence[PathPart], tree: Any) -> tuple[PathPart, ...]:
-    """The part of an error's location that leads through the tree; names of union members are left out."""
+    """Return the part of an error's location that leads through the tree, without names of union members."""
     parts: list[PathPart] = []
     for part in location:
         if isinstance(tree, dict) and part in tree:
@@ -142,7 +142,7 @@ def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
 
 
 def _places(root: type) -> dict[str, list[str]]:
-    """Where each key of the schema lives and is read: name -> paths of its sections, the topmost as an empty path."""
+    """Map each key that is read to the paths of the sections it may stand in; the top level is an empty path."""
     places: dict[str, list[str]] = {}
     for path, item, _ in walk(root, without=UNREAD_PATHS):
         places.setdefault(item.name, []).append(path.removesuffix(item.name).rstrip("."))

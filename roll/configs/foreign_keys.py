@@ -1,7 +1,7 @@
-"""Keys that users bring from elsewhere, most of them from ROLL, and what to write instead.
+"""Keys that users bring from other toolkits, mainly from ROLL, and what to write instead.
 
-`docs/migration/roll.md` has the same in tables. The nearest name of ours would often be a wrong guess, so these come
-first.
+`docs/migration/roll.md` has the same information in tables. The nearest name of ours would often be a wrong guess, so
+these suggestions come first.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ ADVICE = {
     "judge_api_key": _JUDGE,
     "rollout_mock": _NO_COUNTERPART,
 }
-"""Name -> what to do about it. None of these names is a key of ours anywhere."""
+"""Name -> what to do about it. None of these names is one of our keys."""
 
 RENAMED = {
     "num_gpus_per_node": "cluster.num_devices_per_node",
@@ -107,4 +107,4 @@ RENAMED = {
     "report_to": "track_with",
     "logger": "track_with",
 }
-"""Name -> what it is called here, where no key of ours has it."""
+"""Foreign name -> its name here; used only if no key of the schema has the foreign name."""

@@ -1,8 +1,8 @@
-"""From a YAML file and overrides to a typed configuration, or to every problem at once.
+"""Loading: from a YAML file and overrides to a typed configuration, or to every problem at once.
 
 Order: read, lay the file over the defaults, apply `dotted.key=value` overrides, resolve `${...}`, validate against the
-dataclasses. Nothing is executed, nothing heavy is imported, and no key is silently ignored. Whether the values fit
-together is judged in `checks.py`.
+dataclasses. Nothing is executed, nothing heavy is imported, and no key is silently ignored. `checks.py` decides if the
+values fit together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNRESOLVED = object()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """Read, merge, resolve and validate. Raises `ConfigError` with every problem found.
+    """Read, merge, resolve and validate a configuration. Raises `ConfigError` with every problem found.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; list entries are ``key[0]`` or ``key.0``. A mapping
     is merged into the one in the file, anything else replaces it.
@@ -43,17 +43,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 
 
 def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
-    """`load_config` for a tree that is already in memory, such as one built by a test or a sweep."""
+    """Load a configuration from a tree in memory, such as one built by a test or a sweep; see `load_config`."""
     return _typed(tree, ())
 
 
 def dump_config(config: PipelineConfig) -> str:
-    """The resolved configuration as YAML, which loads to an equal configuration. Secrets are masked."""
+    """Return the resolved configuration as YAML that loads to an equal configuration. Secrets are masked."""
     return dump_yaml(_escaped(masked(asdict(config))))
 
 
 def told_config(config: PipelineConfig) -> dict[str, Any]:
-    """The resolved configuration as others are told it: secrets are masked by the names of their keys, and in texts."""
+    """Return the resolved configuration, redacted: secrets are masked by key name and inside texts."""
     return _redacted(masked(asdict(config)))
 
 
@@ -89,7 +89,7 @@ def _adapter(cls: type[PipelineConfig]) -> TypeAdapter[PipelineConfig]:
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
-    """Class of the pipeline; for a name that is none, the one that is probably meant, so that its keys are judged."""
+    """Return the class of the pipeline; for an unknown name the most likely one, so that its keys are checked."""
     overridden = [text.partition("=")[2].strip() for text in overrides if text.startswith("pipeline=")]
     name = overridden[-1] if overridden else tree.get("pipeline", "rlvr")
     return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
@@ -157,7 +157,7 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
 
 
 def _laid_over(defaults: Any, written: Any) -> Any:
-    """``written`` with the keys it leaves out taken from ``defaults``, at every depth."""
+    """Return ``written`` with missing keys taken from ``defaults``, at every depth."""
     if not (isinstance(defaults, dict) and isinstance(written, dict)):
         return written
     merged = {key: _laid_over(value, written[key]) if key in written else value for key, value in defaults.items()}
@@ -165,10 +165,10 @@ def _laid_over(defaults: Any, written: Any) -> Any:
 
 
 class _References:
-    """Judges and replaces `${...}`; collects the references that are refused or lead nowhere.
+    """A resolver of `${...}` that collects the references that are refused or lead nowhere.
 
-    Only values and `oc.env` are referred to: other OmegaConf resolvers could import modules. The text is judged by the
-    very grammar that resolves it.
+    Only other values and `oc.env` may be referred to: other OmegaConf resolvers could import modules. A text is checked
+    with the same grammar that resolves it.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _References:
         self.values = 0
 
     def vetted(self, value: Any, parts: tuple[PathPart, ...]) -> Any:
-        """The value without the texts whose references are malformed or refused."""
+        """Return the value without the texts whose references are malformed or refused."""
         if isinstance(value, (dict, list)):
             return _map_below(value, parts, self.vetted)
         if isinstance(value, str) and "${" in value:
@@ -187,7 +187,7 @@ class _References:
         return value
 
     def resolved(self, node: Any, parts: tuple[PathPart, ...]) -> Any:
-        """A plain tree with each reference replaced; those that lead nowhere are left out."""
+        """Return a plain tree with each reference replaced; references that lead nowhere are left out."""
         self.values += 1
         if len(parts) > MAX_DEPTH or self.values > MAX_NODES:
             message = f"references refer back to themselves, or grow beyond {MAX_NODES} values"
@@ -211,7 +211,7 @@ class _References:
 
 
 def _map_below(value: Any, parts: tuple[PathPart, ...], judge: Callable[..., Any]) -> Any:
-    """``judge(value, path)`` of each entry, without those it gives up."""
+    """Apply ``judge(value, path)`` to each entry, and leave out the entries it rejects."""
     if isinstance(value, dict):
         pairs = [(key, judge(below, (*parts, key))) for key, below in value.items()]
         return {key: below for key, below in pairs if below is not _UNRESOLVED}
@@ -251,7 +251,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """A plain tree in which texts that look like references or missing values are read as themselves."""
+    """Escape texts that look like references or missing values, so that they load as themselves."""
     if isinstance(value, dict):
         return {key: _escaped(below) for key, below in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a run needs that is not in its file: models, data, packages, devices, and which of it is here already."""
+"""The needs of a run that are not in its file: models, data, packages, devices, and what is already here."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StrategyPackage:
 
     name: str
     install: str
-    """How to get it."""
+    """The command that installs it, and notes."""
     tells: str | None = None
-    """Which names in `strategy_config` it alone knows, so that without it nobody can say whether they exist."""
+    """The names in `strategy_config` that only the package knows; without it they cannot be checked."""
 
 
 STRATEGY_PACKAGES = {
@@ -45,23 +45,23 @@ STRATEGY_PACKAGES = {
     ),
     "megatron_train": StrategyPackage("megatron", 'pip install "roll[megatron]"'),
 }
-"""By strategy."""
+"""Strategy -> package."""
 TRANSFORMERS_STRATEGIES = ("fsdp2_train", "deepspeed_train", "hf_infer")
 """Strategies whose attention is `model_args.attn_implementation`; other engines have their own."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """One thing."""
+    """One need of a run."""
 
     what: str
     state: str
-    """Where it is, or how to get it."""
+    """Its place, or how to get it."""
     here: bool
 
 
 def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
-    """Everything that a (checked) configuration needs."""
+    """List everything that a checked configuration needs."""
     return [
         *_models(config), *_judges(config), *_files(config), *_packages(config), *_trackers(config),
         *_devices(config, estimate),
@@ -69,7 +69,7 @@ def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
 
 
 def missing_packages(config: PipelineConfig) -> dict[str, StrategyPackage]:
-    """Role -> package of its strategy that is not installed here."""
+    """Return role -> package of its strategy that is not installed here."""
     strategies = {name: role.strategy_args.strategy_name for name, role in derived.present_roles(config).items()}
     packages = {name: STRATEGY_PACKAGES[each] for name, each in strategies.items() if each in STRATEGY_PACKAGES}
     return {name: package for name, package in packages.items() if not _installed(package.name)}
@@ -91,7 +91,7 @@ def _models(config: PipelineConfig) -> Iterator[Need]:
 
 
 def _judges(config: PipelineConfig) -> Iterator[Need]:
-    """Addresses that have to answer; nobody is asked here."""
+    """List addresses that must answer when the run starts; no request is sent here."""
     rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
     judges = {(reward.judge.model, reward.judge.base_url) for reward in rewards if reward.judge is not None}
     for model, address in sorted(judges):

@@ -1,7 +1,7 @@
 """The arithmetic of a run in units, printed before anything loads.
 
-`plan` collects the numbers of a configuration that passed `check_config`; `render` says them in sentences a reader can
-verify: prompts times samples, optimizer steps, devices, what runs ahead and how old a token may get.
+`plan` collects the numbers of a configuration that passed `check_config`; `render` prints them in sentences that a
+reader can verify: prompts times samples, optimizer steps, devices, groups ahead and the maximum age of a token.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from roll.configs.wording import count
 
 @dataclass(frozen=True)
 class RolePlan:
-    """Who computes where."""
+    """The strategy, model and devices of a role."""
 
     name: str
     strategy: str
     model: str
     devices: list[int]
     workers: int
-    """Ranks, or engine replicas."""
+    """Number of ranks or engine replicas."""
     worker_word: str
     """``rank`` or ``replica``."""
     shares_with: list[str]
-    """Roles that own some of the same devices, and take turns on them."""
+    """Roles that use some of the same devices, and take turns on them."""
     adapters: str = ""
-    """What is trained, where it is not all of the model."""
+    """Description of the adapters, if not the whole model is trained."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Plan:
     devices: int
     roles: list[RolePlan]
     reference_is_base: bool
-    """The reference is the trainer without its adapters."""
+    """True if the reference is the trainer without its adapters."""
     training_data: str
     validation_data: str
     prompts_per_step: int
     samples_per_prompt: int
     words: tuple[str, str]
-    """What a group starts from, and what it is made of."""
+    """Words for the start of a group and for its members."""
     samples_per_step: int
     optimizer_batch_size: int
     optimizer_steps_per_step: int
@@ -87,7 +87,7 @@ class Plan:
 
 
 def plan(config: PipelineConfig) -> Plan:
-    """The numbers of a configuration that passed `check_config`."""
+    """Collect the numbers of a configuration that passed `check_config`."""
     return Plan(
         exp_name=config.exp_name,
         device=config.cluster.device,
@@ -185,7 +185,7 @@ def _sources(data: DataArguments) -> str:
 
 
 def render(plan: Plan) -> str:
-    """The plan as lines for a console."""
+    """Format the plan as lines for a console."""
     slots = "CPU slot" if plan.device == "cpu" else "GPU"
     rows = [
         ("run", f"{plan.exp_name}: {count(plan.steps, 'training step')} on {count(plan.devices, slots)}"),

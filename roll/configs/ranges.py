@@ -1,4 +1,4 @@
-"""The numbers that a setting accepts."""
+"""The range of numbers that a setting accepts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between limits, each of which is optional. NaN is in none."""
+    """A range of numbers with optional limits. NaN is in no range."""
 
     at_least: float | None = None
     above: float | None = None
@@ -15,7 +15,7 @@ class Range:
     below: float | None = None
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` is inside."""
+        """Return True if ``value`` is in the range."""
         return (
             value == value
             and (self.at_least is None or value >= self.at_least)

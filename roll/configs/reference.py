@@ -1,7 +1,7 @@
 """The reference page of every key, generated from the schema: `python -m roll.configs.reference`.
 
 `docs/configuration.md` is this output, and a test keeps the two equal, so the page cannot drift from the code. Keys
-that nothing reads are left out; the loader knows them, and says so to whom writes them.
+that nothing reads are left out; the loader reports them when a user sets them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COLUMNS = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def reference() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     common = [path for path, _, _ in walk(PipelineConfig)]
     parts = [HEAD, "\n## Every pipeline\n\n", _tables(PipelineConfig, UNREAD_PATHS)]
     for name, cls in PIPELINES.items():
@@ -64,7 +64,7 @@ def _tables(cls: type, without: Sequence[str]) -> str:
 
 
 def _section_suffix(kind: Any) -> str | None:
-    """What a section's path gets when its type holds further keys; None for a plain value."""
+    """Return the suffix of a section's path if its type holds further keys; None for a plain value."""
     if dataclass_of(kind) is not None:
         return ""
     if dataclass_of(member(kind, "")) is not None:

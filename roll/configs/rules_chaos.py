@@ -1,4 +1,4 @@
-"""Rules about harm done on purpose: never by accident, and each event can happen."""
+"""Rules about fault injection: never by accident, and only events that can happen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMED = ("freeze", "delay_publication")
 
 
 def chaos_is_wanted(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Nobody's run is harmed by a line that was left in a file."""
+    """Reject chaos events unless `chaos.enabled` is true."""
     chaos = config.chaos
     if chaos.events and not chaos.enabled:
         message = f"{count(len(chaos.events), 'event')} would harm this run: it is for tests of recovery only"
@@ -32,7 +32,7 @@ def chaos_is_wanted(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """There is somebody to harm, and a moment for it."""
+    """Reject events that name no process of the run or no step that comes, and events given twice."""
     for index, event in enumerate(config.chaos.events):
         path = f"chaos.events[{index}]"
         if event in config.chaos.events[:index]:
@@ -62,7 +62,7 @@ def _right_keys(event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
 
 def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
     end = config.max_steps
-    last = end if event.kind in PUBLICATION_CHAOS else end - 1  # processes are ended with the last step
+    last = end if event.kind in PUBLICATION_CHAOS else end - 1  # processes stop with the last step
     if event.at_step > last:
         message = f"{event.at_step} never comes: the run ends with step {end}"
         yield ConfigProblem(f"{path}.at_step", message, f"at most {last}")

@@ -1,4 +1,4 @@
-"""Rules about what comes from outside: models, prompts, rewards, validation."""
+"""Rules about external inputs: models, prompts, rewards, validation."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def files_of(data: DataArguments) -> list[str]:
-    """The JSONL files of a data section, as a list."""
+    """Return the JSONL files of a data section as a list."""
     return [data.file_name] if isinstance(data.file_name, str) else data.file_name
 
 
 def tags_of(name: str, tag_included: list[str]) -> list[str]:
-    """The domain tags that a reward judges."""
+    """Return the domain tags that a reward scores."""
     return tag_included or [name]
 
 
 def models_are_named(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each role has a model."""
+    """Reject a run with a role without a model."""
     if not config.pretrain and not all(model_path(config, role) for role in present_roles(config).values()):
         yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
 
 
 def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each model that is a folder has its files. A hub name is tried when the model loads."""
+    """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
+    loads."""
     paths = {"pretrain": config.pretrain}
     for name, role in present_roles(config).items():
         paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
@@ -79,7 +80,7 @@ def _model_fault(model: str) -> str | None:
 
 
 def is_local(model: str) -> bool:
-    """Whether a model's name can only be meant as a path: a hub name is ``name`` or ``owner/name``."""
+    """Return True if a model's name can only be a path: a hub name is ``name`` or ``owner/name``."""
     if not model:
         return False
     first, _, rest = model.partition("/")
@@ -88,14 +89,14 @@ def is_local(model: str) -> bool:
 
 
 def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Both data sections have a source."""
+    """Reject a data section without a source."""
     yield from _sources_are_named(TRAIN_DATA, config.actor_train.data_args, "training")
     if config.validation is not None:
         yield from _sources_are_named(VALIDATION_DATA, config.validation.data_args, "validation")
 
 
 def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Each file of prompts is there, and holds something."""
+    """Reject a file of prompts that is missing or empty."""
     yield from _files_exist(TRAIN_DATA, config.actor_train.data_args)
     if config.validation is not None:
         yield from _files_exist(VALIDATION_DATA, config.validation.data_args)
@@ -134,7 +135,7 @@ def _file_fault(path: Path) -> str | None:
 
 
 def prompt_settings_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Templates and domain shares make sense."""
+    """Reject templates and domain shares that cannot work."""
     yield from _settings_fit(TRAIN_DATA, config.actor_train.data_args)
     if config.validation is not None:
         yield from _settings_fit(VALIDATION_DATA, config.validation.data_args)
@@ -164,7 +165,7 @@ def _shares_fit(path: str, data: DataArguments, shares: dict[str, float]) -> Ite
 
 
 def gym_domains(data: DataArguments) -> set[str]:
-    """Domain tags of the procedural tasks of a data section."""
+    """Return the domain tags of the procedural tasks of a data section."""
     return {_domain(source) for source in data.reasoning_gym if source.dataset}
 
 
@@ -173,7 +174,7 @@ def _domain(source: ReasoningGymSource) -> str:
 
 
 def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Each reward has a verifier, and each domain known beforehand has exactly one reward."""
+    """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
     if not config.rewards:
         remedy = "add one, for example `rewards: {math: {verifier: math}}`"
         yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
@@ -207,7 +208,7 @@ def _unjudged(path: str, data: DataArguments, owners: dict[str, str]) -> Iterato
 
 
 def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Validation has prompts of its own, a rhythm, and sampling that means something."""
+    """Require prompts, `eval_steps` and meaningful sampling for validation."""
     if config.validation is None:
         if config.eval_steps > 0:
             message = f"{config.eval_steps} asks for validation, but there are no validation prompts"
@@ -229,7 +230,7 @@ def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 
 def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
-    """Greedy validation sets nothing that needs a distribution."""
+    """Reject settings that need a distribution in greedy validation."""
     if sampling.temperature != 0:
         return
     neutral = GeneratingArguments()
@@ -241,13 +242,13 @@ def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
 
 
 def model_warnings(config: PipelineConfig) -> Iterator[str]:
-    """Models that work but may not be meant."""
+    """Warn about models that work but may not be intended."""
     if config.actor_infer.model_args.model_name_or_path not in (None, model_path(config, config.actor_train)):
         yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"
 
 
 def data_warnings(config: RLVRConfig) -> Iterator[str]:
-    """Data that works but may not be meant."""
+    """Warn about data that works but may not be intended."""
     train = config.actor_train.data_args
     if config.validation is not None:
         for name in sorted(set(files_of(train)) & set(files_of(config.validation.data_args))):

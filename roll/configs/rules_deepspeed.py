@@ -1,7 +1,7 @@
-"""Rules about DeepSpeed on devices that roles share: where its states cannot leave, the other roles could never come.
+"""Rules about DeepSpeed on shared devices: its states must be able to leave, or the other roles never get the device.
 
-DeepSpeed 0.19 moves the states of some settings only, and says so in the middle of a run, when a device changes hands
-for the first time. What it can move is written down here once; the trainer asks here, too.
+DeepSpeed 0.19 can move states only with some settings. It reports the others in the middle of a run, when a device is
+handed over for the first time. The movable settings are listed here once; the trainer uses the same list.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from roll.configs.schema import TRAINED_ROLES, PipelineConfig
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why states cannot leave a device."""
+    """The reason why states cannot leave a device."""
 
     key: str
-    """In `zero_optimization`."""
+    """Key in `zero_optimization`."""
     message: str
     remedy: str
 
 
 def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Obstacle | None:
-    """What is in the way of moving the states of a role to the host and back, if anything."""
+    """Return what prevents moving the states of a role to the host and back; None if nothing does."""
     stage = options.get("zero_optimization.stage", 0)
     if not learns:
         if stage != 3:
@@ -55,12 +55,12 @@ def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Obs
 
 
 def zero_device(options: Options, section: str) -> str:
-    """Where a section of `zero_optimization` keeps its states: `none` (on the device), `cpu` or `nvme`."""
+    """Return the place of a `zero_optimization` section's states: `none` (on the device), `cpu` or `nvme`."""
     return str(options.get(f"zero_optimization.{section}.device", "none"))
 
 
 def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """On GPUs, roles that share devices take turns: the states of each have to leave for the others."""
+    """Reject DeepSpeed roles on shared GPUs whose states cannot make room for the other roles."""
     if config.cluster.device != "cuda":
         return
     mappings = readable_mappings(config)

@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
 
 def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
-    """Devices of each role whose mapping can be read."""
+    """Return the devices of each role whose mapping can be read."""
     mappings = {}
     for name, mapping in device_mappings(config).items():
         try:
@@ -37,7 +37,7 @@ def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
 
 
 def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Several nodes need a running cluster, and its address has its form."""
+    """Reject several nodes without a cluster address, malformed addresses, and settings that do not fit the devices."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address is None:
         message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
@@ -66,7 +66,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def gpus_are_visible(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A run that starts its own cluster on GPUs finds an NVIDIA driver here."""
+    """Require an NVIDIA driver here for a run that starts its own cluster on GPUs."""
     cluster = config.cluster
     if cluster.device == "cuda" and cluster.address is None and not sees_gpus(os.environ, Path("/dev")):
         message = "cuda, but no NVIDIA GPU is visible here (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
@@ -75,7 +75,7 @@ def gpus_are_visible(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
-    """Whether a process could use an NVIDIA GPU: what `CUDA_VISIBLE_DEVICES` says, else whether a driver is there."""
+    """Return True if a process could use an NVIDIA GPU, by `CUDA_VISIBLE_DEVICES` or else by the driver's files."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return chosen.strip() not in ("", "-1")
@@ -83,7 +83,7 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
 
 
 def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each role names devices that the cluster has."""
+    """Reject devices that the cluster does not have."""
     total = total_devices(config)
     for name, mapping in device_mappings(config).items():
         path = f"{name}.device_mapping"
@@ -104,7 +104,10 @@ def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Two roles are apart, or the one's devices are among the other's: roles that share a device share one lock."""
+    """Reject partial overlaps: two roles are separate, or one role's devices contain the other's.
+
+    Roles that share a device share one lock.
+    """
     for (first, owned), (second, others) in combinations(readable_mappings(config).items(), 2):
         shared = set(owned) & set(others)
         if shared and shared not in (set(owned), set(others)):
@@ -116,7 +119,7 @@ def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]
 
 
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Shared memory reaches from the trainer to every engine; what only files need is not set without files."""
+    """Reject shared memory that cannot reach every engine, and `checkpoint_dir` without the transport `checkpoint`."""
     update, path = config.weight_update, "weight_update.transport"
     mappings = readable_mappings(config)
     if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
@@ -133,7 +136,7 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """vLLM's own transfer goes from GPU to GPU: between different ones (NCCL), or within the same ones (CUDA IPC)."""
+    """Check vLLM's own transfer from GPU to GPU: NCCL needs different devices, CUDA IPC the same ones."""
     transport, path = config.weight_update.transport, "weight_update.transport"
     if transport not in ("nccl", "cuda_ipc"):
         return
@@ -153,7 +156,7 @@ def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """vLLM and SGLang have their own choice of attention."""
+    """Reject `attn_implementation` for vLLM and SGLang, which choose their attention themselves."""
     chosen = config.actor_infer.model_args.attn_implementation
     engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(config.actor_infer.strategy_args.strategy_name)
     if engine is not None and chosen != ModelArguments().attn_implementation:
@@ -165,7 +168,8 @@ def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigP
 
 
 def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """vLLM raises small temperatures to 0.01, and would record log-probabilities of another distribution."""
+    """Reject small temperatures: vLLM raises them to 0.01 and would record log-probabilities of another
+    distribution."""
     if config.actor_infer.strategy_args.strategy_name != "vllm":
         return
     for path, generating in _generating_arguments(config).items():
@@ -175,7 +179,7 @@ def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigPr
 
 
 def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """SGLang is driven on GPUs only."""
+    """Reject SGLang without GPUs."""
     if config.actor_infer.strategy_args.strategy_name == "sglang" and config.cluster.device != "cuda":
         message = f"sglang needs GPUs; this run computes on {config.cluster.device}"
         remedy = "write `cluster.device: cuda`, or use hf_infer or vllm"
@@ -183,7 +187,7 @@ def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """SGLang tells the log-probabilities of a truncated distribution only for a top-k within its server's limit."""
+    """Reject truncated sampling that SGLang cannot record: it needs a top-k within its server's limit."""
     if config.actor_infer.strategy_args.strategy_name != "sglang":
         return
     limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
@@ -198,7 +202,7 @@ def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigPro
 
 
 def _generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
-    """How responses are sampled, by path: in training, and in validation if there is one."""
+    """Return the sampling arguments by path: of training, and of validation if there is one."""
     arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
     validation = validation_settings(config)
     if validation is not None:
@@ -207,7 +211,7 @@ def _generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArgumen
 
 
 def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The devices of generation make whole engines."""
+    """Require that the devices of generation divide into whole engines."""
     path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine
     devices = readable_mappings(config).get("actor_infer", [])
     if len(devices) % size:
@@ -220,7 +224,7 @@ def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def device_warnings(config: PipelineConfig) -> Iterator[str]:
-    """Devices that nobody uses."""
+    """Warn about devices that no role uses."""
     used = {device for devices in readable_mappings(config).values() for device in devices}
     idle = set(range(total_devices(config))) - used
     if idle:

@@ -1,4 +1,4 @@
-"""Rules about environments: which, how many, how long, and how validation uses them."""
+"""Rules about environments: their kinds, number and length, and their use in validation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from roll.configs.wording import choose_among, count, shown
 
 ENV_MANAGERS = ("trajectory", "step")
 _TAG = re.compile(r"[\w.-]+")
-"""A tag is part of metric names and of file names."""
+"""Pattern of a tag, which is part of metric names and of file names."""
 
 
 def managers(config: AgenticConfig) -> dict[str, EnvManagerConfig]:
-    """The sets of environments of a run by their key."""
+    """Return the sets of environments of a run by their key."""
     sets = {"train_env_manager": config.train_env_manager}
     return sets if config.val_env_manager is None else sets | {"val_env_manager": config.val_env_manager}
 
 
 def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Each tag says which environment it is, and who conducts it."""
+    """Require an environment and a known environment manager for each tag."""
     if not config.custom_envs:
         remedy = "add one, for example `custom_envs: {lake: {env_type: frozen_lake}}`"
         yield ConfigProblem("custom_envs", "there is no environment", remedy)
@@ -43,7 +43,7 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 
 def tags_are_known(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Tags exist, once each, and so many shares as tags; no kind of environment is described for nothing."""
+    """Reject unknown, repeated and unused tags, and shares that do not match the tags."""
     used: set[str] = set()
     for path, manager in managers(config).items():
         used |= set(manager.tags or config.custom_envs)
@@ -77,7 +77,7 @@ def _partition_fits(path: str, manager: EnvManagerConfig, tags: int) -> Iterator
 
 
 def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """The environments can play what a step needs, and all episodes of a group can be open at once."""
+    """Require environments for all groups of a step, and room for all episodes of a group at once."""
     train = config.train_env_manager
     if train.max_traj_per_env is not None:
         path = "train_env_manager.max_traj_per_env"
@@ -97,7 +97,7 @@ def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 
 def turns_fit(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """A turn is no longer than the whole."""
+    """Reject a turn that is longer than a sequence allows."""
     room = sequence_length(config) - 1
     for tag, env in config.custom_envs.items():
         if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
@@ -107,7 +107,7 @@ def turns_fit(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 
 def validation_is_complete(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Validation has environments, a number of them, a rhythm, and sampling that means something."""
+    """Require environments, their number, `eval_steps` and meaningful sampling for validation."""
     manager = config.val_env_manager
     if manager is None:
         if config.eval_steps > 0:
@@ -133,7 +133,7 @@ def validation_is_complete(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 
 def env_warnings(config: AgenticConfig) -> Iterator[str]:
-    """Environments that work but may not be meant."""
+    """Warn about environments that work but may not be intended."""
     train = config.train_env_manager
     wanted = config.rollout_batch_size + groups_ahead(config)
     if train.num_env_groups is not None and train.num_env_groups < wanted:

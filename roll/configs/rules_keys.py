@@ -1,4 +1,4 @@
-"""Rules about single keys: numbers in their range, names that exist, and no key that nothing reads."""
+"""Rules about single keys: numbers in range, known names, and no key that nothing reads."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from roll.tracking.run_directory import RunDirectory
 
 _IDENTIFIER = r"[A-Za-z_]\w*"
 IMPORT_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}(\.{_IDENTIFIER})*")
-"""`package.module:name`"""
+"""Pattern of an import path, `package.module:name`."""
 _REGISTERED_NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Default value of a dataclass field."""
+    """Return the default value of a dataclass field."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def differs_from_default(section: Any, name: str) -> bool:
-    """Whether a key of a section was set to something else than its default."""
+    """Return True if a key of a section differs from its default."""
     item = next(item for item in fields(section) if item.name == name)
     return bool(vars(section)[name] != default_of(item))
 
 
 def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Field[Any]]]:
-    """Each field below a dataclass instance as (path, section, value, field)."""
+    """Yield each field below a dataclass instance as (path, section, value, field)."""
     for item in fields(section):
         path, value = prefix + item.name, vars(section)[item.name]
         yield path, section, value, item
@@ -62,7 +62,7 @@ def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any
 
 
 def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each number keeps the range that its field declares; none is infinite or not a number."""
+    """Reject numbers outside the range that their field declares, infinity and NaN included."""
     for path, _, value, item in values_below(config):
         limits = item.metadata.get("range")
         if limits is None or value is None:
@@ -74,14 +74,14 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def reset(config: PipelineConfig, path: str) -> None:
-    """Put the field at ``path`` back to its default, in place."""
+    """Reset the field at ``path`` to its default, in place."""
     for candidate, section, _, item in list(values_below(config)):
         if candidate == path:
             setattr(section, item.name, default_of(item))
 
 
 def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A role does not set keys that only other roles read."""
+    """Reject keys of a role that only other roles read."""
     for role, section in present_roles(config).items():
         for key in UNREAD_KEYS[role]:
             default = default_of(next(item for item in fields(section) if item.name == key))
@@ -104,7 +104,7 @@ def _unread(path: str, value: Any, role: str, key: str) -> ConfigProblem:
 
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A key that another setting switches off is not set."""
+    """Reject keys that another setting switches off."""
     users = [reward for reward in reward_models(config).values() if reward.model_args.model_name_or_path is None]
     if config.reward_pretrain is not None and not users:
         yield ConfigProblem(
@@ -136,13 +136,13 @@ def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]
 
 
 def inert_rlvr_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """The same for keys that only this pipeline has."""
+    """Reject keys of the RLVR pipeline that another setting switches off."""
     if config.validation is None and differs_from_default(config, "val_batch_size"):
         yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
 
 
 def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """The same for keys that only this pipeline has, and for prompts, which episodes do not use."""
+    """Reject keys of the agentic pipeline that another setting switches off, and prompts, which episodes do not use."""
     data = config.actor_train.data_args
     for item in fields(data):
         if differs_from_default(data, item.name):
@@ -206,7 +206,7 @@ def _inert_without_canaries(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A knob under ROLL's name belongs to the chosen policy loss and is given once."""
+    """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
     actor = config.actor_train
     for name, (loss, knob) in ROLL_KNOBS.items():
         value = vars(actor)[name]
@@ -267,7 +267,7 @@ def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
 
 
 def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig) -> Iterator[ConfigProblem]:
-    """Classes of the user's own are import paths; whether they are there is looked up later."""
+    """Require the form of an import path for custom classes; the class itself is looked up later."""
     classes = {"worker_cls": section.worker_cls, "strategy_args.strategy_cls": section.strategy_args.strategy_cls}
     for key, value in classes.items():
         if value is not None and not IMPORT_PATH.fullmatch(value):
@@ -276,7 +276,7 @@ def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig)
 
 
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Strategies are registered for their role, import paths have their form."""
+    """Require registered strategies for each role, and well-formed import paths."""
     for name, role in present_roles(config).items():
         known = STRATEGIES_OF_ROLES[name]
         strategy = role.strategy_args.strategy_name
@@ -293,7 +293,7 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The run's folder can be made."""
+    """Require that the run's folder can be created."""
     if config.output_dir is None:
         if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):
             message = f"{shown(config.exp_name)} is no folder name, and the run's folder is named after it"

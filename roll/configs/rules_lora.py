@@ -1,4 +1,4 @@
-"""Rules about adapters (LoRA): who may train them, and the reference that the trainer is without them."""
+"""Rules about adapters (LoRA): the roles that may train them, and the adapter-free reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll.configs.wording import shown
 
 
 def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The policy may have adapters, with a trainer that knows them, and nobody else."""
+    """Reject adapters for any role but the policy, and for trainers that do not support them."""
     for role, section in present_roles(config).items():
         arguments, path = section.model_args, f"{role}.model_args"
         given = [key for key in ADAPTER_KEYS if differs_from_default(arguments, key)]
@@ -39,7 +39,7 @@ def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def base_reference_sets_nothing(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A reference that is the trainer without its adapters has no settings of its own."""
+    """Reject settings of a reference that is the trainer without its adapters."""
     if config.reference is None or not reference_is_base(config):
         return
     for path, value in _own_settings(config.reference, config.actor_train, ""):
@@ -51,7 +51,7 @@ def base_reference_sets_nothing(config: PipelineConfig) -> Iterator[ConfigProble
 
 
 def _own_settings(section: Any, trainer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Keys that are set to something else than their default and than in the trainer's section."""
+    """Yield the keys that differ both from their default and from the trainer's section."""
     for item in fields(section):
         value, theirs = vars(section)[item.name], vars(trainer)[item.name]
         if is_dataclass(value):

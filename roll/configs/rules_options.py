@@ -1,4 +1,4 @@
-"""The rule about options of engines and trainers: those that the arithmetic reads are of their kind and in range."""
+"""The rule about options of engines and trainers: options that the arithmetic reads have the right type and range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.configs.wording import shown
 
 
 def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each option in `engine_options` has a value that it may have."""
+    """Reject values that `engine_options` does not allow."""
     for name, role in present_roles(config).items():
         if name != "actor_infer" and role.strategy_args.strategy_name in FORWARD_STRATEGIES:
             continue

@@ -1,4 +1,4 @@
-"""Rules about what a run does after a failure."""
+"""Rules about restarts after a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.configs.wording import count, shown
 
 
 def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A run that begins again has something to go on from, and something to fall back to."""
+    """Require a checkpoint to restart from, and an asynchronous run if it may fall back to ratio 0."""
     restarts = config.restarts
     if restarts.max_in_a_row == 0:
         for key in ("synchronous_after", "delay_seconds"):

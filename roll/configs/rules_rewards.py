@@ -1,6 +1,6 @@
-"""Rules about rewards that ask a model: reward models on devices, and judges behind an address.
+"""Rules about rewards that use a model: reward models on devices, and judges behind an address.
 
-A key of one kind of reward on another kind is an error, so that nobody trains on a verdict that ignores it.
+A key that another kind of reward reads is an error, so that no run trains on scores that ignore it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll.configs.schema import ADAPTER_KEYS, SCORE_STRATEGIES, JudgeConfig, Rew
 from roll.configs.wording import choose_among, shown
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
-"""What a judge's template may contain, in braces."""
+"""Names that a judge's template may contain, in braces."""
 REQUEST_FIELDS = ("model", "messages", "temperature", "max_tokens", "stream", "n")
 """Fields of a request that the judge fills itself."""
 
@@ -30,7 +30,7 @@ _KINDS = {"reward_model": "a reward model", "judge": "a judge"}
 
 
 def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
-    """The sections of the rewards that are judges, by path."""
+    """Return the judge sections of rewards whose verifier is `judge`, by path."""
     return {
         f"rewards.{name}.judge": reward.judge
         for name, reward in config.rewards.items()
@@ -39,7 +39,7 @@ def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
 
 
 def keys_fit_the_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A reward sets only what its kind reads."""
+    """Reject keys that this kind of reward does not read."""
     for name, reward in config.rewards.items():
         if not reward.verifier:
             continue
@@ -65,7 +65,7 @@ def _remedy(key: str) -> str:
 
 
 def _settings(section: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """What was set at or below a key, as (path, value)."""
+    """Yield the settings at or below a key that differ from their default, as (path, value)."""
     value = vars(section)[key]
     if not differs_from_default(section, key):
         return
@@ -78,7 +78,10 @@ def _settings(section: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A reward model has a model, a known engine, and a worker class by its form. Devices have rules of their own."""
+    """Require a model, a known engine, no adapters and a well-formed worker class for each reward model.
+
+    Devices have rules of their own.
+    """
     for path, reward in reward_models(config).items():
         if not (reward.model_args.model_name_or_path or config.reward_pretrain):
             remedy = "set `reward_pretrain`, or the model of this reward here"
@@ -96,7 +99,10 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 
 def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A verdict is a sign of movement; a run that may stall for less would be ended while it waits for one."""
+    """Reject a verifier timeout above the stall timeout.
+
+    A verdict counts as progress; a run with a shorter stall timeout would be stopped while it waits for one.
+    """
     for name, reward in config.rewards.items():
         seconds, limit = reward_timeout(reward), config.stall_timeout_seconds
         if seconds > limit:
@@ -106,7 +112,7 @@ def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 
 def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A judge has an address, a model, a key if it names one, and limits that fit together."""
+    """Require an address, a model, an existing key and consistent time limits for each judge."""
     for name, reward in config.rewards.items():
         if reward.verifier == "judge" and reward.judge is None:
             remedy = "add `judge: {base_url: http://..., model: ...}`"
@@ -135,7 +141,7 @@ def _limits_fit(rewards: Mapping[str, RewardConfig]) -> Iterator[ConfigProblem]:
 
 
 def _address(url: str) -> SplitResult | None:
-    """The parts of an address; None for what is none."""
+    """Return the parts of an address; None if it is malformed."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -163,7 +169,7 @@ def _address_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
 
 
 def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str]) -> Iterator[ConfigProblem]:
-    """Messages do not show the value: it may be the key itself, written into the wrong place."""
+    """Check the key's variable. Messages do not show the value: it may be the key itself, in the wrong place."""
     path = f"{path}.api_key_env"
     if judge.api_key_env is None:
         return
@@ -176,7 +182,7 @@ def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str])
 
 
 def verdicts_can_be_read(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """The template asks about the response, and the answer can become a score."""
+    """Require a template that shows the response, and an answer that can become a score."""
     for path, judge in _judges(config).items():
         yield from _template_problems(path, judge)
         if judge.score_min >= judge.score_max:

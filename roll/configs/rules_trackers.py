@@ -1,7 +1,7 @@
-"""Trackers: they are known, their options are theirs, and what they need is here before anything loads.
+"""Rules about trackers: known names, valid options, and their packages and keys present before anything loads.
 
-Their options are dataclasses beside their code, so a new tracker brings its own keys. Only those that are named are
-imported, and their libraries are not.
+The options are dataclasses beside each tracker's code, so a new tracker brings its own keys. Only the named trackers
+are imported, and their libraries are not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChosenTracker:
 
 
 def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
-    """The plug-in trackers of a configuration, but for those whose options are wrong."""
+    """Return the plug-in trackers of a configuration, without those whose options are wrong."""
     chosen = []
     for name in tracker_list(config):
         plug_in = plug_in_class(PLUG_INS[name]) if name in PLUG_INS else None
@@ -50,13 +50,13 @@ def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
 
 
 def tracker_words(config: PipelineConfig) -> list[str]:
-    """Where metrics go beside `metrics.jsonl`."""
+    """Describe where metrics go besides `metrics.jsonl`."""
     words = [f"{tracker.name} ({tracker.mode})" for tracker in chosen_trackers(config)]
     return ["TensorBoard", *words] if tracker_list(config) else words
 
 
 def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Each is named once, and registered."""
+    """Reject unknown and repeated trackers."""
     names = tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
@@ -68,7 +68,7 @@ def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Options are given under the name of a tracker that is used, and are its own."""
+    """Reject options of trackers that are unknown or unused, and unknown options."""
     for name, options in config.tracker_kwargs.items():
         path = f"{_KEYS}.{name}"
         if name == TENSORBOARD:
@@ -100,7 +100,7 @@ def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator
 
 
 def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The package is installed, and the key that it needs is in the environment."""
+    """Require the package of each tracker, and its key in the environment."""
     for tracker in chosen_trackers(config):
         if tracker.package is not None and not is_installed(tracker.package):
             message = f"{tracker.name} needs the package {tracker.package}, which is not installed"
@@ -112,6 +112,6 @@ def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of that name, such as the one wandb writes to, is none."""
+    """Return True if a package can be imported; a mere folder of that name, such as wandb's output, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -38,7 +38,7 @@ from roll.configs.wording import count
 
 
 def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Not every trainer can tell samples in one row apart."""
+    """Reject sequence packing for trainers that cannot separate samples in one row."""
     for name, role in present_roles(config).items():
         strategy = role.strategy_args.strategy_name
         if role.use_sequence_packing and strategy in set(TRAIN_STRATEGIES) - set(PACKING_STRATEGIES):
@@ -48,7 +48,7 @@ def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """DeepSpeed without ZeRO has no place for float32 gradients or masters of a bfloat16 model."""
+    """Reject bfloat16 with DeepSpeed's stage 0, which keeps no float32 gradients or master weights."""
     for name, role in trained_roles(config).items():
         if role.strategy_args.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
             continue
@@ -60,7 +60,7 @@ def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[Config
 
 
 def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The bound leaves room for what the ratio generates ahead, and weights are published at all."""
+    """Reject a bound below what the ratio generates ahead, and an update interval longer than the run."""
     interval, least = config.weight_update.interval_steps, least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
         ahead = math.ceil(config.async_generation_ratio)
@@ -78,7 +78,7 @@ def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Every rank gets samples, and optimizer steps divide the batch."""
+    """Require samples for every rank, and optimizer steps that divide the batch."""
     samples, mappings = samples_per_step(config), readable_mappings(config)
     batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
     for role, section in present_roles(config).items():
@@ -109,7 +109,7 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Prompts, responses and sequences fit into each other."""
+    """Require that prompts and responses fit into sequences."""
     if config.sequence_length is not None and config.sequence_length <= config.prompt_length:
         message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
         remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
@@ -128,7 +128,7 @@ def _response_fits(path: str, sampling: GeneratingArguments, config: PipelineCon
 
 
 def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The samples of a group can differ, and what drops equal ones has something to compare, and does it once."""
+    """Require that the samples of a group can differ, and that equal groups are dropped or masked once, not twice."""
     sampling, size, key = config.actor_infer.generating_args, group_size(config), group_size_key(config)
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
@@ -149,7 +149,7 @@ def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A KL term and the reference come together."""
+    """Require a reference for a KL term, and a KL term for a reference."""
     if config.reference is None:
         for key in ("use_kl_loss", "add_token_level_kl"):
             if vars(config)[key]:
@@ -161,7 +161,7 @@ def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Shaping leaves something to learn from."""
+    """Reject reward shaping that leaves nothing to learn from."""
     if config.difficulty_mask and config.difficulty_low_threshold > config.difficulty_high_threshold:
         low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
         message = f"{low:g} is above difficulty_high_threshold {high:g}: every group would be left out"
@@ -187,14 +187,14 @@ def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The adaptive controller multiplies, so it must not begin at 0."""
+    """Reject an adaptive controller that starts at 0: it multiplies, so it would stay there."""
     if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
         message = "0 with an adaptive controller, which multiplies it: it would stay 0"
         yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
 
 
 def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Warm-up is given in one way, and the policy learns at some time."""
+    """Require one way to set the warm-up, and a step in which the policy learns."""
     for name, role in trained_roles(config).items():
         arguments = role.training_args
         if arguments.warmup_steps and arguments.warmup_ratio:
@@ -206,7 +206,7 @@ def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """What compares trainer and engine has something to compare."""
+    """Require comparable log-probabilities for the mismatch alarm and the parity check."""
     if config.mismatch_alarm is not None and truncates_sampling(config):
         message = (
             f"{config.mismatch_alarm:g} would compare unlike things: with top_p or top_k the engine records the "
@@ -220,7 +220,7 @@ def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def training_warnings(config: PipelineConfig) -> Iterator[str]:
-    """Arithmetic that works but may not be meant."""
+    """Warn about arithmetic that works but may not be intended."""
     if truncates_sampling(config):
         yield (
             "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "

@@ -1,7 +1,7 @@
-"""The schema read as data: which keys exist where, and how their types are called in words.
+"""The schema read as data: the keys with their paths, and their types in words.
 
-The loader, the checks and the reference page all walk the same dataclasses through these functions, so a key added to
-`schema` is validated, suggested and documented without another line anywhere. Paths are written as
+The loader, the checks and the reference page all walk the same dataclasses through these functions. A key added to
+`schema` is therefore validated, suggested and documented without another line anywhere. Paths are written as
 ``rewards.math.tag_included[0]``.
 """
 
@@ -21,7 +21,7 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def join(parts: Sequence[PathPart]) -> str:
-    """``("a", "b", 0)`` -> ``a.b[0]``."""
+    """Join parts into a path: ``("a", "b", 0)`` -> ``a.b[0]``."""
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -30,19 +30,19 @@ def join(parts: Sequence[PathPart]) -> str:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Type of each field of a dataclass, references resolved."""
+    """Return the type of each field of a dataclass, with references resolved."""
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in fields(cls)}
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself; ``None`` left out."""
+    """Return the members of a union, or the type itself, without ``None``."""
     members = typing.get_args(kind) if _is_union(kind) else (kind,)
     return tuple(member for member in members if member is not type(None))
 
 
 def is_optional(kind: Any) -> bool:
-    """Whether ``null`` is a value of the type."""
+    """Return True if ``null`` is a value of the type."""
     return _is_union(kind) and type(None) in typing.get_args(kind)
 
 
@@ -51,12 +51,12 @@ def _is_union(kind: Any) -> bool:
 
 
 def dataclass_of(kind: Any) -> type | None:
-    """The dataclass a type stands for (also ``X | None``), if it does."""
+    """Return the dataclass of a type (also ``X | None``); None if there is none."""
     return next((member for member in alternatives(kind) if isinstance(member, type) and is_dataclass(member)), None)
 
 
 def member(kind: Any, part: PathPart) -> Any:
-    """Type of one key or element below ``kind``; None where the schema says nothing about it."""
+    """Return the type of one key or element below ``kind``; None if the schema does not define it."""
     for option in alternatives(kind):
         if isinstance(option, type) and is_dataclass(option):
             return field_types(option).get(part) if isinstance(part, str) else None
@@ -69,7 +69,7 @@ def member(kind: Any, part: PathPart) -> Any:
 
 
 def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
-    """Type at a path below the dataclass ``root``; None where there is none."""
+    """Return the type at a path below the dataclass ``root``; None if there is none."""
     kind: Any = root
     for part in parts:
         kind = member(kind, part)
@@ -77,10 +77,10 @@ def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
 
 
 def walk(cls: type, prefix: str = "", without: Sequence[str] = ()) -> Iterator[tuple[str, Field[Any], Any]]:
-    """Each field below a dataclass as (path, field, type), sections before their keys.
+    """Yield each field below a dataclass as (path, field, type), sections before their keys.
 
-    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``. Paths in ``without`` are left out,
-    with all that is below them.
+    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``. Paths in ``without`` are skipped, with
+    everything below them.
     """
     kinds = field_types(cls)
     for item in fields(cls):
@@ -97,7 +97,7 @@ def walk(cls: type, prefix: str = "", without: Sequence[str] = ()) -> Iterator[t
 
 
 def describe(kind: Any) -> str:
-    """A type in words, for messages: ``a whole number or null``."""
+    """Describe a type in words, for messages: ``a whole number or null``."""
     words = [_describe_one(option) for option in alternatives(kind)]
     return " or ".join(words + (["null"] if is_optional(kind) else []))
 

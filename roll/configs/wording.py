@@ -1,4 +1,4 @@
-"""How messages show values and suggest names, in one place; secrets are masked here too.
+"""Wording of messages: how they format values and suggest names; secrets are masked here too.
 
 A key is secret by its name. Its value appears in no message and in no saved configuration.
 """
@@ -17,13 +17,15 @@ _LONGEST_SHOWN = 80
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key's name says that its value is a secret (``hf_token``, ``api_key``; not ``max_new_tokens``, and not
-    ``api_key_env``, which says where the secret is)."""
+    """Return True if a key's name marks its value as a secret (``hf_token``, ``api_key``; not ``max_new_tokens``).
+
+    ``api_key_env`` is not secret: it only names the variable that holds the key.
+    """
     return _SECRET_NAME.search(name) is not None and name != "api_key_env"
 
 
 def masked(tree: Any) -> Any:
-    """A copy of a plain tree with the values of secret keys replaced."""
+    """Return a copy of a plain tree with the values of secret keys replaced."""
     if isinstance(tree, dict):
         return {
             key: MASK if is_secret(key) and value is not None and not isinstance(value, bool) else masked(value)
@@ -35,7 +37,7 @@ def masked(tree: Any) -> Any:
 
 
 def shown(value: Any, name: str = "") -> str:
-    """A value as a message shows it: like YAML flow style, shortened, masked if its key ``name`` is secret."""
+    """Format a value for a message: like YAML flow style, shortened, masked if its key ``name`` is secret."""
     if is_secret(name) and value is not None:
         return MASK
     text = json.dumps(masked(value), ensure_ascii=False, default=str)
@@ -43,13 +45,13 @@ def shown(value: Any, name: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like ``name``, if any is like it."""
+    """Return the known name most similar to ``name``; None if none is similar."""
     matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def choose_among(name: str, known: Iterable[str]) -> str:
-    """A remedy for a wrong name: the nearest one, and all of them."""
+    """Return the remedy for a wrong name: the nearest known name, and all of them."""
     names = list(known)
     match = nearest(name, names)
     guess = f"did you mean `{match}`? " if match else ""
@@ -57,6 +59,6 @@ def choose_among(name: str, known: Iterable[str]) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """``1 sample``, ``2 samples``, ``2 batches``."""
+    """Format a number with its noun: ``1 sample``, ``2 samples``, ``2 batches``."""
     plural = word + ("es" if word.endswith(("s", "sh", "ch")) else "s")
     return f"{number:,} {word if number == 1 else plural}"

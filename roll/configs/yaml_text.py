@@ -1,8 +1,8 @@
 """YAML in and out, as data only.
 
 Plain values follow YAML 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A repeated key, a tag such
-as `!!python/object` and an alias that grows without bound are problems with line and column, reported all at once;
-nothing in a file is ever executed.
+as `!!python/object` and an alias that grows without bound are reported with line and column, all at once. Nothing in a
+file is ever executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from roll.configs.errors import ConfigError, ConfigProblem
 
 MAX_NODES = 10_000
-"""Values a file may hold once its aliases are expanded."""
+"""Number of values that a file may hold once its aliases are expanded."""
 MAX_DEPTH = 40
 
 _CORE = "tag:yaml.org,2002:"
@@ -33,7 +33,7 @@ _PLAIN_VALUES = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values by the rules above."""
+    """A loader that reads plain values by the rules above."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -42,7 +42,7 @@ _UNICODE_LINE_BREAKS = {"\x85", "\u2028", "\u2029"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would not read back as text."""
+    """A dumper that quotes the texts that `_Loader` would not read back as text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -50,7 +50,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Unicode's own line breaks are folded away inside single quotes; double ones escape them."""
+        """Use double quotes for Unicode line breaks, which single quotes would fold away."""
         style = '"' if _UNICODE_LINE_BREAKS & set(data) else None
         return self.represent_scalar(_CORE + "str", data, style=style)
 
@@ -65,7 +65,7 @@ for _name, _pattern, _first in _PLAIN_VALUES:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text; ``source`` names it in problems. Raises `ConfigError`."""
+    """Return the value of a YAML text; ``source`` names it in problems. Raises `ConfigError`."""
     loader = None
     try:
         loader = _Loader(text)
@@ -89,7 +89,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def dump_yaml(tree: Any) -> str:
-    """A plain tree as YAML that `parse_yaml` reads back to an equal tree."""
+    """Return a plain tree as YAML that `parse_yaml` reads back to an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -113,7 +113,7 @@ def _too_large(source: str) -> ConfigProblem:
 
 
 def _is_bounded(root: yaml.Node) -> bool:
-    """Whether the tree stays small with its aliases expanded. Cycles count as too deep."""
+    """Return True if the tree stays small with its aliases expanded. Cycles count as too deep."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:

@@ -1,7 +1,7 @@
-"""Which of Ray's errors say that the process of an actor is gone.
+"""The errors of Ray that mean that an actor's process is gone.
 
-Ray has no class for them in common: a process that its memory monitor killed raises `OutOfMemoryError`, which is no
-`RayActorError`. Rewards, environments and workers all need to know, and do not know each other; hence it stands here.
+Ray has no common class for them: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
+`RayActorError`. Rewards, environments and workers all need this list but do not import each other, so it is kept here.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ ACTOR_GONE = (
     ActorPlacementGroupRemoved,
     RuntimeEnvSetupError,
 )
-"""To be caught after `RayTaskError`: the error of a living actor is an instance of its own cause's class too. An actor
-that Ray cannot reach (`ActorUnavailableError`) counts: whoever calls it does so to replace it."""
+"""Catch these after `RayTaskError`: the error of a living actor is also an instance of its cause's class. An actor that
+Ray cannot reach (`ActorUnavailableError`) is included: callers replace it."""
 
 
 def is_gone_for_good(error: BaseException) -> bool:
-    """Whether asking again is in vain."""
+    """Return True if the actor is dead and calling it again is useless."""
     return isinstance(error, ACTOR_GONE) and not isinstance(error, ActorUnavailableError | RayTaskError)
 
 
 def memory_death(error: BaseException) -> str | None:
-    """What to say of a process that Ray's memory monitor killed, whose long text ends with general advice; None for
-    any other error."""
+    """Return a short message for a process that Ray's memory monitor killed; None for any other error.
+
+    Ray's own text is long and ends with general advice.
+    """
     if not isinstance(error, OutOfMemoryError):
         return None
     figures = re.search(r"was (\S+ used / \S+) limit", str(error))

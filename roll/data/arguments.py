@@ -16,8 +16,11 @@ from roll.configs.wording import shown
 def converted_arguments(
     arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], path: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """The arguments, converted to the types that the annotations of their parameters name (a regular expression gets
-    compiled); those without a type stay as they are. ``path`` is the configuration path of ``arguments``."""
+    """Convert arguments to the types that the annotations of their parameters name.
+
+    A regular expression is compiled, for example. Arguments without a type stay unchanged. ``path`` is the
+    configuration path of ``arguments``. Returns the arguments and the problems of those that do not fit.
+    """
     converted, problems = dict(arguments), []
     for key, value in arguments.items():
         annotation = parameters[key].annotation if key in parameters else inspect.Parameter.empty
@@ -36,5 +39,5 @@ def converted_arguments(
 def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # the type brings its own settings
+    except PydanticUserError:  # the type has its own settings
         return TypeAdapter(annotation)

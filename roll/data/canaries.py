@@ -1,7 +1,7 @@
-"""Canary sequences: fixed token sequences that trainer and engine score to see whether they agree.
+"""Parity-check sequences: fixed token sequences that trainer and engines score, to compare their log-probabilities.
 
-Prompts alone would show what the model expects to see; the pseudo-random tokens behind them also reach parts of the
-distribution that a good model gives little weight. Equal prompts and seed give equal sequences on any machine.
+Prompts alone would only cover what the model expects to see. The pseudo-random tokens after them also reach parts of
+the distribution to which a good model gives little weight. Equal prompts and seed give equal sequences on any machine.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import numpy as np
 from roll.data.seeds import derive_seed
 
 VOCABULARY_PROMPTS = 1024
-"""Prompts whose tokens the random part is drawn from."""
+"""Number of prompts whose tokens the random part is drawn from."""
 
 
 def canary_sequences(prompts: Sequence[np.ndarray], *, count: int, length: int, seed: int) -> list[np.ndarray]:
-    """``count`` sequences of ``length`` tokens, int32 ``[length]`` each: the beginning of one of ``prompts`` (int32
-    ``[prompt]`` each), at most half of the sequence (rounded up), then tokens drawn from those of the prompts.
+    """Return ``count`` sequences of ``length`` tokens, int32 ``[length]`` each.
 
-    The prompts are a random choice by ``seed``, without repetition as long as there are enough.
+    A sequence begins with the beginning of one of ``prompts`` (int32 ``[prompt]`` each), at most half of its length
+    (rounded up). Tokens drawn from those of the prompts follow. The prompts are a random choice by ``seed``, without
+    repetition as long as there are enough.
     """
     rng = np.random.default_rng(derive_seed(seed, "canaries"))
     order = rng.permutation(len(prompts))

@@ -1,9 +1,9 @@
 """Turn templates: the exact tokens between what a policy wrote and where it writes next.
 
-A context only ever grows: first prompt, sampled tokens as they were sampled, *glue* (what the template writes from the
-end of the assistant's content to where the assistant writes next), sampled tokens, glue, and so on. Nothing that was
-sampled is decoded and encoded again. A chat template that rewrites what it wrote before cannot be continued like that
-and is refused. `docs/agentic_tokens.md` has a worked example.
+A context only ever grows: first prompt, sampled tokens as they were sampled, *glue*, sampled tokens, glue, and so on.
+The glue is what the template writes from the end of the assistant's content to where the assistant writes next. Sampled
+tokens are never decoded and encoded again. A chat template that rewrites earlier text cannot be continued like that and
+is rejected. `docs/agentic_tokens.md` has a worked example.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from roll.data.templates import tokenise
 
 Message = Mapping[str, Any]
-"""One entry of a chat: ``role`` and ``content``, and what else a chat template understands."""
+"""One entry of a chat: ``role``, ``content``, and any other key that the chat template understands."""
 
 PLACEHOLDER = "AssistantWrites{number}Qz"
-"""Stands for the assistant's content while a chat template is asked what it writes around it. One word of letters and
-digits, so that no template trims, splits or escapes it."""
+"""A stand-in for the assistant's content while a chat template renders the text around it. It is one word of letters
+and digits, so that no template trims, splits or escapes it."""
 
 
 class TemplateRefused(ValueError):
@@ -31,14 +31,14 @@ class TemplateRefused(ValueError):
 
 
 class TurnTokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """The part of a tokenizer's interface that is used here; those of transformers have it."""
 
     all_special_ids: Sequence[int]
     added_tokens_decoder: Mapping[int, Any]
-    """Id -> token, of which ``special`` is read."""
+    """Id -> token; only its ``special`` is read."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool, return_attention_mask: bool) -> Mapping[str, Any]:
-        """``input_ids`` of each text."""
+        """Return ``input_ids`` of each text."""
 
     def apply_chat_template(
         self,
@@ -49,62 +49,62 @@ class TurnTokenizer(Protocol):
         add_generation_prompt: bool,
         **options: Any,
     ) -> str:
-        """The text of a conversation."""
+        """Return the text of a conversation."""
 
 
 class Conversation(Protocol):
-    """One context as it grows."""
+    """A context that grows turn by turn."""
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
-        """int32: what the policy reads in its first turn."""
+        """int32 token ids that the policy reads in its first turn."""
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """What stands between ``sampled`` (the policy's last tokens) and its next ones: the end of its turn unless it
-        wrote that itself, the new messages, the opening of its next turn. int32; one call per turn, in order.
+        """Return the tokens between ``sampled`` (the policy's last tokens) and its next ones.
 
-        Raises `TemplateRefused`.
+        They are the end of the policy's turn unless it wrote that itself, the new messages, and the opening of its next
+        turn. int32; one call per turn, in order. Raises `TemplateRefused`.
         """
 
 
 class TurnTemplate(Protocol):
-    """How messages become tokens."""
+    """A conversion of messages into tokens."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
+        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        """A conversation that will be continued. Raises `TemplateRefused`."""
+        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
 
 
 class ChatTurns:
     """The chat template of a tokenizer, continued turn by turn."""
 
     def __init__(self, tokenizer: TurnTokenizer, options: Mapping[str, Any] | None = None) -> None:
-        """``options`` are the template's own variables, such as ``enable_thinking``."""
+        """Set the template's own variables, such as ``enable_thinking``, with ``options``."""
         self._tokenizer = tokenizer
         self._options = dict(options or {})
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
+        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
         return self.encode(self.render(messages, tools))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatConversation:
-        """A conversation that will be continued. Raises `TemplateRefused`."""
+        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
         return ChatConversation(self, messages, tools)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32) of a text, nothing added."""
+        """Return token ids (int32) of a text, without added tokens."""
         return tokenise([text], self._tokenizer)[0]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that decoding leaves out, see `special_token_ids`."""
+        """Ids that decoding skips, see `special_token_ids`."""
         return special_token_ids(self._tokenizer)
 
     @cached_property
     def closing(self) -> np.ndarray:
-        """Token ids of what the template writes after the content of an assistant that has the last word."""
+        """Token ids that the template writes after the content of an assistant's last message."""
         word = PLACEHOLDER.format(number=0)
         pair = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": word}]
         return self.encode(split_at(self.render(pair, (), generation_prompt=False), word)[1])
@@ -112,7 +112,7 @@ class ChatTurns:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation. Raises `TemplateRefused`."""
+        """Return the text of a conversation. Raises `TemplateRefused`."""
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -121,7 +121,7 @@ class ChatTurns:
                 add_generation_prompt=generation_prompt,
                 **self._options,
             )
-        except Exception as cause:  # a template is a program of its own and raises what it likes
+        except Exception as cause:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefused(
                 f"the chat template refuses messages of the roles [{roles}] ({type(cause).__name__}: {cause}); have "
@@ -130,7 +130,7 @@ class ChatTurns:
 
 
 class ChatConversation:
-    """One growing context of a chat template. The assistant's contents are placeholders in what the template sees."""
+    """One growing context of a chat template. The template sees placeholders for the assistant's contents."""
 
     def __init__(self, template: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         _require_messages(messages)
@@ -142,7 +142,7 @@ class ChatConversation:
         self.prompt_token_ids = template.encode(self._text)
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """What stands between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
+        """Return the tokens between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
         _require_messages(messages)
         word = self._unused_word(messages)
         longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
@@ -156,7 +156,7 @@ class ChatConversation:
         return _without_written_stop(sampled, self._template.closing, tail_ids, self._template.special_ids)
 
     def _unused_word(self, messages: Sequence[Message]) -> str:
-        """A placeholder that no message holds: what tools and environments say is not to be trusted."""
+        """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
         said = [str(message.get("content")) for message in (*self._messages, *messages)]
         number = self._turns
         while any(PLACEHOLDER.format(number=number) in text for text in said):
@@ -164,11 +164,10 @@ class ChatConversation:
         return PLACEHOLDER.format(number=number)
 
     def _require_continued_by(self, head: str) -> None:
-        """The conversation as written now, up to the assistant's content, must go on from what the policy read.
+        """Raise `TemplateRefused` unless ``head``, up to the assistant's content, continues the text read so far.
 
-        The messages must be written as they were. The opening of the assistant's turn may differ by what only one of
-        the two has at its end: `<think>` in the generation prompt, or the space that some templates write before a
-        content.
+        The messages must be rendered as before. The opening of the assistant's turn may differ by a suffix that only
+        one of the two has: `<think>` in the generation prompt, or the space that some templates write before a content.
         """
         if head.startswith(self._text):
             return
@@ -182,8 +181,8 @@ class ChatConversation:
 class RawTurns:
     """Plain text for models without a chat template: contents are joined, roles are not written.
 
-    A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``; the policy's response is
-    followed by ``response_end``, unless it ends with just that, and the next messages in the same form.
+    A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``. After the policy's response
+    come ``response_end``, unless the response ends with it, and the next messages in the same form.
     """
 
     tokenizer: TurnTokenizer
@@ -192,7 +191,7 @@ class RawTurns:
     response_end: str = "\n"
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Token ids (int32) of a conversation, up to where the policy writes. Raises `TemplateRefused`."""
+        """Return token ids (int32) of a conversation, up to where the policy writes. Raises `TemplateRefused`."""
         _require_no_tools(tools)
         text = ""
         block: list[Message] = []
@@ -205,20 +204,20 @@ class RawTurns:
         return self.encode(text + self.block(block))
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RawConversation:
-        """A conversation that will be continued. Raises `TemplateRefused`."""
+        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
         return RawConversation(self, self.prompt(messages, tools))
 
     def block(self, messages: Sequence[Message]) -> str:
-        """What is written for the messages between two responses; nothing for none."""
+        """Return the text of the messages between two responses; empty without messages."""
         return self.message_separator.join(map(_plain, messages)) + self.prompt_end if messages else ""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32) of a text, nothing added."""
+        """Return token ids (int32) of a text, without added tokens."""
         return tokenise([text], self.tokenizer)[0]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that decoding leaves out, see `special_token_ids`."""
+        """Ids that decoding skips, see `special_token_ids`."""
         return special_token_ids(self.tokenizer)
 
 
@@ -230,7 +229,7 @@ class RawConversation:
     prompt_token_ids: np.ndarray
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """What stands between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
+        """Return the tokens between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
         _require_messages(messages)
         closing = self.template.encode(self.template.response_end)
         tail = self.template.encode(self.template.response_end + self.template.block(messages))
@@ -253,7 +252,7 @@ def require_append_only(
 ) -> None:
     """Try a conversation of three turns before a run depends on it; ``messages`` are those of a typical reset.
 
-    Raises `TemplateRefused` if the template cannot render it or rewrites what it wrote.
+    Raises `TemplateRefused` if the template cannot render it or rewrites earlier text.
     """
     conversation = template.begin(messages, tools)
     for _ in range(2):
@@ -261,13 +260,13 @@ def require_append_only(
 
 
 def special_token_ids(tokenizer: TurnTokenizer) -> frozenset[int]:
-    """Ids that decoding with ``skip_special_tokens`` leaves out."""
+    """Return the ids that decoding with ``skip_special_tokens`` skips."""
     added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset(tokenizer.all_special_ids) | frozenset(added)
 
 
 def split_at(text: str, word: str) -> tuple[str, str]:
-    """What a template wrote before and after the assistant's content. Raises `TemplateRefused`."""
+    """Split a template's text at the assistant's content, ``word``. Raises `TemplateRefused` unless it occurs once."""
     pieces = text.split(word)
     if len(pieces) != 2:
         raise TemplateRefused(
@@ -291,7 +290,7 @@ def _rewriting(before: str, head: str) -> str:
 def _without_written_stop(
     sampled: np.ndarray, closing: np.ndarray, tail: np.ndarray, special_ids: frozenset[int]
 ) -> np.ndarray:
-    """``tail`` without the end of the assistant's turn where the response has it already.
+    """Return ``tail``, without the end of the assistant's turn if the response already has it.
 
     The end is the closing up to its first special token (``<|im_end|>``), which alone identifies it; without a special
     token it is all of the closing.

@@ -1,7 +1,7 @@
 """The prompts of a run, rendered and checked before anything else starts.
 
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
-its result never depends on anything but the files, the configuration and the seed.
+its result depends only on the files, the configuration and the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_OFFENDERS = 5
-"""Prompts named in a message about many."""
+"""Number of prompts named in a message about many."""
 
 
 def load_prompts(
@@ -158,7 +158,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _share_problems(shares: dict[str, float] | None, prompts: Sequence[Prompt], path: str) -> list[ConfigProblem]:
-    """Shares must speak of each domain that has prompts, and of no other."""
+    """Require a share for each domain that has prompts, and for no other."""
     if shares is None:
         return []
     path = f"{path}.domain_interleave_probs"

@@ -1,7 +1,7 @@
-"""Groups as bytes and back, with the same bits: how finished rollouts outlive the process that made them.
+"""Lossless conversion of groups to bytes and back, so that finished rollouts outlive the process that made them.
 
-A header in JSON says everything but the arrays, which follow it. Nothing is ever unpickled. What a prompt holds for its
-judge (ground truth, metadata: any objects; messages) is left out, since a finished group has been judged.
+A JSON header holds everything but the arrays, which follow it. Nothing is ever unpickled. The fields of a prompt that
+only scoring needs (ground truth, metadata: any objects; messages) are left out, since a finished group has been scored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = ("finish_reason", "response_text", "score", "reward", "metrics", "episo
 
 
 def encode_group(group: Group) -> bytes:
-    """The bytes of a finished group."""
+    """Return the bytes of a finished group."""
     arrays: list[np.ndarray] = []
 
     def place(array: np.ndarray | None) -> dict[str, Any] | None:
@@ -54,12 +54,12 @@ def encode_group(group: Group) -> bytes:
             for sample in group.samples
         ],
     }
-    text = json.dumps(header, default=float).encode()  # numpy's numbers
+    text = json.dumps(header, default=float).encode()  # `default` converts numpy's numbers
     return b"".join([_HEADER.pack(len(text)), text, *(array.tobytes() for array in arrays)])
 
 
 def decode_group(data: bytes) -> Group:
-    """What `encode_group` was given. Raises `ValueError` if these are other bytes."""
+    """Return the group that `encode_group` received. Raises `ValueError` for other bytes."""
     if len(data) < _HEADER.size:
         raise ValueError("these bytes are no group")
     (size,) = _HEADER.unpack_from(data)

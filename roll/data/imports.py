@@ -1,30 +1,82 @@
-"""Objects of the user's own code, named in a configuration as `package.module:attribute`.
+"""Import of user code that a configuration names as `package.module:attribute`.
 
-Importable is what is installed, what is on `PYTHONPATH`, and what is in the working folder: a console command does not
-look there by itself, and a user who writes a file beside the configuration expects it to be found.
+Importable are installed packages, `PYTHONPATH` and the working folder. A console command does not search the working
+folder by itself, but a user who writes a file beside the configuration expects it to be found. All processes of a run
+find the same modules, and relative paths mean the same to them, even if their Ray was started elsewhere.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DriverFolders:
+    """Working folder and import path of a driver, which its workers take over."""
+
+    work: str | None = None
+    """None if the folder does not exist any more, or if a worker stays in its own."""
+    imports: tuple[str, ...] = ()
+
+    def enter(self) -> None:
+        """Make them this process's own. Folders that only this process searches come last."""
+        sys.path[:] = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
+        if self.work is not None:
+            with suppress(OSError):  # the folder does not exist on another host
+                os.chdir(self.work)
+
+
+def driver_folders() -> DriverFolders:
+    """Return the folders of this process."""
+    work = working_folder()
+    if work is None:
+        logger.warning("the working folder has been deleted: relative paths have no meaning, here and in workers")
+    return DriverFolders(work, tuple(dict.fromkeys(_import_folders(work))))
+
+
+def working_folder() -> str | None:
+    """Return this process's working folder, or None if it was deleted: only relative paths need it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def look_in_working_folder() -> None:
+    """Append the working folder to the import path of this process, so that it never hides what is installed."""
+    folder = working_folder()
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _import_folders(work: str | None) -> Iterator[str]:
+    """Yield the import path; the working folder comes last unless it stands earlier."""
+    for entry in filter(None, sys.path) if work is None else (*sys.path, work):
+        is_relative = work is not None and os.path.exists(os.path.join(work, entry))
+        yield os.path.abspath(entry) if is_relative else entry  # otherwise it may be a key of a path hook
 
 
 def import_object(path: str) -> Any:
-    """The object at ``package.module:attribute`` (the attribute may be dotted).
+    """Return the object at ``package.module:attribute`` (the attribute may be dotted).
 
-    The working folder is appended to this process' import path, so that it never hides what is installed.
+    Searches the working folder last.
 
-    Raises `ImportError` that says which part was not found; an error raised by the module itself is shown as its cause.
+    Raises `ImportError` with the part that was not found; an error raised by the module itself is its cause.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ImportError(f"{path!r} is not of the form `package.module:attribute`")
     try:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        look_in_working_folder()
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ImportError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
 """The endless stream of training prompts.
 
-Two promises, both for any number of prompts drawn: within a domain each prompt comes exactly once per epoch, and no
+Two promises hold for any number of prompts drawn: within a domain each prompt comes exactly once per epoch, and no
 domain is ever a whole prompt away from its share. The stream is a pure function of prompts, seed and cursor, so a
-cursor of a few integers is enough to go on where another stream stopped.
+cursor of a few integers is enough to resume a stream.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from roll.data.seeds import derive_seed
 
 
 class DomainSchedule:
-    """Whose turn it is: a deterministic order of domains that keeps to given shares.
+    """A deterministic order of domains that keeps to given shares.
 
     After ``n`` turns a domain with share ``p`` has had ``p * n`` turns to within less than one, for any shares. The
     rule is that of Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980): among the domains far
-    enough behind their share, the one that would first be too late. (Serving the largest deficit can fall behind by
+    enough behind their share, take the one whose deadline comes first. (Serving the largest deficit can fall behind by
     more than one turn when there are many domains.)
     """
 
     def __init__(self, shares: Mapping[str, float | int]) -> None:
-        """``shares`` need not add up to 1. Raises `ValueError` if one is negative or not finite, or all are 0."""
+        """Set the ``shares``, which need not add up to 1.
+
+        Raises `ValueError` if one is negative or not finite, or all are 0.
+        """
         if not all(math.isfinite(share) and share >= 0 for share in shares.values()) or sum(shares.values()) <= 0:
             raise ValueError(f"shares must be finite, at least 0, and not all 0: {dict(shares)}")
         exact = {domain: Fraction(str(share)) for domain, share in shares.items() if share > 0}
@@ -36,11 +39,11 @@ class DomainSchedule:
         self._weights = {domain: int(share * denominator) for domain, share in exact.items()}
         self._total_weight = sum(self._weights.values())
         self.turns = dict.fromkeys(self._weights, 0)
-        """Turns each domain has had."""
+        """Number of turns that each domain has had."""
 
     def next(self) -> str:
-        """The domain whose turn it is."""
-        # Whole-number arithmetic: with surplus(d) = (share * n - turns) * total_weight nothing is ever rounded.
+        """Return the domain of the next turn, and count the turn."""
+        # Integer arithmetic: with surplus(d) = (share * n - turns) * total_weight nothing is ever rounded.
         turn = sum(self.turns.values()) + 1
         surplus = {
             domain: weight * turn - self.turns[domain] * self._total_weight for domain, weight in self._weights.items()
@@ -54,7 +57,7 @@ class DomainSchedule:
 
 
 class PromptStream:
-    """Prompts without end, by domain shares, each domain in epochs of its own."""
+    """An endless iterator of prompts by domain shares; each domain has epochs of its own."""
 
     def __init__(
         self,
@@ -64,10 +67,10 @@ class PromptStream:
         shuffle: bool = True,
         domain_interleave_probs: Mapping[str, float] | None = None,
     ) -> None:
-        """Without shares each domain's share is its part of the prompts. ``shuffle`` reorders each domain's prompts at
-        each epoch, from ``(seed, domain, epoch)`` alone.
+        """Set up the stream; by default each domain's share is its part of the prompts.
 
-        Raises `ValueError` if there are no prompts, or a domain with a share has none.
+        ``shuffle`` reorders each domain's prompts at each epoch, from ``(seed, domain, epoch)`` alone. Raises
+        `ValueError` if there are no prompts, or a domain with a share has none.
         """
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
@@ -94,15 +97,16 @@ class PromptStream:
         return members[self._order(domain, epoch)[position]]
 
     def epochs(self) -> dict[str, int]:
-        """Complete passes over the prompts of each domain."""
+        """Return the number of complete passes over the prompts of each domain."""
         return {domain: turns // len(self._by_domain[domain]) for domain, turns in self._schedule.turns.items()}
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON: prompts drawn from each domain, and the number of prompts each domain has."""
+        """Return the cursor as JSON values: prompts drawn from each domain, and the number of prompts each domain
+        has."""
         return {"drawn": dict(self._schedule.turns), "sizes": self._sizes()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a stream over the same prompts was when it gave ``state``.
+        """Resume where a stream over the same prompts was when it returned ``state``.
 
         Raises `ValueError` if the domains or their sizes differ, since the cursor would then mean other prompts.
         """
@@ -115,7 +119,7 @@ class PromptStream:
         return {domain: len(self._by_domain[domain]) for domain in self._schedule.turns}
 
     def _order(self, domain: str, epoch: int) -> np.ndarray:
-        """Order of the domain's prompts in an epoch; kept until the next epoch asks."""
+        """Return the order of the domain's prompts in an epoch; it is cached until another epoch is requested."""
         known_epoch, order = self._orders.get(domain, (-1, np.arange(0)))
         if known_epoch != epoch:
             size = len(self._by_domain[domain])

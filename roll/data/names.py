@@ -1,4 +1,4 @@
-"""The nearest valid name to a wrong one, for messages about data sets, domains and verifiers."""
+"""Hints with the nearest valid name, for messages about data sets, domains and verifiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roll.configs.wording import nearest
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """``did you mean `x`?`` when a known name is near, else the list of the known names (at most twelve)."""
+    """Return ``did you mean `x`?`` if a known name is similar, else the list of the known names (at most twelve)."""
     known = sorted(known)
     near = nearest(name, known)
     if near is not None:

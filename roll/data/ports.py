@@ -1,9 +1,9 @@
-"""TCP ports for processes that meet later.
+"""Free TCP ports for processes that connect later.
 
-A port is chosen now, told to others, and opened seconds or minutes afterwards. From the range that systems give to
-outgoing connections (on Linux 32768 to 60999, unless set otherwise) any connection could take it in between, and the
-run would end with "address already in use". So it comes from below, above the ports that Ray gives to its workers
-(10002 to 19999) and below those that Kubernetes gives to services (30000 to 32767).
+A port is chosen now, sent to other processes, and opened seconds or minutes later. In between, an outgoing connection
+could take a port from the range that the system uses for them (on Linux 32768 to 60999 by default), and the run would
+fail with "address already in use". The port therefore comes from below that range, above the ports that Ray gives to
+its workers (10002 to 19999) and below those that Kubernetes gives to services (30000 to 32767).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _TRIALS = 100
 
 
 def free_port() -> int:
-    """A TCP port that is free on all interfaces of this host, from `PORTS`."""
+    """Return a TCP port from `PORTS` that is free on all interfaces of this host."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """As `free_port`, ``count`` different ones. ``OSError`` if none is found."""
-    chance = random.SystemRandom()  # processes that were seeded alike must not choose alike
+    """Return ``count`` different free ports, like `free_port`. ``OSError`` if none is found."""
+    chance = random.SystemRandom()  # equally seeded processes must not choose the same ports
     with ExitStack() as stack:
         return [_bound(stack.enter_context(socket.socket()), chance) for _ in range(count)]
 
 
 def _bound(probe: socket.socket, chance: random.Random) -> int:
-    """All probes are held until the last one is bound, so that no port is found twice."""
+    """Bind the probe to a free port. All probes stay bound until the last one is, so that no port is found twice."""
     for port in chance.sample(PORTS, _TRIALS):
         try:
             probe.bind(("", port))

@@ -1,8 +1,8 @@
-"""The words of the design as records: prompt, sample, group, batch.
+"""The records of a run: prompt, sample, group, batch.
 
 Everything is ragged numpy until a micro-batch is built. A sample's arrays have one entry per token of prompt plus
-response; an entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted
-before a trainer shifts it. Where the response mask is 0 the other arrays hold 0 (versions: -1) and mean nothing.
+response. An entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted before
+a trainer shifts it. If the response mask is 0, the other arrays hold 0 (versions: -1) and have no meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a rollout starts from."""
+    """The start of a rollout."""
 
     prompt_id: str
     """Unique and stable in its data set, for example ``train.jsonl:17``."""
@@ -28,7 +28,7 @@ class Prompt:
     ground_truth: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
-    """The same as a conversation, for judges that are models with a template of their own."""
+    """The prompt as a conversation, for judges that are models with a template of their own."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Sample:
     token_ids: np.ndarray
     """int32 ``[length]``: prompt and response."""
     response_mask: np.ndarray
-    """bool ``[length]``: true where the policy chose the token."""
+    """bool ``[length]``: true for tokens that the policy chose."""
     behaviour_logprobs: np.ndarray
     """float32 ``[length]``: log-probability under the distribution the token was sampled from."""
     versions: np.ndarray
@@ -52,22 +52,22 @@ class Sample:
     """Score after normalisation and penalties."""
     metrics: dict[str, float] = field(default_factory=dict)
     episode: int | None = None
-    """Which episode of its group this is a part of; None: a sample is its own episode."""
+    """Number of the episode of the group that this sample is a part of; None: the sample is an episode by itself."""
     turns: np.ndarray | None = None
-    """int32 ``[length]``: the episode's turn that each sampled token belongs to, from 0; elsewhere -1."""
+    """int32 ``[length]``: the episode's turn of each sampled token, from 0; elsewhere -1."""
     turn_rewards: np.ndarray | None = None
-    """float32 ``[length]``: at the last sampled token of each turn the turn's reward, penalties included; else 0."""
+    """float32 ``[length]``: the turn's reward, penalties included, at the last sampled token of each turn; else 0."""
     turn_states: np.ndarray | None = None
-    """int64 ``[length]``: at the sampled tokens of each turn the id of the state it acted in; elsewhere -1."""
+    """int64 ``[length]``: the id of the state that a turn acted in, at each of its sampled tokens; elsewhere -1."""
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that the policy chose."""
+        """Number of tokens that the policy chose."""
         return int(self.response_mask.sum())
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version among the sampled tokens; -1 if there is none."""
+        """Smallest version among the sampled tokens; -1 without sampled tokens."""
         return int(self.versions[self.response_mask].min()) if self.response_mask.any() else -1
 
 
@@ -79,13 +79,13 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     baseline_score: float | None = None
-    """Score of a greedy response to the prompt, which is not trained on; None: not asked for."""
+    """Score of a greedy response to the prompt, which is not trained on; None: not requested."""
     baseline_version: int = -1
-    """Newest policy version among that response's tokens; -1: there is none."""
+    """Newest policy version among the tokens of the greedy response; -1 without one."""
 
     @property
     def episodes(self) -> list[list[Sample]]:
-        """The samples of each episode, in order; a sample that names no episode is its own."""
+        """Samples of each episode, in order; a sample without an episode number is an episode by itself."""
         parts: list[list[Sample]] = []
         for sample in self.samples:
             if parts and sample.episode is not None and parts[-1][0].episode == sample.episode:
@@ -96,19 +96,19 @@ class Group:
 
     @property
     def scores(self) -> np.ndarray:
-        """float64 ``[episodes]``."""
+        """Scores of the episodes, float64 ``[episodes]``."""
         return np.array([parts[0].score for parts in self.episodes], dtype=np.float64)
 
 
 @dataclass
 class SampleBatch:
-    """Samples as flat arrays, cheap to ship and to slice: the form a trainer receives.
+    """Samples as flat arrays, cheap to send and to slice: the form that a trainer receives.
 
-    ``tokens`` maps a name to an array ``[total_tokens]`` (always ``token_ids``, ``response_mask``; for training also
-    ``behaviour_logprobs``, ``versions``, ``advantages``, and what the objective names; of episodes also ``turns``,
-    ``turn_rewards`` and ``turn_states``, see `Sample`), ``per_sample`` maps a name to
-    an array ``[samples]``. ``loss_mask`` (bool) is the part of the response mask that is trained on, where not all of
-    it is. Sample ``i`` owns ``offsets[i]:offsets[i + 1]``.
+    ``tokens`` maps a name to an array ``[total_tokens]``. It always has ``token_ids`` and ``response_mask``; for
+    training also ``behaviour_logprobs``, ``versions``, ``advantages`` and the objective's fields; for episodes also
+    ``turns``, ``turn_rewards`` and ``turn_states`` (see `Sample`). ``per_sample`` maps a name to an array
+    ``[samples]``. ``loss_mask`` (bool) is the part of the response mask that is trained on, if not all of it. Sample
+    ``i`` owns ``offsets[i]:offsets[i + 1]``.
     """
 
     lengths: np.ndarray
@@ -130,7 +130,7 @@ class SampleBatch:
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 ``[samples + 1]``."""
+        """Start of each sample in the token fields, and their end: int64 ``[samples + 1]``."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     @classmethod
@@ -154,8 +154,11 @@ class SampleBatch:
         )
 
     def joined(self, parts: Sequence[int] | np.ndarray) -> SampleBatch:
-        """Neighbouring samples as one: each of ``parts`` says how many. Token fields are shared with this batch, sample
-        fields are those of the first."""
+        """Join neighbouring samples: each entry of ``parts`` is the number of samples that become one.
+
+        Token fields are shared with this batch; sample fields are those of the first sample. Raises `ValueError` if
+        ``parts`` do not add up to the samples, or one is below 1.
+        """
         parts = np.asarray(parts, dtype=np.int64)
         if parts.sum() != len(self) or (len(parts) and parts.min() < 1):
             raise ValueError(f"{parts.tolist()} are no parts of {len(self)} samples")
@@ -167,7 +170,7 @@ class SampleBatch:
         )
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleBatch:
-        """The given samples, in the given order."""
+        """Return the given samples, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         offsets = self.offsets
         index = (
@@ -182,7 +185,7 @@ class SampleBatch:
         )
 
     def padded(self, name: str, fill: float = 0, length: int | None = None) -> np.ndarray:
-        """A token field as ``[samples, length]``, padded on the right with ``fill``."""
+        """Return a token field as ``[samples, length]``, padded on the right with ``fill``."""
         width = int(self.lengths.max(initial=0)) if length is None else length
         values = self.tokens[name]
         out = np.full((len(self), width), fill, dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Seeds that can be derived again: a run's seed and a name give one seed, on any machine, in any order.
+"""Reproducible seeds: a run's seed and a name give the same seed on any machine, in any order.
 
 No random generator is shared between parts of a run, so what one part draws never changes what another one sees.
 """
@@ -9,7 +9,7 @@ import hashlib
 
 
 def derive_seed(run_seed: int, *parts: int | str) -> int:
-    """A seed for the named part of a run.
+    """Derive the seed of a named part of a run.
 
     ``derive_seed(seed, group_id, sample_index, turn)`` is the seed of one request. Different parts give unrelated
     seeds; ``1`` and ``"1"`` are different parts.

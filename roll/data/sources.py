@@ -1,7 +1,7 @@
-"""Where prompts come from: JSONL files and reasoning-gym's procedural tasks.
+"""Sources of prompts: JSONL files and reasoning-gym's procedural tasks.
 
-Each reader returns all rows it could read and all problems it met, so that a user sees every broken line at once.
-Files are untrusted: a line that is no UTF-8, no JSON or no prompt is named with its file and number.
+Each reader returns all rows it could read and all problems it met, so that a user sees every broken line at once. Files
+are untrusted: a line that is not UTF-8, JSON or a prompt is reported with its file and number.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ REASONING_GYM_KEY = "reasoning_gym"
 
 
 class _BadRow(ValueError):
-    """Why one line is no prompt."""
+    """Raised for a line that is no prompt; the message is the reason."""
 
 
 def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
-    """All prompts of a JSONL file, and what is wrong with the rest. ``path`` is the configuration key of the file."""
+    """Return all prompts of a JSONL file, and the problems of the other lines.
+
+    ``path`` is the configuration key of the file.
+    """
     file = Path(file_name)
     try:
         content = file.read_bytes()
@@ -87,7 +90,7 @@ def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
 
 
 def _take_first(row: dict[str, Any], *keys: str) -> Any:
-    """Remove and return the first key that the row has with a value; later ones stay in the row."""
+    """Remove and return the first key that has a value in the row; later keys stay in the row."""
     for key in keys:
         if row.get(key) is not None:
             return row.pop(key)
@@ -137,7 +140,10 @@ def _take_domain(row: dict[str, Any]) -> str:
 def read_reasoning_gym(
     source: ReasoningGymSource, position: int, path: str
 ) -> tuple[list[PromptRow], list[ConfigProblem]]:
-    """The tasks of one procedural data set, the entry itself as ground truth. ``position`` is the place in the list."""
+    """Return the tasks of one procedural data set, with the entry itself as ground truth, and the problems.
+
+    ``position`` is the data set's place in the list.
+    """
     problems = _reasoning_gym_problems(source, path)
     if problems:
         return [], problems

@@ -1,7 +1,7 @@
-"""From a row of a data set to the text and the token ids a policy starts from.
+"""Rendering: from a row of a data set to the text and the token ids that a policy starts from.
 
-What is tokenised is exactly what is shown in logs. No special token is added behind the back of the data: a raw
-prompt that needs a leading token writes it, and a chat template writes its own.
+The text that is tokenised is exactly the text in the logs. No special token is added to the data: a raw prompt that
+needs a leading token contains it, and a chat template writes its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt as its source gives it: as text, as chat messages, or as both."""
+    """One prompt as its source has it: as text, as chat messages, or as both."""
 
     prompt_id: str
     origin: str
-    """Where it was read, for error messages: ``data/train.jsonl:17``."""
+    """Place it was read from, for error messages: ``data/train.jsonl:17``."""
     text: str | None
     messages: list[Message] | None
     ground_truth: Any = None
@@ -33,11 +33,14 @@ class PromptRow:
 
 
 class RenderError(ValueError):
-    """A row that the template cannot render; the message says why."""
+    """Raised for a row that the template cannot render; the message is the reason."""
 
 
 def conversation(row: PromptRow, system_prompt: str | None = None) -> list[Message]:
-    """A prompt as messages; a text is one user message. ``system_prompt`` comes first unless the row has its own."""
+    """Return a prompt as messages; a text becomes one user message.
+
+    ``system_prompt`` comes first unless the row has a system message of its own.
+    """
     messages = row.messages or [{"role": "user", "content": row.text or ""}]
     if system_prompt is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
@@ -50,10 +53,10 @@ def render_text(
     tokenizer: PreTrainedTokenizerBase,
     system_prompt: str | None = None,
 ) -> str:
-    """The text of a prompt.
+    """Return the text of a prompt.
 
-    ``raw`` takes the row's text as it is. ``chat`` hands the row's messages (or its text, as one user message) to the
-    tokenizer's chat template with a generation prompt; ``system_prompt`` comes first unless the row has a system
+    ``raw`` returns the row's text unchanged. ``chat`` passes the row's messages (or its text, as one user message) to
+    the tokenizer's chat template with a generation prompt; ``system_prompt`` comes first unless the row has a system
     message of its own. Raises `RenderError`.
     """
     if template == "raw":
@@ -63,12 +66,12 @@ def render_text(
     messages = conversation(row, system_prompt)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as cause:  # a template is a program of its own and raises what it likes
+    except Exception as cause:  # a template is a program and may raise anything
         raise RenderError(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Token ids of each text, int32 ``[length]``, without special tokens of the tokenizer's own."""
+    """Return token ids of each text, int32 ``[length]``, without added special tokens."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)

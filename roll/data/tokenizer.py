@@ -1,7 +1,7 @@
-"""Loading a tokenizer, quickly and with a plain message when there is none.
+"""Loading of tokenizers: fast, and with a plain message if there is none.
 
-The configuration check renders the prompts before anything heavy starts, so a folder whose tokenizer needs no class
-of its own is read without importing torch (under a second). Every other tokenizer goes through `AutoTokenizer`.
+The configuration check renders the prompts before anything heavy starts. A folder whose tokenizer needs no class of its
+own is therefore read without importing torch (under a second). Every other tokenizer goes through `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Tokenizer classes that are described completely by `tokenizer.json`."""
+"""Tokenizer classes that `tokenizer.json` describes completely."""
 
 HUB_PROBE_SECONDS = 3.0
 
@@ -24,10 +24,10 @@ HUB_PROBE_SECONDS = 3.0
 def load_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, config_path: str = "pretrain"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, or of a name on the model hub.
+    """Return the tokenizer of a model folder, or of a name on the model hub.
 
     ``config_path`` is the key that named the model. Raises `ConfigError` if the folder or name does not exist, or has
-    no tokenizer that can be read.
+    no readable tokenizer.
     """
     folder = Path(name_or_path)
     if not name_or_path:
@@ -64,13 +64,13 @@ def _is_generic(folder: Path) -> bool:
 
 
 def _require_on_hub(name: str, config_path: str) -> None:
-    """A name that is no folder must be cached or on the hub. One short probe: the libraries' retries take a minute."""
+    """Raise unless a name is cached or on the hub. One short probe: the libraries' retries take a minute."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
     try:
         if not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
             model_info(name, timeout=HUB_PROBE_SECONDS)
-    except Exception as cause:  # not a name, not there, not allowed, offline: as many types as HTTP libraries
+    except Exception as cause:  # no valid name, not found, not allowed or offline: each HTTP library has its own types
         first_line = str(cause).strip().split("\n")[0]
         raise _error(
             config_path,

@@ -1,8 +1,8 @@
-"""Canaries: the same sequences scored by the trainer and by each engine, at the same version of the weights.
+"""Log-probability parity check: the trainer and each engine score the same sequences at the same weight version.
 
-Checksums say that the bytes arrived. Canaries say that the engine computes with them what the trainer does: a tensor
-put in the wrong place, a stale copy that is used in its stead, another scaling or position encoding all show here. A
-mean difference beyond the tolerance, or one that is not finite, stops the run.
+Checksums prove that the bytes arrived. This check proves that the engine computes with them what the trainer computes.
+It finds a tensor put in the wrong place, a stale copy used instead, or a different scaling or position encoding. A mean
+difference that is above the tolerance or not finite stops the run.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 from roll.distributed.weights import AttestationError
 
 SHOWN_TOKENS = 12
-"""Token ids of the worst sequence in a message."""
+"""Number of token ids of the worst sequence that an error message quotes."""
 
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """What the trainer computes for the canary sequences with the weights of one version."""
+    """The trainer's log-probabilities of the check sequences at one weight version."""
 
     version: int
     token_ids: list[np.ndarray]
     """int32 ``[length]`` each."""
     logprobs: list[np.ndarray]
-    """float32 ``[length]`` each, at temperature 1; the first entry means nothing."""
+    """float32 ``[length]`` each, at temperature 1; the first entry is meaningless."""
     tolerance: float
-    """Largest mean absolute difference in nats per token."""
+    """Largest allowed mean absolute difference, in nats per token."""
 
 
 @dataclass(frozen=True)
 class CanaryDifference:
-    """Trainer minus engine over the tokens of the canary sequences, in nats. Adds up over engines."""
+    """Trainer minus engine over the tokens of the check sequences, in nats. Can be added up over engines."""
 
     total: float = 0.0
     absolute_total: float = 0.0
@@ -50,16 +50,16 @@ class CanaryDifference:
 
     @property
     def mean(self) -> float:
-        """Nats per token, signed; 0 without tokens."""
+        """Signed mean difference in nats per token; 0 without tokens."""
         return self.total / max(self.tokens, 1)
 
     @property
     def absolute_mean(self) -> float:
-        """Nats per token, sizes only; 0 without tokens."""
+        """Mean absolute difference in nats per token; 0 without tokens."""
         return self.absolute_total / max(self.tokens, 1)
 
     def metrics(self) -> dict[str, float]:
-        """``mismatch/canary_...``: mean, mean and largest absolute difference, and the number of tokens."""
+        """Return the ``mismatch/canary_...`` metrics: mean, mean absolute and largest difference, and token count."""
         return {
             "mismatch/canary_mean": self.mean,
             "mismatch/canary_abs_mean": self.absolute_mean,
@@ -69,7 +69,7 @@ class CanaryDifference:
 
 
 def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> CanaryDifference:
-    """What the engine computes (``held``, like `CanaryScores.logprobs`) against the trainer.
+    """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
 
     Raises `AttestationError` naming the engine, the version and the worst sequence if the mean absolute difference is
     above the tolerance or not finite, or if the engine did not score every token.
@@ -91,7 +91,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
         largest=float(np.abs(everything).max(initial=0.0)),
         tokens=len(everything),
     )
-    # Written so that NaN is not within the tolerance; an infinite difference makes the mean infinite.
+    # "not <=" also catches NaN; an infinite difference makes the mean infinite.
     if not found.absolute_mean <= canaries.tolerance:
         raise AttestationError(_message(engine, canaries, held, found, differences))
     return found

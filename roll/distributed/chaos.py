@@ -1,6 +1,6 @@
-"""Harm that tests do on purpose, by the product's own ways: to a process from within, to weights on their way.
+"""Fault injection for tests: kill or freeze a process, fill its disk, or corrupt weights in transit.
 
-Reached only through the configuration's `chaos`, which has to be switched on.
+Only reachable through the configuration's `chaos`, which must be switched on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from roll.strategies.infer.base import WeightBucket
 
 Harm = Literal["kill", "freeze", "fill_disk"]
 FULL_DISK_BYTES = 2**14
-"""No file may grow beyond, so that what is small, as the summary of a run, can still be written."""
+"""Largest file that a process with a full disk can write. Small files, such as a run's summary, still fit."""
 
 
 def harm_this_process(harm: Harm, seconds: float | None) -> None:
-    """Kill it, stop it for so many seconds (None: for good), or have its disk full."""
+    """Kill this process, stop it for ``seconds`` (None: for good), or limit its files as a full disk would."""
     if harm == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif harm == "freeze":
@@ -35,7 +35,7 @@ def harm_this_process(harm: Harm, seconds: float | None) -> None:
 
 
 class SpoilingSender:
-    """A `WeightSender` that changes a byte of some versions after their checksums were taken."""
+    """A `WeightSender` that corrupts one byte of the chosen versions after their checksums were taken."""
 
     def __init__(self, sender: WeightSender, versions: Collection[int]) -> None:
         self._sender = sender
@@ -50,7 +50,7 @@ class SpoilingSender:
         return self._sender.allocate(half, index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
-        """See `WeightSender.send`; of the versions chosen one byte is another afterwards."""
+        """See `WeightSender.send`; flips one byte of the chosen versions first."""
         if version in self._versions:
             _, _, _, offset = buckets[0].tensors[0]
             buckets[0].data[offset] ^= 0xFF

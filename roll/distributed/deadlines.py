@@ -1,4 +1,4 @@
-"""Deadlines that stand still while the engines sleep: time on the devices of another role is not a request's fault."""
+"""Deadlines that pause while the engines sleep: a request is not charged for time when another role has the devices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from contextlib import asynccontextmanager
 
 
 class StoppableDeadlines:
-    """Any number of deadlines, stopped and resumed together."""
+    """Any number of deadlines that are stopped and resumed together."""
 
     def __init__(self) -> None:
         self._stopped = False
         self._seconds_left: dict[asyncio.Timeout, float] = {}
-        """As of the last stop, or as given."""
+        """Seconds left at the last stop, or the initial limit."""
 
     @asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Like `asyncio.timeout`: raises `TimeoutError` if the block takes longer, stops not counted."""
+        """Raise `TimeoutError` if the block runs longer than ``seconds``. Time during stops does not count.
+
+        Used like `asyncio.timeout`.
+        """
         async with asyncio.timeout(None if self._stopped else seconds) as deadline:
             self._seconds_left[deadline] = seconds
             try:
@@ -26,7 +29,7 @@ class StoppableDeadlines:
                 del self._seconds_left[deadline]
 
     def stop(self) -> None:
-        """Stop the clock of all deadlines. Harmless to repeat."""
+        """Stop the clock of all deadlines. Calling it twice is harmless."""
         if self._stopped:
             return
         self._stopped = True
@@ -38,7 +41,7 @@ class StoppableDeadlines:
             deadline.reschedule(None)
 
     def resume(self) -> None:
-        """Undo `stop`. Harmless to repeat."""
+        """Undo `stop`. Calling it twice is harmless."""
         if not self._stopped:
             return
         self._stopped = False

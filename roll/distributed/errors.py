@@ -1,4 +1,4 @@
-"""What can go wrong with workers, each error naming the worker and the cause."""
+"""Errors of workers. Each one names the worker and the cause."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """A call raised inside a worker. The message carries the original error; the traceback is in the worker's log.
-    ``error_type`` is the name of the original error's class."""
+    """A call raised inside a worker.
+
+    The message carries the original error; the traceback is in the worker's log. ``error_type`` is the name of the
+    original error's class.
+    """
 
     def __init__(self, worker: str, method: str, cause: str, error_type: str) -> None:
         super().__init__(f"{worker}.{method} failed: {cause}")
@@ -29,7 +32,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WritingStuck(TimeoutError):
-    """What a worker writes has not moved for too long. ``progress`` says which file, and how much of it is there."""
+    """A worker's file has not grown for too long. ``progress`` names the file and how much of it is written."""
 
     def __init__(self, worker: str, progress: object, seconds: float) -> None:
         super().__init__(

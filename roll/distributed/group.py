@@ -1,7 +1,7 @@
 """The workers of one role, as the driver sees them.
 
-Every wait ends: with the answer, with the worker's own error, with its death, or at its deadline; each of these names
-the worker. Workers are killed, not asked, when a run ends, so nothing outlives it.
+Every wait ends with the answer, the worker's own error, its death, or a timeout; each of these errors names the worker.
+At the end of a run workers are killed, not asked to stop, so none outlives it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from roll.data.actor_deaths import ACTOR_GONE, memory_death
+from roll.data.imports import driver_folders
 from roll.distributed.chaos import Harm
 from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.heartbeat import Beat
-from roll.distributed.placement import Placement, import_paths
+from roll.distributed.placement import Placement
 from roll.distributed.worker import HEALTH, Worker, WorkerIdentity, WorkerProcess
 from roll.tracking.waits import WORKER, waiting
 
 logger = logging.getLogger(__name__)
 
 DEATH_REPORT_SECONDS = 2.0
-"""A rank whose peer has died fails in the collective, often before the death itself is known."""
+"""Longest wait for the report of a death.
+
+A rank whose peer has died fails in the collective, often before the death itself is known.
+"""
 
 
 class WorkerHandle:
@@ -39,7 +43,7 @@ class WorkerHandle:
         self.host: str | None = None
         self.node: str | None = None
         self.is_local = False
-        """Whether it runs on the driver's host."""
+        """True if the worker runs on the driver's host."""
         self.port: int | None = None
 
     @property
@@ -57,19 +61,19 @@ class WorkerHandle:
         return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)
 
     async def beat(self) -> Beat:
-        """A sign of life; see `roll.distributed.heartbeat`. Waits as long as the process is silent."""
+        """Wait for a sign of life, as long as the process is silent; see `roll.distributed.heartbeat`."""
         return await self._actor.beat.remote()
 
     def harm(self, harm: Harm, seconds: float | None) -> None:
-        """Do something bad to the process, for tests; see `roll.distributed.chaos`."""
+        """Inject a fault into the process, for tests; see `roll.distributed.chaos`."""
         self._actor.harm.remote(harm, seconds)
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method of the worker without waiting; its death is noticed elsewhere."""
+        """Call a method of the worker without waiting for it; its death is noticed elsewhere."""
         self._actor.invoke.remote(method, *args)
 
     async def create(self, timeout: float) -> None:
-        """Wait until the process runs, and learn its id, node and address."""
+        """Wait until the process runs, then record its process id, host, node and port."""
         ref = self._actor.create.remote(self._class_path, self.identity)
         facts = await self._answer(ref, "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
@@ -82,18 +86,18 @@ class WorkerHandle:
                 async with asyncio.timeout(timeout):
                     return await ref
         except RayTaskError as error:
-            # First, because Ray makes it an instance of its cause's class too, such as TimeoutError.
+            # This clause comes first: Ray makes the error an instance of its cause's class too, such as TimeoutError.
             cause = error.cause if error.cause is not None else error
             raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
         except ACTOR_GONE as error:
             raise self.died(error) from error
-        except RayError as error:  # the answer got lost, with its node, say
+        except RayError as error:  # the answer was lost, for example with its node
             raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
         except TimeoutError:
             raise WorkerTimeout(self.name, method, timeout or 0.0) from None
 
     async def wait_for_death(self) -> WorkerDied:
-        """Return when the process has ended, with the cause."""
+        """Wait until the process has ended, and return the cause."""
         try:
             await self._actor.watch.remote()
         except ACTOR_GONE as error:
@@ -101,12 +105,12 @@ class WorkerHandle:
         return WorkerDied(self.name, "its watch call returned")
 
     def died(self, error: BaseException) -> WorkerDied:
-        """What is known of the end of this worker, from Ray's error."""
+        """Return what Ray's error says about the death of this worker."""
         process = f"process {self.pid}, " if self.pid is not None else ""
         return WorkerDied(self.name, f"{process}{_death_cause(error)}")
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process now."""
         ray.kill(self._actor, no_restart=True)
 
 
@@ -117,8 +121,11 @@ class WorkerGroup:
         self.workers = list(workers)
 
     async def call_all(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """The same call on every rank; answers in rank order. The first failure is raised, the others given up; the
-        death of a rank goes before what its peers say of it."""
+        """Make the same call on every rank and return the answers in rank order.
+
+        Raises the first failure and gives up the other calls. The death of a rank takes precedence over the errors of
+        its peers.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
@@ -139,7 +146,7 @@ class WorkerGroup:
                 death.cancel()
 
     async def _recent_deaths(self) -> list[WorkerDied]:
-        """Deaths that become known within `DEATH_REPORT_SECONDS`; a single rank has no peer to blame."""
+        """Return deaths reported within `DEATH_REPORT_SECONDS`; none for a single rank, which has no peers."""
         if len(self.workers) == 1:
             return []
         try:
@@ -151,7 +158,7 @@ class WorkerGroup:
             return []
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes now."""
         for worker in self.workers:
             worker.kill()
 
@@ -167,9 +174,9 @@ def start_worker(
     log_dir: str | None,
     concurrency: int = 1000,
 ) -> WorkerHandle:
-    """Start the actor of one rank; it is ready once `create` has answered."""
+    """Start the actor of one rank; it is ready once `WorkerHandle.create` has returned."""
     place = placement.place(devices)
-    identity = WorkerIdentity(role, rank, world_size, place, log_dir, tuple(import_paths()))
+    identity = WorkerIdentity(role, rank, world_size, place, log_dir, driver_folders())
     options = {
         "max_concurrency": concurrency,
         "concurrency_groups": {HEALTH: 4},
@@ -182,7 +189,7 @@ def start_worker(
 
 
 async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: float) -> WorkerGroup:
-    """Start all ranks at once; returns when every process runs."""
+    """Start all ranks at once, and return when every process runs."""
     group = WorkerGroup([build(rank) for rank in range(size)])
     try:
         await asyncio.gather(*(worker.create(timeout) for worker in group.workers))

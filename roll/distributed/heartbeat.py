@@ -1,8 +1,8 @@
-"""Signs of life of worker processes, and where they are.
+"""Signs of life of the worker processes, and the line of code that each one is in.
 
-The driver asks each worker now and then. The answer comes from a thread that does nothing else, so a worker that
-computes for minutes answers; it also says how long the worker's event loop has been stuck, and in which line of the
-program it is. No answer at all means that the process is stopped, gone, or out of reach.
+The driver asks each worker every few seconds. A thread that does nothing else answers, so a worker that computes for
+minutes still answers. The answer also says how long the worker's event loop has been stuck, and where in the program.
+No answer at all means that the process is stopped, gone or unreachable.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
-"""Between two questions."""
+"""Interval between two rounds of questions."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker says of itself."""
+    """A worker's sign of life."""
 
     loop_lag: float
-    """Seconds for which its event loop has not come round."""
+    """Seconds for which its event loop has been stuck."""
     place: str | None
-    """Where the thread that does the work (or the stuck loop) is; None: it has nothing to do."""
+    """Code location of the working thread (or of the stuck loop); None if it is idle."""
 
 
 @dataclass(frozen=True)
 class HeardBeat:
-    """A beat, and when it arrived."""
+    """A beat and its time of arrival."""
 
     beat: Beat
     at: float
 
 
 class Heartbeats:
-    """The last beat of each worker, by process, so that a new process is not taken for its predecessor."""
+    """The last beat of each process. A replacement process does not inherit its predecessor's."""
 
     def __init__(
         self, handles: Callable[[], Iterable[WorkerHandle]], *, clock: Callable[[], float] = time.time
@@ -57,11 +57,11 @@ class Heartbeats:
         self._asking: dict[WorkerHandle, asyncio.Task[None]] = {}
 
     def last(self, handle: WorkerHandle) -> HeardBeat | None:
-        """None: it has not answered yet."""
+        """Return the last beat; None if the process has not answered yet."""
         return self._heard.get(handle)
 
     async def run(self) -> None:
-        """Ask again and again, until cancelled. One that has not answered is not asked anew."""
+        """Ask every worker repeatedly, until cancelled. A worker that has not answered yet is not asked again."""
         try:
             while True:
                 present = [handle for handle in self._handles() if handle.pid is not None]
@@ -83,6 +83,6 @@ class Heartbeats:
             self._heard[handle] = HeardBeat(await handle.beat(), self._clock())
         except RayError as error:
             if is_gone_for_good(error):
-                return  # it has died, which whoever watches it reports with the cause
+                return  # it has died; the task that watches it reports the cause
             logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
         self._asking.pop(handle, None)

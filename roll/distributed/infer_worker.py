@@ -1,8 +1,8 @@
 """The process of one engine replica.
 
-Requests come in batches and completions leave in batches through one long poll, so the cost of crossing processes is
-paid per event, not per request. What is wrong with a request travels as data to whoever sent it; an engine that cannot
-go on makes the poll fail, so that the whole process is replaced.
+Requests arrive in batches and completions leave in batches through one long poll, so the cost of crossing processes is
+paid per event, not per request. A failed request is reported as data to its sender. An engine that cannot continue
+makes the poll fail, and the whole process is replaced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roll.strategies.weights import split_bucket
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine process needs to build its strategy."""
+    """Everything an engine process needs to build its strategy."""
 
     strategy_name: str
     strategy_config: dict[str, Any]
@@ -47,20 +47,20 @@ class EngineSpec:
     max_length: int
     devices_per_engine: int = 1
     shares_devices: bool = False
-    """Whether other roles use its devices in turn, so that it will have to sleep."""
+    """True if other roles use its devices in turn, so the engine has to sleep at times."""
     transport: str = "object_store"
-    """How weights come."""
+    """Name of the transport that brings the weights."""
     strategy_cls: str | None = None
-    """A class of the user's own in place of the named strategy's."""
+    """A class of the user's own, used instead of the named strategy's."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a publication is taken in."""
+    """Settings for loading a weight update."""
 
     transport: str
     bucket_bytes: int
-    """Most bytes that the engine is handed at a time."""
+    """Largest number of bytes handed to the engine at a time."""
     in_flight: PauseMode
 
 
@@ -73,13 +73,13 @@ class RequestFailed:
 
 
 class InferWorker(Worker):
-    """Wraps an `InferStrategy`."""
+    """Worker of one engine replica: runs an `InferStrategy`."""
 
     _strategy: InferStrategy
     _push_began: float
 
     async def start(self, spec: EngineSpec) -> None:
-        """Load the model."""
+        """Load the model and start the engine."""
         self._finished: list[Completion | RequestFailed] = []
         self._any_finished = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -101,7 +101,7 @@ class InferWorker(Worker):
         await self._strategy.start()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Take requests on, in order. Their ends come out of `collect`."""
+        """Start these requests, in order. `collect` returns their results."""
         for request in requests:
             self._tasks[request.request_id] = asyncio.get_running_loop().create_task(self._run(request))
 
@@ -117,8 +117,10 @@ class InferWorker(Worker):
         self._any_finished.set()
 
     async def collect(self, wait_seconds: float) -> list[Completion | RequestFailed]:
-        """Requests that ended since the last call; waits for one at most ``wait_seconds``. Raises `EngineFailed` once
-        the engine cannot go on and all that ended before is delivered."""
+        """Return the requests that finished since the last call, waiting at most ``wait_seconds`` for the first one.
+
+        Raises `EngineFailed` once the engine cannot continue and all earlier results have been delivered.
+        """
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_finished.wait()
@@ -132,15 +134,15 @@ class InferWorker(Worker):
         return finished
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """New tokens of the running requests, as `InferStrategy.progress` has them."""
+        """Return new tokens of the running requests; see `InferStrategy.progress`."""
         return await self._strategy.progress(known)
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities under the weights held now, as `InferStrategy.score` has them."""
+        """Return log-probabilities under the current weights; see `InferStrategy.score`."""
         return await self._strategy.score(token_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests, begun or not; nothing of them comes out of `collect`."""
+        """Cancel these requests, started or not; `collect` returns nothing for them."""
         for request_id in request_ids:
             task = self._tasks.pop(request_id, None)
             if task is not None:
@@ -150,11 +152,12 @@ class InferWorker(Worker):
     async def load_weights(
         self, publication: Publication, plan: LoadPlan
     ) -> tuple[WeightReceipt, dict[str, float]]:
-        """Take a publication in and attest it, stop decoding for the load only, and say what is held afterwards.
+        """Fetch a weight update, verify its checksums and load it; return the receipt and the timings.
 
-        Seconds: ``fetch`` (beside decoding), ``load``, and ``stall`` (from the end of the last step before to the
-        order for the next one). Raises `AttestationError` or `WeightMismatch` naming the tensor, with the old weights
-        still in use if what came was wrong, and paused if what is then held is.
+        Decoding stops for the load only. Timings in seconds: ``fetch`` (while decoding continues), ``load``, and
+        ``stall`` (from the end of the last step before the load to the order for the next one). The receipt is that of
+        the loaded weights. Raises `AttestationError` or `WeightMismatch` naming the tensor. If the fetched weights are
+        wrong, the old ones stay in use; if the loaded ones are wrong, the engine stays paused.
         """
         started = time.perf_counter()
         prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)
@@ -169,16 +172,16 @@ class InferWorker(Worker):
         return receipt, {"fetch": fetched - started, "load": loaded - paused, "stall": resumed - paused}
 
     async def begin_push(self, mode: PauseMode) -> None:
-        """Stop decoding: the trainer is about to push weights."""
+        """Pause decoding, because the trainer is about to push weights."""
         await self._strategy.pause(mode)
         self._push_began = time.perf_counter()
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """A call of the engine library's weight transfer, from the trainer's end of it."""
+        """Run one call of the engine library's weight transfer, sent by the trainer."""
         await self._pushed().transfer_step(step, payload)
 
     async def end_push(self, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
-        """The push has ended: attest what is held, and go on. Raises as `load_weights` does."""
+        """Verify the checksums of the pushed weights and resume decoding. Raises as `load_weights` does."""
         if publication.layout is None:
             raise ValueError("a publication that was pushed has a layout, and this one has none")
         receipt = await self._pushed().weights_pushed(publication.version, publication.layout)
@@ -194,19 +197,19 @@ class InferWorker(Worker):
         return self._strategy
 
     def _received(self, publication: Publication, plan: LoadPlan) -> Iterator[WeightBucket]:
-        """The publication's buckets in the sizes that the engine takes; drawn where the engine prepares them."""
+        """Yield the update's buckets in the sizes that the engine takes, fetched as the engine consumes them."""
         if plan.transport not in self._receivers:
             self._receivers[plan.transport] = TRANSPORTS[plan.transport].receiver()
         for bucket in self._receivers[plan.transport].receive(publication.handles, publication.version):
             yield from split_bucket(bucket, plan.bucket_bytes)
 
     async def sleep(self) -> None:
-        """Give the devices up; requests wait, and are computed anew where their caches were."""
+        """Give up the devices. Requests wait; those that lose their caches are recomputed later."""
         await self._strategy.pause("resume")
         await self._strategy.sleep()
 
     async def wake(self) -> None:
-        """Take the devices back and go on."""
+        """Take the devices back and resume decoding."""
         await self._strategy.wake()
         await self._strategy.resume()
 

@@ -1,9 +1,9 @@
-"""All replicas of the generating engine, as one engine that survives the death of a replica.
+"""All replicas of the generating engine as one engine that survives the death of a replica.
 
-A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds; when a
-replica dies its requests go on elsewhere from what was fetched, a new process takes its place with the current weights,
-and the restart is counted; too many restarts end the run with the last cause. The same call is the engine's sign of
-life. Weights reach the replicas one after the other, each update followed by an attestation.
+A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds, and the
+same call is the engine's sign of life. When a replica dies, its requests continue elsewhere from the tokens fetched so
+far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
+last cause. Weights reach the replicas one after the other, and each update is verified by checksums.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""A replica whose long poll is this late is taken for dead (a stopped process does not close its connections)."""
+"""Grace period of the long poll. A later replica counts as dead: a stopped process does not close connections."""
 PROGRESS_SECONDS = 2.0
-"""Between two looks at what the running requests have so far: the most that is generated anew after a death. A look
-costs one call and the new tokens, some kilobytes."""
+"""Interval between two fetches of new tokens. It bounds how much is generated again after a death. A fetch costs one
+call and the new tokens, a few kilobytes."""
 
 
 class RequestError(RuntimeError):
-    """The engine refused or lost a request for a reason that a retry does not cure."""
+    """The engine refused or lost a request for a reason that a retry would not cure."""
 
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A request that a replica works on."""
+    """A request that a replica is working on."""
 
     response: PartialResponse
     future: asyncio.Future[Completion]
@@ -77,8 +77,10 @@ class Replica:
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        """Around a change of its weights, or sleep or wake: one of these at a time. Each call in it has a deadline of
-        its own, so the engine's silence meanwhile means nothing."""
+        """Hold the lock for one change: loading weights, sleeping or waking.
+
+        Each call inside has its own deadline, so the engine's silence during a change is not taken for a death.
+        """
         async with AsyncExitStack() as change:
             with waiting(f"changes of {self.name}", "another change of its weights"):
                 await change.enter_async_context(self._changing)
@@ -89,10 +91,10 @@ class Replica:
                 self._changed_at = asyncio.get_running_loop().time()
 
     async def generate(self, response: PartialResponse) -> Completion:
-        """Run what is missing of a response; all requests of one turn of the event loop leave in one call.
+        """Generate the rest of a response. All requests made in one turn of the event loop leave in one call.
 
-        The engine knows it by a name of its own, so that a request which is tried again is never answered with what
-        is left of its aborted first try. After `WorkerDied` the response has what was known of this attempt.
+        Each attempt has its own request id in the engine, so a retried request is never answered with leftovers of an
+        aborted attempt. After `WorkerDied` the response keeps the tokens that were known of this attempt.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -130,12 +132,14 @@ class Replica:
         if any(request is waiting for waiting in self._outgoing):
             self._outgoing = [waiting for waiting in self._outgoing if waiting is not request]
             return
-        # Not at once: the call that submits the request may itself be about to leave.
+        # Not immediately: the call that submits the request may be about to leave.
         asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
 
     async def serve(self) -> WorkerDied:
-        """Deliver ended requests and keep the tokens of running ones until the process dies or its engine cannot go
-        on; then every open request ends with `WorkerDied`. Returns the first cause."""
+        """Deliver results and record tokens until the process dies or its engine fails, and return the first cause.
+
+        By then every open request has failed with `WorkerDied`.
+        """
         with unobserved():
             watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
         try:
@@ -169,7 +173,7 @@ class Replica:
             return WorkerDied(self.name, str(error))
 
     async def _look(self) -> None:
-        """Fetch the new tokens of the open requests. A late answer may be dropped: the next look asks for the same."""
+        """Fetch the new tokens of the open requests. A late answer may be dropped: the next fetch asks again."""
         known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
         try:
             chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
@@ -194,7 +198,7 @@ class Replica:
             open_request.future.set_result(ended)
 
     def fail_all(self, death: WorkerDied) -> WorkerDied:
-        """End every open request with the first cause reported, say that the replica is gone, and return that cause."""
+        """Fail every open request with the first cause reported, report the death, and return that cause."""
         self._death = self._death or death
         self._on_death(self, self._death)
         for open_request in self._pending.values():
@@ -203,7 +207,7 @@ class Replica:
         return self._death
 
     def give_up(self, cause: str) -> WorkerDied:
-        """End a process that lives but cannot be used; returns its death."""
+        """Kill a process that lives but cannot be used, and return its death."""
         death = self.fail_all(WorkerDied(self.name, cause))
         self.handle.kill()
         return death
@@ -211,7 +215,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What the pool of replicas needs to know."""
+    """Settings of the pool of replicas."""
 
     transport: str
     in_flight: PauseMode
@@ -226,29 +230,29 @@ class PoolSettings:
 
 @dataclass
 class Loaded:
-    """What came of bringing a publication to the replicas."""
+    """Result of a weight update over all replicas."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
     """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
     canaries: CanaryDifference | None = None
-    """Over the replicas that were compared; None: none was."""
+    """Sum over the compared replicas; None if none was compared."""
 
 
 class WeightSource(Protocol):
-    """Who pushes weights, where they are pushed."""
+    """The trainer's side of pushed weights."""
 
     async def push(self, version: int, target: PushTarget) -> None:
-        """Put a version into one engine, which is paused."""
+        """Push a version into one paused engine."""
 
     def disconnect(self, name: str) -> None:
-        """An engine is gone; no push may wait for it."""
+        """Drop the connection to a dead engine, so that no push waits for it."""
 
 
 class InferencePool:
-    """The replicas of one role."""
+    """All replicas of one role."""
 
     weight_source: WeightSource
-    """Set before the first publication, if that is to be pushed."""
+    """Set before the first update if weights are to be pushed."""
 
     def __init__(
         self,
@@ -277,9 +281,9 @@ class InferencePool:
         self._none_starting.set()
         self.restarts = 0
         self.reissued = 0
-        """Requests issued again after a death."""
+        """Number of requests issued again after a death."""
         self.resumed_tokens = 0
-        """Tokens that these already had and kept."""
+        """Number of tokens that reissued requests already had and kept."""
         self.completed = 0
 
     @property
@@ -288,13 +292,13 @@ class InferencePool:
         return self._spec.dtype
 
     async def start(self) -> None:
-        """Start every replica. They serve requests from the first publication on."""
+        """Start every replica. They serve requests once the first weight update has arrived."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._start_replica(index))
 
     async def run(self) -> None:
-        """Look after the replicas; returns never, raises `WorkerDied` when they die too often."""
+        """Supervise the replicas. Never returns; raises `WorkerDied` when they die too often."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._names)):
                 group.create_task(self._supervise(index))
@@ -302,8 +306,10 @@ class InferencePool:
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run a request to its end, going on with another replica if the first one dies; none of its tokens is older
-        than ``min_version``, and none is older than the one before it."""
+        """Run a request to its end, continuing on another replica if one dies.
+
+        No token is older than ``min_version``, and none is older than the token before it.
+        """
         response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
         completion = await self._attempt(response, sticky_key)
         while completion is None:
@@ -316,7 +322,7 @@ class InferencePool:
         return completion
 
     async def _attempt(self, response: PartialResponse, sticky_key: str | None) -> Completion | None:
-        """The whole response; None if the replica dies on it."""
+        """Return the whole response, or None if the replica dies while generating it."""
         async with self._router.lease(
             timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
         ) as name:
@@ -332,9 +338,11 @@ class InferencePool:
                 ) from None
 
     async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
-        """Bring every live replica to this version, one after the other, and compare ``canaries`` with each. The half
-        that the version lies in was acquired before. A replica that dies meanwhile comes back with this version by
-        itself. Raises `AttestationError`."""
+        """Bring every live replica to this version, one after the other, and run the parity check on each.
+
+        The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
+        version when it restarts. Raises `AttestationError`.
+        """
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
@@ -349,8 +357,11 @@ class InferencePool:
         return loaded
 
     async def offload_states(self) -> None:
-        """Put every replica to sleep: its requests wait, its weights and caches leave the devices. One that is just
-        starting gets there first, within the deadline of its start: before, it cannot leave them."""
+        """Put every replica to sleep: requests wait, weights and caches leave the devices.
+
+        A replica that is still starting finishes its start first, within its deadline: it cannot leave the devices
+        earlier.
+        """
         self._awake.clear()
         self._deadlines.stop()
         with waiting("replicas that start", "the end of their start"):
@@ -364,7 +375,7 @@ class InferencePool:
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
-        """What each live replica says of itself, and its ``name``."""
+        """Return the statistics of each live replica, with its ``name`` added."""
         answers = []
         for replica in list(self._replicas.values()):
             try:
@@ -375,20 +386,23 @@ class InferencePool:
         return answers
 
     def forget(self, sticky_key: Hashable) -> None:
-        """No request with this key will come any more."""
+        """Drop the routing entry of a key for which no more requests will come."""
         self._router.forget(sticky_key)
 
     def handles(self) -> list[WorkerHandle]:
-        """The processes of the replicas that run."""
+        """Return the processes of the running replicas."""
         return [replica.handle for replica in self._replicas.values()]
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes now."""
         for replica in self._replicas.values():
             replica.handle.kill()
 
     async def _start_replica(self, index: int) -> None:
-        """Start a replica with the present weights, on devices that are the engines' until it is there."""
+        """Wait until the engines have the devices, then start a replica with the current weights.
+
+        The engines keep the devices until the replica is up.
+        """
         while not self._awake.is_set():
             await self._awake.wait()
         self._starting += 1
@@ -414,7 +428,7 @@ class InferencePool:
                     await self._load(replica, publication, self._canaries, Loaded())
                 await self._settle(replica)
         except BaseException as error:
-            # Requests may have come as soon as its weights were there.
+            # Requests may have arrived as soon as the replica had its weights.
             replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
             self._replicas.pop(self._names[index], None)
             handle.kill()
@@ -439,8 +453,11 @@ class InferencePool:
                     death = again
 
     def _publication_for(self, replica: Replica) -> Publication | None:
-        """What a replica that has just started is to load; None while that is not there: the next `publish` brings
-        it."""
+        """Return the weight update that a starting replica must load.
+
+        Returns None if the replica is up to date, or if no buffer holds the update any more. Then the next `publish`
+        brings one.
+        """
         publication = self._publication
         if publication is None or replica.version >= publication.version:
             return None
@@ -449,8 +466,10 @@ class InferencePool:
     async def _load(
         self, replica: Replica, publication: Publication, canaries: CanaryScores | None, loaded: Loaded
     ) -> None:
-        """Bring one replica to a version, if it is behind, and prove it. Requests that need this version reach it only
-        afterwards."""
+        """Bring one replica to a version if it is behind, and verify it.
+
+        Requests that need this version reach the replica only afterwards.
+        """
         if replica.version >= publication.version:
             return
         self.buffers.hold(publication.version, replica)
@@ -478,8 +497,10 @@ class InferencePool:
             self._router.mark_live(replica.name, publication.version)
 
     async def _push(self, replica: Replica, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
-        """Have the trainer put its weights into a paused replica. A replica that does not take them is replaced; what
-        goes wrong in the trainer ends the run."""
+        """Have the trainer push its weights into a paused replica.
+
+        A replica that fails to take them is replaced. A failure in the trainer stops the run.
+        """
         await self._change(replica, "begin_push", self._settings.in_flight)
         target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
         pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
@@ -488,7 +509,7 @@ class InferencePool:
         try:
             await asyncio.wait([pushing, death], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not pushing.done():
-                # The transfer of a library waits for a dead peer for ever; closing the connection ends that.
+                # The library's transfer waits for a dead peer for ever; closing the connection ends the wait.
                 self.weight_source.disconnect(replica.name)
                 cause = death.result().cause if death.done() else f"no push of weights ended within {seconds:g} s"
                 raise replica.give_up(cause)
@@ -504,8 +525,11 @@ class InferencePool:
         return await self._change(replica, "end_push", publication)
 
     async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
-        """Call what changes a replica, or follows a change. One that takes too long, or whose engine fails in it, is
-        ended and replaced like one that died; raises its `WorkerDied`."""
+        """Call a method that changes a replica or follows a change.
+
+        A replica that takes too long, or whose engine fails in the call, is killed and replaced; its `WorkerDied` is
+        raised.
+        """
         seconds = self._settings.publish_timeout_seconds
         try:
             return await replica.handle.call(method, *args, timeout=seconds)
@@ -526,13 +550,13 @@ class InferencePool:
                 continue
 
     async def _settle(self, replica: Replica) -> None:
-        """Let a replica sleep or wake as the pool does; one that has just been restarted may be behind."""
+        """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""
         if replica.asleep == self._awake.is_set():
             method = "wake" if self._awake.is_set() else "sleep"
             await self._change(replica, method)
             replica.asleep = method == "sleep"
 
     def _report_death(self, replica: Replica, death: WorkerDied) -> None:
-        # A late report about a predecessor says nothing about the process that took its place.
+        # A late report about a predecessor says nothing about the process that replaced it.
         if self._replicas.get(replica.name) is replica:
             self._router.mark_dead(replica.name, death.cause)

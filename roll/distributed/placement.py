@@ -1,8 +1,8 @@
-"""From device numbers to places in a Ray cluster.
+"""Mapping of device numbers to places in a Ray cluster.
 
 Device ``i`` lives on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per
-node, so that a run either has its devices or fails at the start with what is missing. Workers of several roles may
-then share a device: they take no Ray resources of their own beyond the reservation, and see exactly their devices.
+node, so a run either gets its devices or fails at the start and says what is missing. Workers of several roles may then
+share a device: they take no Ray resources beyond the reservation, and see exactly their own devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where one worker goes and what it sees."""
+    """The node and the devices of one worker."""
 
     node: int
     device: Literal["cpu", "cuda"]
     local_devices: tuple[int, ...]
-    """CPU slots or physical GPU numbers on that node."""
+    """CPU slots, or physical GPU numbers on that node."""
     cpu_threads: int
 
 
@@ -41,7 +40,7 @@ class RaySession:
     """A connection to Ray: the cluster at ``address``, or a local one that ends with the session."""
 
     def __init__(self, config: ClusterConfig, *, local_cpus: int, link: Path | None = None) -> None:
-        """``link``: where a link to the folder of Ray's own logs is put, if that is on this host."""
+        """Remember the settings. ``link``: path for a link to Ray's own logs, if their folder is on this host."""
         self._config = config
         self._local_cpus = local_cpus
         self._link = link
@@ -68,8 +67,10 @@ class RaySession:
 
 
 def link_to_logs(link: Path) -> None:
-    """Link to the folder of Ray's own logs, if it is on this host; a run can do without. Ray tells of that folder by
-    the socket of this host's node."""
+    """Link to the folder of Ray's own logs if it is on this host; a run works without the link.
+
+    The folder is found from the path of the node's raylet socket.
+    """
     here = ray.get_runtime_context().get_node_id()
     (socket,) = [node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here]
     folder = Path(socket).parent.parent / "logs"
@@ -100,8 +101,11 @@ class Placement:
         self._nodes: list[dict[str, Any]] = []
 
     async def reserve(self) -> None:
-        """Reserve every device. Raises `PlacementError` with what the cluster has when it does not have them; then
-        nothing stays reserved or waiting."""
+        """Reserve every device.
+
+        Raises `PlacementError` that says what the cluster has if the devices are not available; nothing stays reserved
+        or pending then.
+        """
         config = self._config
         per_node = float(config.num_devices_per_node)
         resources = {"CPU": per_node} if config.device == "cpu" else {"GPU": per_node, "CPU": 1.0}
@@ -132,7 +136,7 @@ class Placement:
         return [await probe for probe in probes]
 
     def place(self, devices: Sequence[int]) -> WorkerPlace:
-        """The place of a worker that owns these devices, all of one node."""
+        """Return the place of a worker that owns these devices. Raises `PlacementError` if they span several nodes."""
         per_node = self._config.num_devices_per_node
         nodes = {device // per_node for device in devices}
         if len(nodes) != 1:
@@ -145,11 +149,11 @@ class Placement:
         return WorkerPlace(node, self._config.device, tuple(local), threads * len(devices))
 
     def actor_options(self, place: WorkerPlace) -> dict[str, Any]:
-        """Ray options that put an actor at its place."""
+        """Return the Ray options that put an actor at its place."""
         return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": self._strategy(place.node)}
 
     def release(self) -> None:
-        """Give the devices back."""
+        """Release the devices."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
@@ -179,10 +183,5 @@ class Placement:
 
 
 def local_cpu_slots(config: ClusterConfig) -> int:
-    """CPUs that a local Ray must offer: one per slot."""
+    """Return how many CPUs a local Ray must offer: one per slot and one more."""
     return max(config.num_devices_per_node, os.cpu_count() or 1) + 1
-
-
-def import_paths() -> list[str]:
-    """Where the driver finds modules, for workers that import the user's own code."""
-    return [str(Path.cwd())] + [entry for entry in sys.path if entry]

@@ -1,7 +1,8 @@
-"""The trainer's side of a publication, on every rank: gather into a half, hand over, push.
+"""The trainer's part of a weight update, on every rank: gather into a buffer, hand over, push.
 
-Two ways. With buckets, the first rank packs the weights into the transport's memory and engines fetch them from there.
-With a push, copies stay on the devices and the engine library's own transfer takes them, engine by engine.
+There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
+them from there. With a push, copies stay on the devices and the engine library's own transfer sends them, engine by
+engine.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightPublisher(Protocol):
-    """What a trainer rank does with its weights."""
+    """The trainer rank's interface for handing out weights."""
 
     def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """Copy the weights aside, floating-point ones cast to ``dtype``. All ranks draw all of ``weights``."""
+        """Copy the weights, casting floating-point ones to ``dtype``. Every rank must consume all of ``weights``."""
 
     def send(self, version: int) -> Publication:
-        """What engines need to know of a gathered version. On the first rank only, beside training."""
+        """Return what engines need to know about a gathered version. First rank only; runs while training continues."""
 
     def push(self, version: int, target: PushTarget) -> None:
-        """Put a version into one engine, which is paused. On all ranks."""
+        """Push a version into one paused engine. Every rank calls this."""
 
     def disconnect(self, name: str) -> None:
-        """The engine of this name is gone."""
+        """Drop the connection to a dead engine."""
 
     def release(self, version: int) -> None:
-        """No engine will ask for this version again."""
+        """Release a version that no engine will ask for again."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Weights copied out of the trainer, waiting to be sent."""
+    """Weights copied out of the trainer, ready to be sent."""
 
     half: int
     buckets: list[WeightBucket]
@@ -56,7 +57,7 @@ class Gathered:
 
 
 class BucketPublisher:
-    """Through memory or files that engines read."""
+    """A publisher that writes to memory or files that engines read."""
 
     def __init__(self, spec: TransportSpec, rank: int) -> None:
         sender = TRANSPORTS[spec.name].sender(spec)
@@ -76,7 +77,7 @@ class BucketPublisher:
         self._gathered[version] = Gathered(half, buckets, time.perf_counter() - started)
 
     def send(self, version: int) -> Publication:
-        """Take the checksums, and hand the buckets to the transport."""
+        """Take the checksums, hand the buckets to the transport, and return what engines need to know."""
         started = time.perf_counter()
         gathered = self._gathered.pop(version)
         parameter_count, checksums = manifest(gathered.buckets)
@@ -91,11 +92,11 @@ class BucketPublisher:
         )
 
     def push(self, version: int, target: PushTarget) -> None:
-        """Never called: engines fetch."""
+        """Raise ``RuntimeError``: engines fetch buckets, so this is never called."""
         raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
 
     def disconnect(self, name: str) -> None:
-        """Nothing is connected."""
+        """Do nothing: nothing is connected."""
 
     def release(self, version: int) -> None:
         """See `WeightPublisher.release`."""
@@ -103,17 +104,21 @@ class BucketPublisher:
 
 
 class PushPublisher:
-    """Through the engine library's own transfer, from device to device."""
+    """A publisher that uses the engine library's own transfer, from device to device."""
 
     def __init__(self, pusher: WeightPusher, rank: int, *, all_ranks: bool) -> None:
-        """``all_ranks``: every rank keeps a copy (engines read the one on their own device); else the first one."""
+        """Keep the pusher.
+
+        ``all_ranks``: every rank keeps a copy (an engine reads the one on its own device); otherwise only the first
+        rank does.
+        """
         self._pusher = pusher
         self._keeps = all_ranks or rank == 0
         self._halves: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
 
     def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """See `WeightPublisher.gather`; ``bucket_bytes`` is the transfer's own matter."""
+        """See `WeightPublisher.gather`; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
         self._halves = {other: each for other, each in self._halves.items() if each != half} | {version: half}
         if self._keeps:
@@ -124,7 +129,7 @@ class PushPublisher:
         self._seconds[version] = time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
-        """Take the checksums; the bytes follow when each engine is paused."""
+        """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
         started = time.perf_counter()
         halves, half = self._pusher.halves, self._halves[version]
         layout = halves.layout(half)
@@ -148,11 +153,11 @@ class PushPublisher:
         self._pusher.disconnect(name)
 
     def release(self, version: int) -> None:
-        """The memory is kept for the next version."""
+        """Do nothing: the next version reuses the memory."""
 
 
 def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPublisher:
-    """The publisher of a rank for the configured transport."""
+    """Return the publisher of a rank for the configured transport."""
     if spec.name not in WEIGHT_BACKENDS:
         return BucketPublisher(spec, rank)
     pusher = WeightPusher(spec.name, rank, host, spec.bucket_bytes, spec.timeout_seconds)
@@ -160,6 +165,6 @@ def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPubli
 
 
 def _draw(weights: NamedTensors) -> None:
-    """Join the collectives that ``weights`` is made of."""
+    """Consume ``weights`` to take part in its collectives."""
     for _ in weights:
         pass

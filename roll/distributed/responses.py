@@ -1,9 +1,9 @@
-"""A response put together from what several engines produced, so that the death of one costs no token it told of.
+"""A response assembled from the output of several engines. An engine's death loses no token that it had reported.
 
-Each attempt asks for what is still missing: prompt plus tokens so far, at the next place of the request's random
-stream, from an engine whose weights are not older than those of the last token. So versions never fall along a
-response, every token is at least as new as the request demands, and a continued response is sampled as an uninterrupted
-one would be.
+Each attempt requests what is still missing: the prompt plus the tokens so far, at the next position of the request's
+random stream, from an engine whose weights are at least as new as those of the last token. Versions therefore never
+decrease along a response, every token is at least as new as the request demands, and a continued response is sampled
+exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from roll.strategies.infer.base import Completion, FinishReason, GenerateRequest
 
 
 class PartialResponse:
-    """The tokens of one request so far: those of attempts that are over, and what is known of the present one."""
+    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
 
     def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
-        """``max_length``: tokens that an engine holds, prompt plus response."""
+        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
         self._request = request
         self._min_version = min_version
         room = max_length - len(request.prompt_token_ids)
@@ -31,22 +31,22 @@ class PartialResponse:
 
     @property
     def request_id(self) -> str:
-        """Of the request as its owner knows it."""
+        """The request id that the caller chose."""
         return self._request.request_id
 
     @property
     def attempt_tokens(self) -> int:
-        """How many tokens of the present attempt are known."""
+        """Number of known tokens of the current attempt."""
         return _count(self._attempt)
 
     @property
     def min_version(self) -> int | None:
-        """Oldest weights that may go on with it; None: any."""
+        """Oldest weight version that may continue the response; None if any may."""
         newest = max((int(chunk.versions.max()) for chunk in self._settled if len(chunk.versions)), default=None)
         return max((version for version in (self._min_version, newest) if version is not None), default=None)
 
     def remaining(self) -> GenerateRequest:
-        """The request for what is missing."""
+        """Return the request for the missing part."""
         tokens = [chunk.token_ids for chunk in self._settled]
         count = _count(self._settled)
         return replace(
@@ -57,13 +57,12 @@ class PartialResponse:
         )
 
     def add(self, chunk: TokenChunk) -> None:
-        """The next tokens of the present attempt."""
+        """Append the next tokens of the current attempt."""
         if len(chunk.token_ids) or chunk.finish_reason is not None:
             self._attempt.append(chunk)
 
     def cut_off(self) -> int:
-        """The engine of the present attempt is gone: what is known of it stays, and the next attempt begins. Returns
-        how many tokens that is."""
+        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
         kept, self._attempt = self._attempt, []
         self._settled += kept
         self._finish_reason = kept[-1].finish_reason if kept else None
@@ -73,13 +72,13 @@ class PartialResponse:
 
     @property
     def completion(self) -> Completion | None:
-        """The whole response, if the attempts that were cut off have already brought all of it."""
+        """The whole response if the interrupted attempts already contain all of it, else None."""
         if self._finish_reason is not None and self._finish_reason != "abort":
             return self._completion(self._settled, self._finish_reason)
         return None
 
     def joined_to(self, completion: Completion) -> Completion:
-        """The whole response, of which the present attempt has brought the rest."""
+        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
         rest = TokenChunk(completion.token_ids, completion.logprobs, completion.versions)
         return self._completion([*self._settled, rest], completion.finish_reason)
 

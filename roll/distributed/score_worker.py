@@ -10,7 +10,7 @@ from roll.strategies.score.base import Conversation, Scored, ScorerSetup, ScoreS
 
 
 class ScoreWorker(Worker):
-    """Wraps a `ScoreStrategy`."""
+    """Worker of one copy of a reward model: runs a `ScoreStrategy`."""
 
     _strategy: ScoreStrategy
 
@@ -23,11 +23,11 @@ class ScoreWorker(Worker):
         self._strategy = build_score_strategy(strategy_name, setup, strategy_cls)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
-        """Scores in the order of the conversations."""
+        """Return the scores in the order of the conversations."""
         return await self.in_thread(self._strategy.score, conversations)
 
     async def offload_states(self) -> None:
-        """Move what is on the device to the host's memory."""
+        """Move the device's tensors to host memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:

@@ -1,9 +1,9 @@
-"""A reward model seen from the driver: score these responses, whatever happens to its processes.
+"""A reward model seen from the driver: it scores responses, whatever happens to its processes.
 
-Responses of many groups share a batch. A call has one of three ends: an output for every response, `RewardFailed`
-naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced; the groups it held are
-scored again, each in a batch of its own, so that one whose responses kill the process (too long for the memory) takes
-no other along. The reward's devices are held while it computes, and may belong to other roles in between.
+Responses of many groups share a batch. A call ends in one of three ways: an output for every response, `RewardFailed`
+naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced. The groups in its batch are
+scored again, each in its own batch. So a group whose responses kill the process (for example, too long for the memory)
+makes no other group fail. The reward's devices are held while it computes, and may belong to other roles in between.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from roll.tracking.waits import apart, holding
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 10.0
-"""Longest wait for a killed process to be gone."""
+"""Longest wait for a killed process to disappear."""
 
 
 class ModelNotStarted(RewardFailed):
-    """A process did not start, through no fault of the responses that wait for it."""
+    """A process did not start; the waiting responses are not to blame."""
 
 
 class Devices(Protocol):
@@ -39,28 +39,28 @@ class Devices(Protocol):
 
     @property
     def contended(self) -> bool:
-        """Whether another role waits."""
+        """True if another role is waiting for the devices."""
 
     def hold(self, role: str) -> AbstractAsyncContextManager[None]:
-        """The devices, as long as the context is open; what the role has is loaded onto them."""
+        """Hold the devices while the context is open, with the role's states loaded onto them."""
 
     def register(self, role: str, resident: ScorePool) -> None:
-        """From now on ``resident`` is told to load and offload for this role."""
+        """Register the object that loads and offloads the role's states."""
 
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """How a reward model is used."""
+    """Settings of a reward model."""
 
     strategy_name: str
     setup: ScorerSetup
     wait_seconds: float
-    """How long a batch waits for responses of other groups; 0: none has any but one group's."""
+    """Longest wait of a batch for responses of other groups, in seconds. With 0 a batch never mixes groups."""
     call_timeout_seconds: float
     start_timeout_seconds: float
     max_retries: int
     strategy_cls: str | None = None
-    """A class of the user's own in place of the named strategy's."""
+    """A class of the user's own, used instead of the named strategy's."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class ScoreCounts:
     samples: int = 0
     calls: int = 0
     restarts: int = 0
-    """Processes replaced."""
+    """Number of processes replaced."""
     truncated: int = 0
-    """Samples that lost their beginning."""
+    """Number of samples whose beginning was cut off."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Request:
     answer: asyncio.Future[list[Scored]]
     failures: int = 0
     alone: bool = False
-    """Whether it shares its batch with no other: one of a batch may be guilty."""
+    """True if it must not share a batch, because it may be the one that made its last batch fail."""
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -92,7 +92,7 @@ class _Request:
 
 @dataclass
 class _Replica:
-    """One place for a process; the process in it may change."""
+    """A slot for one process; the process in it may be replaced."""
 
     index: int
     handle: WorkerHandle | None = None
@@ -100,7 +100,7 @@ class _Replica:
 
 @dataclass
 class _Queue:
-    """Requests that wait, first come, first served."""
+    """Waiting requests, first come, first served."""
 
     batch_size: int
     requests: deque[_Request] = field(default_factory=deque)
@@ -116,7 +116,7 @@ class _Queue:
         self._signal()
 
     def take(self, together: bool) -> list[_Request]:
-        """The next batch; requests whose callers have gone are left out. Empty if nothing waits."""
+        """Return the next batch, without requests whose callers are gone. Empty if nothing waits."""
         taken: list[_Request] = []
         samples = 0
         while self.requests and samples < self.batch_size:
@@ -153,8 +153,10 @@ class ScorePool:
         devices: Devices,
         on_event: Callable[[str], None],
     ) -> None:
-        """``role`` is the reward's path (``rewards.chat``); ``start`` starts the process of a replica. Nothing starts
-        here."""
+        """Prepare the pool without starting anything.
+
+        ``role`` is the reward's path (``rewards.chat``); ``start`` starts the process of a replica.
+        """
         self.counts = ScoreCounts()
         self.busy = BusySpans()
         self._role = role
@@ -169,7 +171,7 @@ class ScorePool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the processes and load the model in each. Raises a group of `RewardFailed` with the causes."""
+        """Start the processes and load the model in each. Raises an `ExceptionGroup` of `RewardFailed`."""
         async with self._devices.hold(self._role):
             async with asyncio.TaskGroup() as tasks:
                 for replica in self._replicas:
@@ -180,11 +182,11 @@ class ScorePool:
                 self._tasks.append(asyncio.create_task(self._serve(replica)))
 
     def handles(self) -> list[WorkerHandle]:
-        """The processes at this moment."""
+        """Return the current processes."""
         return [replica.handle for replica in self._replicas if replica.handle is not None]
 
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Outputs in the order of the responses, usually those of one group. Raises `RewardFailed`."""
+        """Return outputs in the order of the responses, which usually belong to one group. Raises `RewardFailed`."""
         if self._failure is not None or self._closed:
             cause = f": {describe(self._failure)}" if self._failure is not None else ""
             raise RewardFailed(f"{self._role} is no longer running{cause}") from self._failure
@@ -201,7 +203,7 @@ class ScorePool:
         return [_output(scored) for scored in results]
 
     async def shutdown(self) -> None:
-        """Kill the processes; scores under way are cancelled. May be called twice."""
+        """Kill the processes and cancel running scores. May be called twice."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -213,11 +215,11 @@ class ScorePool:
             request.answer.cancel()
 
     async def load_states(self) -> None:
-        """Bring the models back to their devices."""
+        """Load the models onto their devices."""
         await self._on_all("load_states")
 
     async def offload_states(self) -> None:
-        """Take the models off their devices."""
+        """Offload the models from their devices."""
         await self._on_all("offload_states")
 
     async def _on_all(self, method: str) -> None:
@@ -226,7 +228,7 @@ class ScorePool:
                 tasks.create_task(self._move(replica, method))
 
     async def _move(self, replica: _Replica, method: str) -> None:
-        """A process that cannot move its model is ended: that leaves the devices, too."""
+        """Load or offload one process. A process that fails to do so is killed, which also frees the devices."""
         if replica.handle is None:
             return
         try:
@@ -235,12 +237,12 @@ class ScorePool:
             await self._lose(replica, failure)
 
     async def _serve(self, replica: _Replica) -> None:
-        """Score what comes, until cancelled."""
+        """Score batches until cancelled."""
         try:
             with holding(self._role, "to score"):
                 await self._serve_batches(replica)
         except Exception as failure:
-            # Nothing here is expected to fail. Whoever waits must not wait for ever.
+            # Nothing here is expected to fail, but if it does, waiting callers must not hang.
             logger.error("%s broke down", self._role, exc_info=failure)
             self._failure = failure
             while requests := self._queue.take(together=True):
@@ -256,7 +258,7 @@ class ScorePool:
                         break
 
     async def _batch_waits(self) -> None:
-        """Return when there is work, and it is either a batch or has waited long enough for more."""
+        """Return when work is waiting and either fills a batch or has waited long enough for more."""
         await self._queue.arrived.wait()
         if self._settings.wait_seconds > 0:
             try:
@@ -266,7 +268,7 @@ class ScorePool:
                 return
 
     async def _score(self, replica: _Replica, requests: list[_Request]) -> None:
-        """One call, and what becomes of it."""
+        """Score one batch, and deliver, retry or fail its requests."""
         conversations = [conversation for request in requests for conversation in request.conversations]
         try:
             handle = await self._fill(replica)
@@ -281,7 +283,7 @@ class ScorePool:
         except WorkerFailed as failure:
             self._score_again(requests, failure)
             if len(requests) == 1:
-                # A device that was used wrongly once may fail for good in this process (CUDA's errors do).
+                # After an error the device may stay unusable in this process (CUDA errors do that).
                 await self._lose(replica, failure)
         except Exception as failure:
             self._fail(requests, self._broke_down(failure))
@@ -296,8 +298,11 @@ class ScorePool:
                     request.answer.set_result(own)
 
     def _score_again(self, requests: list[_Request], failure: Exception, *, each_failed: bool = False) -> None:
-        """Each by itself. One that was by itself (or, with ``each_failed``, any of them) has failed, and may do so
-        ``max_retries`` times."""
+        """Queue the requests again; unless ``each_failed``, each one for a batch of its own.
+
+        A request that was alone in its batch (with ``each_failed``: every request) counts a failure. After more than
+        ``max_retries`` failures it fails.
+        """
         kept = []
         for request in requests:
             request.failures += each_failed or len(requests) == 1
@@ -327,7 +332,7 @@ class ScorePool:
             request.answer.cancel()
 
     async def _fill(self, replica: _Replica) -> WorkerHandle:
-        """The process in this place; a new one, its model loaded, if there is none."""
+        """Return the process of this slot, starting a new one and loading the model if there is none."""
         if replica.handle is not None:
             return replica.handle
         replica.handle = self._start_process(replica.index)
@@ -351,7 +356,7 @@ class ScorePool:
         await self._end(replica)
 
     async def _end(self, replica: _Replica) -> None:
-        """Kill a process and wait until it is gone, and its memory of the devices with it."""
+        """Kill a process and wait until it is gone, so that its device memory is free."""
         handle = replica.handle
         self._kill(replica)
         if handle is None:
@@ -369,7 +374,7 @@ class ScorePool:
 
 
 def describe(failure: BaseException) -> str:
-    """Type and message."""
+    """Return the type and the message of an exception."""
     return f"{type(failure).__name__}: {failure}"
 
 
@@ -379,5 +384,5 @@ def _output(scored: Scored) -> RewardOutput:
 
 
 def given(record: RewardInput) -> list[dict[str, str]]:
-    """The prompt as messages; its text, where it has none, as one of the user."""
+    """Return the prompt as messages; a prompt without messages becomes one user message of its text."""
     return list(record.messages) or [{"role": "user", "content": record.prompt_text}]

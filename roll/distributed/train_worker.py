@@ -1,7 +1,7 @@
 """The process of one trainer rank (or of one rank of a forward-only role).
 
-All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them
-aside and returns, so that training may go on; `send` takes their checksums and hands them over from another thread.
+All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them and
+returns, so that training may continue; `send` takes their checksums and hands them over from another thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from roll.tracking.files import sync_file
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What a trainer process needs to build its strategy."""
+    """Everything a trainer process needs to build its strategy."""
 
     config: WorkerConfig
     model_path: str
@@ -47,12 +47,12 @@ class TrainerSpec:
     seed: int
     transport: TransportSpec
     restore_from: Path | None = None
-    """Folder of a training state to go on from."""
+    """Folder of the training state to resume from."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How one training step uses its batch."""
+    """Settings for the use of a batch in one training step."""
 
     step: int
     epochs: int
@@ -62,13 +62,13 @@ class TrainPlan:
 
 
 class TrainWorker(Worker):
-    """Wraps a `TrainStrategy`, or a `ForwardStrategy` of a role that is only asked for log-probabilities."""
+    """Worker of one trainer rank: runs a `TrainStrategy`, or a `ForwardStrategy` for a role that does not learn."""
 
     _strategy: ForwardStrategy
     _trainer: TrainStrategy
-    """The same, of a role that learns."""
+    """The same object as ``_strategy``; only set for a role that learns."""
     _writing: list[Writing]
-    """What is on its way to the disk, the oldest first."""
+    """Writes in progress, oldest first."""
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
@@ -116,22 +116,22 @@ class TrainWorker(Worker):
             self._trainer.restore(SavedState(spec.restore_from))
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
-        """Log-probabilities of the batch's tokens; from rank 0 only."""
+        """Return log-probabilities of the batch's tokens on rank 0, None elsewhere."""
         values = await self.in_thread(self._strategy.log_probs, batch, temperature)
         return values if self.identity.rank == 0 else None
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
-        """The same without the adapters that the trainer trains; from rank 0 only."""
+        """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
         values = await self.in_thread(self._trainer.base_log_probs, batch, temperature)
         return values if self.identity.rank == 0 else None
 
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
-        """A critic's values of the batch's tokens; from rank 0 only."""
+        """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
         values = await self.in_thread(self._trainer.values, batch)
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
-        """All optimizer steps of one training step; metrics as by `mean_over_updates`."""
+        """Run all optimizer steps of one training step; metrics as `mean_over_updates` returns them."""
         return await self.in_thread(self._train, batch, objective, plan)
 
     def _train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
@@ -142,7 +142,7 @@ class TrainWorker(Worker):
         return mean_over_updates(results)
 
     async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
-        """Copy the weights into a half of the publication's memory, in the engine's dtype."""
+        """Copy the weights into a buffer of the weight update, in the engine's dtype."""
         await self.in_thread(self._gather, version, half, dtype, bucket_bytes)
 
     def _gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
@@ -150,37 +150,39 @@ class TrainWorker(Worker):
         self._publisher.gather(version, half, weights, getattr(torch, dtype), bucket_bytes)
 
     async def send(self, version: int) -> Publication:
-        """Hand the gathered weights of a version over, beside training. Rank 0 only."""
+        """Hand over the gathered weights of a version while training continues. Rank 0 only."""
         return await asyncio.to_thread(self._publisher.send, version)
 
     async def push(self, version: int, target: PushTarget) -> None:
-        """Put a version into one engine, which is paused. All ranks."""
+        """Push a version into one paused engine. All ranks."""
         await asyncio.to_thread(self._publisher.push, version, target)
 
     async def disconnect(self, name: str) -> None:
-        """An engine is gone; a push that waits for it ends."""
+        """Close the connection to a dead engine, which ends a push that waits for it."""
         await asyncio.to_thread(self._publisher.disconnect, name)
 
     async def release(self, version: int) -> None:
-        """No engine will load this version again. Rank 0 only."""
+        """Release a version that no engine will load again. Rank 0 only."""
         await asyncio.to_thread(self._publisher.release, version)
 
     async def export(self, folder: str) -> None:
-        """Copy the model; rank 0 begins to write it into the folder beside training, in Hugging Face format."""
+        """Copy the model. Rank 0 then writes it into the folder in Hugging Face format while training continues."""
         export = await self.in_thread(self._trainer.export)
         if export is not None:
             self._writing.append(Writing(folder, Path(folder), lambda synced: _write_export(export, folder, synced)))
 
     async def snapshot(self, folder: str) -> None:
-        """Copy this rank's training state, and begin to write it into the folder beside training."""
+        """Copy this rank's training state, and write it into the folder while training continues."""
         snapshot = await self.in_thread(self._trainer.snapshot)
         rank, parent = self.identity.rank, Path(folder)
         path = state_file(parent, rank)
         self._writing.append(Writing(folder, path, lambda synced: write_state(parent, rank, snapshot, synced)))
 
     async def written(self, folders: Collection[str], seconds: float) -> list[WritingProgress]:
-        """Wait until the exports and snapshots into these folders are on the disk, at most ``seconds``; those that are
-        not, and how far they have come. Raises `OSError` if one could not be written."""
+        """Wait at most ``seconds`` until the exports and snapshots into these folders are on the disk.
+
+        Returns the progress of those that are not. Raises `OSError` if one could not be written.
+        """
         asked_for = [writing for writing in self._writing if writing.folder in folders]
         if asked_for:
             tasks = [writing.task for writing in asked_for]
@@ -195,7 +197,7 @@ class TrainWorker(Worker):
         return await asyncio.to_thread(lambda: [writing.progress() for writing in unfinished])
 
     async def offload_states(self) -> None:
-        """Move what is on the device to the host's memory."""
+        """Move the device's tensors to host memory."""
         await self.in_thread(self._strategy.offload_states)
 
     async def load_states(self) -> None:
@@ -211,7 +213,7 @@ def _write_export(export: ModelExport, folder: str, synced: Synced) -> None:
 
 
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
-    """Rows of each optimizer step, all epochs. One step per epoch keeps the order; several are shuffled."""
+    """Return the rows of each optimizer step, for all epochs. One step per epoch keeps the order; several shuffle."""
     batches: list[np.ndarray] = []
     size = plan.optimizer_batch_size
     for epoch in range(plan.epochs):

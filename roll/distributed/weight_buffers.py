@@ -1,12 +1,12 @@
-"""Who still needs which version of the weights, and so which half of the double buffer may be written.
+"""Bookkeeping of the double buffer: which holder needs which version, and so which buffer may be overwritten.
 
-A pure state machine of asyncio: no memory, no process. A half holds one version, and is free once nobody holds that
-version: not the publication under way, no replica that loads it or computes with it in place, and (with two halves) not
-the pool, which keeps the newest one for a replica that restarts. Promise: a half that somebody holds is never given
-out; a waiter gets the first half that becomes free, in the order of asking.
+A pure asyncio state machine, without memory or processes. A buffer holds one version and is free once that version has
+no holder. Holders are the running weight update, each replica that loads the version or computes with it in place, and
+(with two buffers) the pool, which keeps the newest version for a replica that restarts. Promise: a held buffer is never
+given out, and waiters get free buffers in the order in which they asked.
 
-With a single half nothing is kept for restarts, so that the next version need not wait: the version is there until the
-half is given out again, and a replica that restarts later waits for the next publication (`has` says so).
+With a single buffer nothing is kept for restarts, so that the next version need not wait. The version stays until the
+buffer is given out again; a replica that restarts later waits for the next update (`has` tells it).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable, Hashable
 from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, waiting
 
 NEWEST = "replicas that may restart"
-"""Holds the newest published version."""
+"""Holder of the newest published version."""
 
 
 class WeightBuffers:
-    """The halves and their holders. Holders are whatever can be told apart (a replica's own object)."""
+    """The buffers and their holders. A holder is any hashable object, such as a replica."""
 
     def __init__(self, halves: int, on_free: Callable[[int], None] = lambda version: None) -> None:
-        """``on_free`` hears of each version that is gone."""
+        """Start with empty buffers. ``on_free`` is called with each version that is discarded."""
         self._versions: list[int | None] = [None] * halves
         self._holders: dict[int, set[Hashable]] = {}
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
@@ -35,18 +35,20 @@ class WeightBuffers:
         return f"WeightBuffers({self._versions}, {len(self._waiting)} waiting)"
 
     def has(self, version: int) -> bool:
-        """Whether a half still has this version."""
+        """Return True if a buffer still holds this version."""
         return version in self._versions
 
     def half_of(self, version: int) -> int:
-        """The half that has a version. Raises ``KeyError`` if none does."""
+        """Return the buffer that holds a version. Raises ``KeyError`` if none does."""
         if version not in self._versions:
             raise KeyError(f"no half has version {version}; they have {self._versions}")
         return self._versions.index(version)
 
     async def acquire(self, version: int) -> int:
-        """The half to write ``version`` into, once one is free; the caller holds it until `published`. At once if this
-        version has a half already."""
+        """Wait for a free buffer to write ``version`` into; the caller holds it until `published`.
+
+        Returns at once if the version already has a buffer.
+        """
         if self.has(version):
             return self.half_of(version)
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -56,41 +58,39 @@ class WeightBuffers:
             with waiting(PUBLICATION_MEMORY, f"a free half for version {version}"):
                 return await waiter
         except asyncio.CancelledError:
-            if (version, waiter) in self._waiting:
-                self._waiting.remove((version, waiter))
-            elif not waiter.cancelled():
+            if not waiter.cancelled():  # it was served, but had not run yet
                 self.release(version, PUBLISHING)
             raise
 
     def holders(self) -> dict[int, list[Hashable]]:
-        """Who needs which version."""
+        """Return the holders of each version."""
         return {version: list(holders) for version, holders in self._holders.items()}
 
     def hold(self, version: int, holder: Hashable) -> None:
-        """``holder`` needs this version. Raises ``KeyError`` if it is in no half any more."""
+        """Add ``holder`` to this version. Raises ``KeyError`` if no buffer holds the version any more."""
         self.half_of(version)
         self._holders[version].add(holder)
 
     def release(self, version: int, holder: Hashable) -> None:
-        """``holder`` needs this version no more. Harmless to repeat."""
+        """Remove ``holder`` from this version. Calling it twice is harmless."""
         holders = self._holders.get(version, set())
         if holder in holders:
             holders.remove(holder)
             self._freed(version)
 
     def keep_only(self, holder: Hashable, version: int | None) -> None:
-        """``holder`` needs ``version`` and no other one; None: it needs nothing (it has died)."""
+        """Remove ``holder`` from all versions but ``version``; None removes it from all, because it has died."""
         for other in [other for other, holders in self._holders.items() if holder in holders and other != version]:
             self.release(other, holder)
 
     def publishing(self, version: int) -> None:
-        """This version is complete and the newest: it is the one that a restarting replica loads."""
+        """Record that this version is complete and the newest: a restarting replica loads it."""
         if len(self._versions) > 1:
             self.hold(version, NEWEST)
             self.keep_only(NEWEST, version)
 
     def published(self, version: int) -> None:
-        """The publication has ended; only those who hold the version by themselves need it from here on."""
+        """End the weight update. From here on only its other holders need the version."""
         self.release(version, PUBLISHING)
 
     def _freed(self, version: int) -> None:
@@ -106,7 +106,7 @@ class WeightBuffers:
         self.on_free(version)
 
     def _serve(self) -> None:
-        """Give free halves to those who wait."""
+        """Give free buffers to waiters."""
         while self._waiting:
             free = [half for half, version in enumerate(self._versions) if not self._needed(version)]
             if not free:

@@ -1,9 +1,9 @@
-"""Weight publication: from the trainer's tensors to what an engine holds, and the proof that they are the same.
+"""Weight update: from the trainer's tensors to the engine's, with proof that they are the same.
 
-Gather copies the weights into the transport's memory (brief, collective); send takes their checksums and hands them
-over in the background; load happens in the engine. What the engine takes in is compared with what the trainer gathered,
-every byte of it, before a request sees it: version, number of parameters and the checksum of each tensor. A difference
-names the tensor and stops the run.
+Gather copies the weights into the transport's memory (brief, collective). Send takes their checksums and hands them
+over in the background. Load happens in the engine. Before the engine serves a request, its weights are compared with
+those that the trainer gathered: version, number of parameters, and the checksum of each tensor over all its bytes. A
+tensor that the engine cannot read back is not compared. A difference names the tensor and stops the run.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from roll.strategies.infer.base import WeightReceipt
 
 @dataclass
 class Publication:
-    """One version of the weights, on its way to the engines."""
+    """One version of the weights on its way to the engines."""
 
     version: int
     handles: list[Any]
-    """What the transport's receiver needs, bucket by bucket."""
+    """Handles that the transport's receiver needs, bucket by bucket."""
     parameter_count: int
     checksums: dict[str, int]
     total_bytes: int
     layout: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    """Name -> (dtype name, shape) of what the trainer pushes; None: engines fetch by the handles."""
+    """Name -> (dtype name, shape) of pushed weights; None if engines fetch by the handles."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """``gather`` and ``send``."""
+    """Seconds of ``gather`` and ``send``."""
 
 
 class AttestationError(RuntimeError):
-    """An engine does not hold the weights that were published."""
+    """An engine does not hold the published weights."""
 
 
 def attest(engine: str, publication: Publication, receipt: WeightReceipt) -> None:
-    """Compare what an engine holds with what was published. Raises `AttestationError` naming the difference."""
+    """Compare an engine's weights with the published ones. Raises `AttestationError` naming the difference."""
     if receipt.version != publication.version:
         raise AttestationError(f"{engine} holds version {receipt.version} after version {publication.version} was sent")
     missing = sorted(publication.checksums.keys() - receipt.checksums.keys())

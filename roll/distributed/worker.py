@@ -1,14 +1,13 @@
 """The process of one worker: a Ray actor around one strategy.
 
-Heavy work runs in one thread of its own, so the actor always answers `watch`, the call that never returns: Ray
-resolves it with an error the moment the process ends, which is how a death is noticed and named without polling.
+Heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray resolves
+that call with an error as soon as the process ends, so a death is noticed and named without polling.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +18,12 @@ from typing import Any, TypeVar
 
 import ray
 
-from roll.data.imports import import_object
+from roll.data.imports import DriverFolders, import_object
 from roll.data.ports import free_port
-from roll.distributed.allocator import return_large_blocks
 from roll.distributed.chaos import Harm, harm_this_process
 from roll.distributed.heartbeat import Beat
 from roll.distributed.placement import WorkerPlace
+from roll.strategies.allocator import return_large_blocks
 from roll.tracking.chatter import give_away_output
 from roll.tracking.logs import configure_logging
 from roll.tracking.stacks import thread_place, working_place
@@ -34,14 +33,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Who a worker is."""
+    """Role, rank and place of a worker."""
 
     role: str
     rank: int
     world_size: int
     place: WorkerPlace
     log_dir: str | None
-    import_paths: tuple[str, ...]
+    folders: DriverFolders = DriverFolders()
 
     @property
     def name(self) -> str:
@@ -50,7 +49,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """What the workers of all roles share. Subclasses add the calls of their role."""
+    """Base class of the workers of all roles. Subclasses add the calls of their role."""
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.identity = identity
@@ -62,16 +61,16 @@ class Worker:
             configure_logging(Path(identity.log_dir), identity.name)
 
     async def describe(self) -> dict[str, Any]:
-        """Process id, node and address, for messages and for the rendezvous of trainers."""
+        """Return process id, address, node and a free port, for messages and for the rendezvous of trainers."""
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "host": ray.util.get_node_ip_address(), "node": node, "port": free_port()}
 
     async def in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run heavy work in the worker's own thread, calls one after the other."""
+        """Run heavy work in the worker's own thread, one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def set_threads(self) -> None:
-        """Limit torch to the threads of this worker's place."""
+        """Limit torch to the CPU threads of this worker's place."""
         import torch
 
         torch.set_num_threads(self.identity.place.cpu_threads)
@@ -79,14 +78,14 @@ class Worker:
 
 LOOP_BEAT_SECONDS = 0.5
 HEALTH = "health"
-"""Calls of this concurrency group run in a thread of their own, beside whatever else the process does."""
+"""Concurrency group whose calls run in a thread of their own, whatever else the process does."""
 
 
 class WorkerProcess:
     """The Ray actor: an empty process until `create` fills it with a worker.
 
-    The worker's class travels as a name, because on another node the driver's modules can only be imported once its
-    paths are known there.
+    The worker's class is passed by name, because another node can import the driver's modules only once their paths are
+    known there.
     """
 
     _loop_beat: float
@@ -94,10 +93,8 @@ class WorkerProcess:
     _beating: asyncio.Task[None]
 
     async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
-        """Become the worker; returns what `Worker.describe` tells."""
-        for path in reversed(identity.import_paths):
-            if path not in sys.path:
-                sys.path.insert(0, path)
+        """Create the worker in this process, and return what `Worker.describe` returns."""
+        identity.folders.enter()
         if identity.log_dir is not None:
             give_away_output(Path(identity.log_dir), identity.name)
         self._loop_thread = threading.get_ident()
@@ -111,12 +108,12 @@ class WorkerProcess:
         return await getattr(self._worker, method)(*args)
 
     async def watch(self) -> None:
-        """Never returns; ends with Ray's error when the process dies."""
+        """Wait for ever; Ray fails the call when the process dies."""
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group=HEALTH)
     async def beat(self) -> Beat:
-        """A sign of life, also while the worker computes or its event loop is stuck."""
+        """Return a sign of life, even while the worker computes or its event loop is stuck."""
         lag = max(0.0, time.monotonic() - self._loop_beat - LOOP_BEAT_SECONDS)
         stuck = lag > 10 * LOOP_BEAT_SECONDS
         place = thread_place(self._loop_thread) if stuck else working_place(self._worker.identity.name)
@@ -124,7 +121,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group=HEALTH)
     async def harm(self, harm: Harm, seconds: float | None) -> None:
-        """What `chaos` asks for."""
+        """Inject the fault that `chaos` asks for."""
         harm_this_process(harm, seconds)
 
     async def _beat(self) -> None:
@@ -134,5 +131,5 @@ class WorkerProcess:
 
 
 def split_devices(devices: Sequence[int], per_worker: int) -> list[list[int]]:
-    """Consecutive devices of each worker."""
+    """Return the consecutive devices of each worker."""
     return [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]

@@ -1,8 +1,8 @@
-"""What a worker writes beside training, and how far it has come.
+"""Background writes of a worker, and their progress.
 
-How long a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so there is
-no deadline that fits. Instead whoever waits looks at what moves: bytes in the file, blocks that it has, and bytes that
-are known to be on the disk.
+The time a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so no fixed
+deadline fits. A waiting caller checks for movement instead: bytes in the file, allocated disk blocks, and bytes known
+to be on the disk.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from stat import S_ISREG
 from roll.configs.memory.records import GIB
 
 Synced = Callable[[int], None]
-"""Hears how many bytes have reached the disk."""
+"""Callback that receives how many more bytes have reached the disk."""
 
 
 @dataclass(frozen=True)
 class WritingProgress:
-    """Of something that is not on the disk yet; two looks between which nothing moved are equal."""
+    """Progress of a write that is not complete. Two looks are equal if nothing moved between them."""
 
     path: str
-    """A file, or a folder whose files count."""
+    """A file, or a folder whose files are summed."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     allocated: int
-    """Bytes of the disk's blocks."""
+    """Bytes of the allocated disk blocks."""
     synced: int
     """Bytes known to be on the disk."""
 
@@ -38,20 +38,20 @@ class WritingProgress:
 
 
 class Writing:
-    """Something on its way to the disk, in a thread of its own."""
+    """A write in progress, in its own thread."""
 
     def __init__(self, folder: str, path: Path, work: Callable[[Synced], object]) -> None:
-        """``work`` writes to ``path``, and says what is on the disk. ``folder``: as it was asked for."""
+        """Start ``work``, which writes to ``path`` and reports synced bytes. ``folder`` is the one the caller named."""
         self.folder = folder
         self._path = path
         self._synced = 0
         self.task = asyncio.create_task(asyncio.to_thread(work, self._count))
 
     def progress(self) -> WritingProgress:
-        """As of now."""
+        """Return the current progress."""
         size = allocated = 0
         for file in self._path.iterdir() if self._path.is_dir() else (self._path,):
-            with suppress(FileNotFoundError, NotADirectoryError):  # not begun, or it got another name meanwhile
+            with suppress(FileNotFoundError, NotADirectoryError):  # not created yet, or renamed in the meantime
                 facts = file.stat()
                 if S_ISREG(facts.st_mode):
                     size, allocated = size + facts.st_size, allocated + 512 * facts.st_blocks

@@ -1,4 +1,4 @@
-"""From the scores of a batch to its advantages: the place where reward shaping meets the estimator."""
+"""Conversion of a batch's scores to advantages: reward shaping, then the estimator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll.pipeline.batch import TrainingBatch
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How advantages are estimated. The controller and the moments remember what they saw."""
+    """Settings of the advantage estimation. The KL controller and the reward moments keep state between batches."""
 
     estimator: AdvantageEstimator
     shaping: RewardShaping
@@ -26,7 +26,7 @@ class AdvantageSettings:
     whitened: bool
     advantage_clip: float | None
     kl_controller: KLController | None
-    """Weight of the KL penalty in the token rewards; None: no penalty."""
+    """Controller of the weight of the KL penalty in the token rewards; None: no penalty."""
     kl_estimator: str
     episode_weight: float = 1.0
     """Weight of an episode's (or a response's) shaped reward, at its last token."""
@@ -34,12 +34,12 @@ class AdvantageSettings:
     """Weight of the rewards of turns, at the last token of each."""
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint must keep."""
+        """Return the state that a checkpoint must keep."""
         controller = {} if self.kl_controller is None else self.kl_controller.state()
         return {"reward_moments": self.reward_moments.state(), "kl_controller": controller}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on from a `memory`; of a run without memory there is nothing to recall."""
+        """Restore the state that `memory` returned. Keys that it lacks are left as they are."""
         if "reward_moments" in memory:
             self.reward_moments.restore(memory["reward_moments"])
         if self.kl_controller is not None and memory.get("kl_controller"):
@@ -47,10 +47,13 @@ class AdvantageSettings:
 
 
 def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
-    """Shape the rewards and fill ``advantages`` (float32 ``[total_tokens]``) into the batch; samples that shaping
-    leaves out leave the loss mask. Returns metrics over the sampled tokens."""
+    """Shape the rewards and fill ``advantages`` (float32 ``[total_tokens]``) into the batch.
+
+    Samples that shaping leaves out also leave the loss mask. Returns metrics over the sampled tokens. Raises
+    `ValueError` if turn rewards have a weight but the samples record no turns.
+    """
     metrics = _shape(batch, settings)
-    # Estimators see episodes, in however many samples they come to the trainer.
+    # Estimators see whole episodes, although an episode may reach the trainer as several samples.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
     mask = torch.from_numpy(data.padded("response_mask", fill=False))
     penalty = settings.kl_controller
@@ -105,7 +108,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
 
 
 def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
-    """From scores (and the penalties of turns) to rewards; episodes left out of training leave the loss mask."""
+    """Turn scores (and the penalties of turns) into rewards. Episodes left out of training leave the loss mask."""
     data, episodes = batch.data, batch.episodes
     parts = [len(samples) for samples in episodes]
     shaped = shape_rewards(
@@ -128,7 +131,7 @@ def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float
 
 
 def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
-    """State of each turn, int64 ``[batch, turns]``, from that of its tokens ``[batch, seq]``; -1: there is none."""
+    """Return the state of each turn, int64 ``[batch, turns]``, from those of its tokens ``[batch, seq]``; -1: none."""
     number = int(turns.max()) + 1 if turns.numel() else 0
     states = token_states.new_full((len(turns), number + 1), -1)
     return states.scatter(1, torch.where(turns < 0, number, turns).long(), token_states)[:, :number]

@@ -1,4 +1,4 @@
-"""The rollout side of the agentic pipeline: environments in worker processes, episodes conducted by managers."""
+"""The rollout side of the agentic pipeline: environments in worker processes, and the managers of episodes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 CANARY_PROMPTS = 64
 CANARY_TOKENS = 32
 TRAINING, VALIDATION = 0, 1
-"""Seeds of environments are even in training and odd in validation, so no one is in both."""
+"""Low bit of environment seeds: even in training and odd in validation, so no seed is in both."""
 
 
 class AgenticSide:
-    """See `RolloutSide`."""
+    """The `RolloutSide` of the agentic pipeline."""
 
     sample_metrics = "env/{domain}"
 
@@ -51,18 +51,18 @@ class AgenticSide:
         self.workers = EnvPool(env_specs(self._config), pool_settings(self._config, log_dir))
 
     def canary_prompts(self) -> list[np.ndarray]:
-        """Random tokens: what environments say is not known before they run."""
+        """Return random tokens, since observations are not known before the environments run."""
         rng = np.random.default_rng(derive_seed(self._config.seed, "canary prompts"))
         tokenizer = self._prepared.tokenizer
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
         return list(rng.choice(vocabulary, (CANARY_PROMPTS, CANARY_TOKENS)).astype(np.int32))
 
     def source(self) -> Iterator[EpisodeTask]:
-        """Tag and seed of each training group."""
+        """Yield the tag and seed of each training group."""
         return episode_tasks(self._config, self._config.train_env_manager, TRAINING)
 
     def rollout(self, generator: Generator) -> Callable[[Ticket[EpisodeTask]], Awaitable[Group]]:
-        """Play the episodes of a group."""
+        """Return the function that plays the episodes of a group."""
         config, manager = self._config, self._config.train_env_manager
         at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
         rollout = self._rollout(generator, manager, config.actor_infer.generating_args, "train", at_once=at_once)
@@ -73,7 +73,7 @@ class AgenticSide:
         return run_group
 
     def validator(self, generator: Generator) -> EpisodeValidator | None:
-        """Over the validation set of seeds."""
+        """Return the validator over the validation seeds; None without `val_env_manager`."""
         manager, settings = self._config.val_env_manager, self._config.validation
         if manager is None:
             return None
@@ -87,11 +87,11 @@ class AgenticSide:
         )
 
     def handles(self) -> list[WorkerHandle]:
-        """None: environments need no devices."""
+        """Return no handles: environments need no devices."""
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Totals of the environment workers."""
+        """Return the totals of the environment workers."""
         return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
 
     def _rollout(
@@ -130,7 +130,7 @@ class AgenticSide:
 
 
 def env_specs(config: AgenticConfig) -> dict[str, EnvSpec]:
-    """How the environments of each tag are made."""
+    """Return how the environments of each tag are made."""
     return {
         tag: EnvSpec(env.env_type, env.env_config, env.reset_timeout_seconds, env.step_timeout_seconds)
         for tag, env in config.custom_envs.items()
@@ -138,7 +138,7 @@ def env_specs(config: AgenticConfig) -> dict[str, EnvSpec]:
 
 
 def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
-    """The processes that hold them."""
+    """Return the settings of the processes that run the environments."""
     workers = config.env_workers
     return PoolSettings(
         num_workers=workers.num_workers,
@@ -155,7 +155,7 @@ def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
 def manager_settings(
     config: AgenticConfig, env: CustomEnvConfig, manager: EnvManagerConfig, arguments: GeneratingArguments
 ) -> ManagerSettings:
-    """Limits of the episodes of a tag."""
+    """Return the limits of the episodes of a tag."""
     limits = (env.max_tokens_per_step, arguments.max_new_tokens)
     return ManagerSettings(
         max_steps=env.max_steps,
@@ -169,8 +169,11 @@ def manager_settings(
 
 
 def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) -> Iterator[EpisodeTask]:
-    """Tag and seed of group after group, without end. Of as many successive groups as the shares add up to each tag has
-    its share, in an order drawn from the run's seed; seeds are below 2^31, as some environments want."""
+    """Yield the tag and seed of group after group, without end.
+
+    The shares of the tags add up to one cycle of groups. Each cycle holds every tag as often as its share says, in an
+    order drawn from the run's seed. Seeds are below 2^31, as some environments require.
+    """
     shares = derived.used_tags(config, manager)
     turn = [tag for tag, share in shares.items() for _ in range(share)]
     for cycle in itertools.count():

@@ -1,4 +1,4 @@
-"""What the agentic pipeline names: environments, their managers, and a template that can write turns."""
+"""Preflight of the agentic pipeline: its environments, their managers, and a template that can write turns."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _TRIAL = ({"role": "user", "content": "observation"},)
 
 @dataclass(frozen=True)
 class AgenticPlan:
-    """See `RolloutPlan`."""
+    """The `RolloutPlan` of the agentic pipeline."""
 
     template: TurnTemplate
     managers: dict[str, EnvManagerFactory]
-    """By tag."""
+    """Factory of the environment manager, by tag."""
 
     def fingerprint(self, config: PipelineConfig) -> str:
-        """See `RolloutPlan.fingerprint`."""
+        """Implement `RolloutPlan.fingerprint`."""
         config = derived.agentic(config)
         shares = derived.used_tags(config, config.train_env_manager)
         envs = {tag: [config.custom_envs[tag].env_type, config.custom_envs[tag].env_config] for tag in shares}
@@ -49,7 +49,7 @@ class AgenticPlan:
     def build(
         self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
     ) -> AgenticSide:
-        """See `RolloutPlan.build`."""
+        """Implement `RolloutPlan.build`."""
         from roll.pipeline.agentic import AgenticSide
 
         return AgenticSide(prepared, self, str(run.logs.absolute()), on_event)
@@ -58,7 +58,7 @@ class AgenticPlan:
 def plan_agentic(
     config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
 ) -> AgenticPlan | None:
-    """Find what is named; what is wrong goes into ``problems``."""
+    """Look up the named environments, managers and template; what is wrong goes into ``problems``."""
     managers: dict[str, EnvManagerFactory] = {}
     for tag, env in config.custom_envs.items():
         problems.found += check_env_type(tag, env.env_type, env.env_config)
@@ -87,7 +87,10 @@ def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> Turn
 
 
 def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:
-    """Try what each environment says first: of our own ones what they really say, of others a plain observation."""
+    """Try the template on the first observation of each environment.
+
+    For built-in environments it is the real one, for others a plain text.
+    """
     for tag, env in config.custom_envs.items():
         try:
             first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)

@@ -1,7 +1,8 @@
-"""What a run is trained on, built from its configuration: policy loss, correction, reward shaping, advantages.
+"""The algorithms of a run, built from its configuration: policy loss, correction, reward shaping, advantages.
 
-A combination in which some part would have no effect, act twice, or train on stale tokens as if they were fresh is
-refused here with the reason. What a variant needs and does is said by its traits in the registry, not by its name.
+A combination is refused here, with the reason, if a part of it would have no effect, act twice, or train on stale
+tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`traits`),
+not from its name.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from roll.configs.schema import ROLL_KNOBS, AgenticConfig, PipelineConfig
 from roll.pipeline.advantages import AdvantageSettings
 
 MOST_LAGS_REPORTED = 8
-"""Metrics per lag stop here; the last one includes all older tokens."""
+"""Highest lag with a metric of its own; that metric includes all older tokens."""
 
 Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """The mathematics of a run."""
+    """The losses, the correction and the advantage settings of a run."""
 
     objective: PolicyObjective
     value_objective: ValueObjective
@@ -42,7 +43,10 @@ class Algorithms:
 
 
 def build_algorithms(config: PipelineConfig) -> Algorithms:
-    """Raises `ConfigError` with every wrong name and knob, or else with every combination that cannot be meant."""
+    """Build the algorithms of a run.
+
+    Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
+    """
     problems: list[ConfigProblem] = []
     correction = _attempt(
         problems, lambda: _correction(config), ("train_infer_correction", "train_infer_correction", {})
@@ -65,7 +69,10 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
 def _attempt(
     problems: list[ConfigProblem], build: Callable[[], Built], paths: tuple[str, str, dict[str, str]]
 ) -> Built | None:
-    """What is built, or the problems at the path of its name, of its knobs, or of a knob that stands elsewhere."""
+    """Return what ``build`` returns, or None after noting its problems.
+
+    The path of a problem is that of the name, of an argument, or of a key elsewhere that sets the argument.
+    """
     name_path, args_path, elsewhere = paths
     try:
         return build()
@@ -133,7 +140,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
 
 
 def _reward_weights(config: PipelineConfig, traits: AdvantageTraits) -> tuple[float, float]:
-    """Of the episode's reward and of the rewards of turns. A response is its own episode."""
+    """Return the weights of the episode's reward and of the turn rewards. In RLVR a response is its own episode."""
     return derived.reward_weights(config, traits.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
 
 
@@ -164,7 +171,7 @@ def _shaping(config: PipelineConfig) -> RewardShaping:
 def _policy_problems(
     config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
-    """Corrections that are missing, act twice, or act on nothing."""
+    """Yield the problems of corrections that are missing, act twice, or act on nothing."""
     traits, name = objective.traits, config.actor_train.pg_variant
     if traits.needs_proximal and config.old_logprobs != "recompute":
         message = f"behaviour, but {name} is defined on recomputed log-probabilities"
@@ -192,7 +199,7 @@ def _policy_problems(
 def _weight_problems(
     config: PipelineConfig, traits: PolicyLossTraits, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
-    """A weight for a distance that the loss weighs already, or of tokens where the loss knows responses only."""
+    """Yield a problem for a weight that the loss already has, or a token-level weight for a loss of whole responses."""
     if correction is None or correction.weight is None:
         return
     name, path = config.actor_train.pg_variant, "train_infer_correction.weight"
@@ -207,7 +214,7 @@ def _weight_problems(
 
 
 def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
-    """Why the loss would take samples of an older policy for fresh ones; None if it does not, or there are none."""
+    """Return why the loss would treat stale samples as fresh; None if it does not, or if there are none."""
     steps = derived.optimizer_steps_per_step(config, config.actor_train)
     if not traits.uses_anchor and steps > 1:
         return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
@@ -220,7 +227,7 @@ def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted:
 
 
 def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
-    """Recomputed log-probabilities that would make no difference, or take a loss's own correction away."""
+    """Yield a problem if recomputed log-probabilities have no effect, or take away a loss's own correction."""
     if config.old_logprobs != "recompute":
         return
     name = config.actor_train.pg_variant
@@ -239,7 +246,7 @@ def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted:
 def _estimator_problems(
     config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
 ) -> Iterator[ConfigProblem]:
-    """Estimators that need what this pipeline does not have, or would see nothing."""
+    """Yield the problems of an estimator that needs what this pipeline lacks, or that would have nothing to work on."""
     traits, name = estimator.traits, config.adv_estimator
     yield from _critic_problems(config, traits)
     if isinstance(config, AgenticConfig):
@@ -269,7 +276,7 @@ def _estimator_problems(
 
 
 def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
-    """A critic and an estimator that reads its values come together."""
+    """Yield a problem if the estimator reads values without a critic, or if nothing reads the critic's values."""
     name = config.adv_estimator
     if traits.needs_values and config.critic is None:
         remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
@@ -280,7 +287,7 @@ def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterato
 
 
 def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
-    """Baselines that episodes do not have, rewards that weigh nothing, and shaping of such."""
+    """Yield the problems of baselines that episodes lack, rewards of weight zero, and shaping of such rewards."""
     name = config.adv_estimator
     if traits.needs_greedy_baseline:
         message = f"{name} compares with a greedy response, which episodes do not have"
@@ -300,7 +307,10 @@ def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterato
 
 
 def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
-    """Rewards normalised by what the estimator takes out anyway. Penalties in token rewards give a scale a meaning."""
+    """Yield a problem for reward normalisation that the estimator cancels.
+
+    With a KL penalty or turn rewards in the token rewards, the scale has a meaning, so `norm_std_type` is accepted.
+    """
     kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
     cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
     if not config.add_token_level_kl and _reward_weights(config, traits)[1] == 0:

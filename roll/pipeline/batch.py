@@ -1,4 +1,4 @@
-"""What flows between the stages of a pipeline: the batch of one training step, filled in as it goes."""
+"""The batch of one training step, which the stages of a pipeline fill in as it passes through them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from roll.distributed.canaries import CanaryScores
 
 
 class StalenessViolation(AssertionError):
-    """A token older than `max_staleness` versions reached a batch. The scheduler has a bug; the run stops."""
+    """A token older than `max_staleness` versions reached a batch, because of a bug in the scheduler. The run stops."""
 
 
 @dataclass
 class TrainingBatch:
     """The groups of one training step.
 
-    ``step`` counts from 0; the step turns policy version ``step`` into ``step + 1``.
+    ``step`` counts from 0. The step turns policy version ``step`` into version ``step + 1``.
     """
 
     step: int
@@ -28,19 +28,22 @@ class TrainingBatch:
     data: SampleBatch
     metrics: dict[str, float] = field(default_factory=dict)
     gathered: bool = False
-    """Whether the trainer has set the new weights aside for publication."""
+    """True if the trainer has set the new weights aside for the weight update."""
     canaries: CanaryScores | None = None
-    """What the trainer computes with them for the canary sequences, if this publication is checked."""
+    """The trainer's log-probabilities of the canary sequences at the new weights, if this weight update is checked."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What the advantages of this batch and of those before it left behind, for a checkpoint."""
+    """State of the advantage estimation after this batch, for a checkpoint."""
 
     @classmethod
     def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
-        """The batch of training step ``step`` (from 0), with the lag of each token: versions behind that step."""
+        """Return the batch of training step ``step`` (from 0).
+
+        The lag of each token is the number of versions that it is behind this step.
+        """
         data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
         mask, versions = data.tokens["response_mask"], data.tokens["versions"]
         lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
-        # Of a response that saw an update the late tokens have this version too, but were sampled over older caches.
+        # In a response that saw a weight update, late tokens have this version too, but were sampled over older caches.
         fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
         data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
         return cls(step, groups, data)
@@ -72,12 +75,12 @@ class TrainingBatch:
         return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
 
     def leave_out(self, kept: np.ndarray) -> None:
-        """Take tokens (bool ``[total_tokens]``: false) out of the loss, beside those that are out already."""
+        """Take tokens (bool ``[total_tokens]``: false) out of the loss, in addition to those already left out."""
         trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
         self.data.tokens["loss_mask"] = trained & kept
 
     def note_time(self, stage: str, seconds: float) -> None:
-        """See `StageItem.note_time`; seconds of one stage add up."""
+        """Add to the time of a stage; see `StageItem.note_time`."""
         self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
 
     def check_staleness(self, bound: int) -> None:
@@ -94,8 +97,10 @@ class TrainingBatch:
         return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
 
     def describe_rollouts(self, detail: str = "reward") -> None:
-        """Add the metrics that rollouts have: rewards, lengths, lags; those of the samples under ``detail``, in
-        which ``{domain}`` stands for their domain tag."""
+        """Add the metrics of the rollouts: rewards, lengths and lags.
+
+        Metrics of the samples go under ``detail``, where ``{domain}`` stands for their domain tag.
+        """
         episodes = self.episodes
         scores = np.array([parts[0].score for parts in episodes], dtype=np.float32)
         lengths = np.array([sum(part.response_tokens for part in parts) for parts in episodes], dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Which publications are checked with canaries, and what the trainer says of the sequences.
+"""The log-probability parity check: which weight updates are checked, and the trainer's scores of the canary sequences.
 
-The trainer scores them right when its weights are gathered, so both sides speak of the same version; the engines do it
-when they have loaded them (`InferencePool.publish`).
+The trainer scores the sequences right after its weights are gathered, and the engines after they have loaded them
+(`InferencePool.publish`). Both therefore score with the same version.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from roll.distributed.trainers import TrainerGroup
 
 
 class Canaries:
-    """The canary sequences of a run, and every how many publications they are used."""
+    """The canary sequences of a run, and the interval of checked weight updates."""
 
     def __init__(self, sequences: Sequence[np.ndarray], *, interval: int, tolerance: float) -> None:
-        """``sequences`` int32 ``[length]`` each; ``tolerance`` as in `CanaryScores`."""
+        """Keep the sequences (int32 ``[length]`` each); ``tolerance`` is that of `CanaryScores`."""
         self._sequences = list(sequences)
         self._interval = interval
         self._tolerance = tolerance
         self._publications = 0
 
     async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:
-        """To be called once per publication, with the trainer's weights at ``version``. None: this one is not checked.
-        The first one always is."""
+        """Return the trainer's scores at ``version``, or None if this weight update is not checked.
+
+        Call it once per weight update, while the trainer holds the weights of ``version``. The first one is always
+        checked.
+        """
         due = self._publications % self._interval == 0
         self._publications += 1
         if not due:
@@ -41,7 +44,10 @@ class Canaries:
 
 
 def build_canaries(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> Canaries | None:
-    """``prompts`` int32 ``[prompt]`` each. None with `weight_update.canary_interval: 0`."""
+    """Return the canary sequences made from ``prompts`` (int32 ``[prompt]`` each).
+
+    Returns None with `weight_update.canary_interval: 0`.
+    """
     update = config.weight_update
     if update.canary_interval == 0:
         return None

@@ -1,7 +1,7 @@
 """The bounded channel between two stages.
 
-One producer, one consumer. A full channel makes the producer wait, which is how back-pressure reaches the rollout. The
-end of the data is said by `close`, never by a sentinel item, so a crash cannot be mistaken for a normal end: a
+It has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches the
+rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
 producer that fails leaves its channel open, and the graph cancels the consumer.
 """
 
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 
 
 class ChannelClosed(Exception):
-    """Nothing more will come, or nothing more may be put."""
+    """The channel was closed: it has no more items, or accepts no more."""
 
 
 class Channel(Generic[Item]):
-    """First in, first out, at most ``capacity`` items."""
+    """A first-in, first-out channel of at most ``capacity`` items."""
 
     def __init__(self, name: str, capacity: int = 1) -> None:
         if capacity < 1:
@@ -37,7 +37,7 @@ class Channel(Generic[Item]):
 
     @property
     def full(self) -> bool:
-        """Whether `put` would wait."""
+        """True if `put` would wait."""
         return len(self._items) >= self.capacity
 
     async def put(self, item: Item) -> None:
@@ -62,7 +62,7 @@ class Channel(Generic[Item]):
             return item
 
     async def close(self) -> None:
-        """Say that nothing more comes; items already put are still delivered."""
+        """Close the channel to new items. Items already put are still delivered."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,6 +1,7 @@
-"""Does what the configuration's `chaos` asks for, each thing once in the life of a run, however often it is resumed.
+"""Fault injection: carries out the events of the configuration's `chaos` section.
 
-What is about to be done is written to `chaos.jsonl` first: a run that is killed by it does not meet it again.
+Each event happens once in the life of a run, however often the run is resumed. It is written to `chaos.jsonl` before it
+happens, so a run that it kills does not repeat it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import unobserved, waiting
 
 LOOK_SECONDS = 0.5
-"""Between two looks for a process that is being replaced."""
+"""Seconds between two looks for a process that is being replaced."""
 
 
 def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent]:
-    """Those that have not happened yet in this run, the earliest first; none unless `chaos` is enabled."""
+    """Return the events that have not happened yet in this run, earliest first; none unless `chaos` is enabled."""
     if not config.chaos.enabled or not config.chaos.events:
         return []
     done = read_json_lines(run.chaos) if run.chaos.exists() else []
@@ -32,7 +33,7 @@ def events_to_come(config: PipelineConfig, run: RunDirectory) -> list[ChaosEvent
 
 
 class Chaos:
-    """The events of a run that are to come."""
+    """The remaining fault-injection events of a run."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Chaos:
         self._on_event = on_event
 
     async def run(self) -> None:
-        """What happens to processes."""
+        """Apply the events that happen to processes, each at its step."""
         with unobserved():
             for event in self._events:
                 if event.kind not in PUBLICATION_CHAOS:
@@ -57,7 +58,10 @@ class Chaos:
                     await self._happen(event)
 
     async def publication(self, version: int) -> None:
-        """Before a version is sent; what is spoiled on its way is noted here."""
+        """Apply the events of the weight update to ``version``; call it before the version is sent.
+
+        Corruption on the way is only noted here: the sender does it (see `spoiled_versions`).
+        """
         for event in self._events:
             if event.kind in PUBLICATION_CHAOS and event.at_step == version:
                 self._begin(event)
@@ -83,7 +87,7 @@ class Chaos:
         handle.harm(_harm(event), event.seconds)
 
     async def _process(self, name: str) -> WorkerHandle:
-        """The process of this name; while it is being replaced there is none."""
+        """Return the process of this name. While it is being replaced, wait for its successor."""
         while True:
             for handle in self._handles():
                 if handle.name == name and handle.pid is not None:
@@ -92,7 +96,7 @@ class Chaos:
 
 
 def spoiled_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
-    """Versions a byte of which is changed on the way."""
+    """Return the versions of which one byte is changed on the way."""
     return frozenset(event.at_step for event in events if event.kind == "corrupt_bucket")
 
 

@@ -1,7 +1,8 @@
 """`roll check FILE`: can this configuration work, what will it do, what does it need, and will it fit?
 
-Nothing is started, and neither a GPU nor the model has to be here: what only the machine of the run must have is listed
-as needed. 0: it can work. 2: it cannot, every problem named with a remedy, or its memory will not fit.
+The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
+meet are listed as needs. Exit code 0: the configuration can work. 2: it cannot, and every problem is named with a
+remedy; or it does not fit into memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ exit codes: 0 it can work; 2 it cannot, every problem named with a remedy, or wh
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check what the command line names; returns the exit code."""
+    """Check the configuration named on the command line; return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, [*options.overrides, *_gpu_memory(options.gpu_memory)])
@@ -79,8 +80,10 @@ def _model_is_here(config: PipelineConfig) -> bool:
 
 
 def _look_up(config: PipelineConfig, *, with_model: bool) -> None:
-    """Find everything that is named: algorithms, engines' options, environments, verifiers; with the model also the
-    prompts. Raises `ConfigError`."""
+    """Look up everything that the configuration names: algorithms, engine options, environments, verifiers.
+
+    Prompts are included only with the model. Raises `ConfigError`.
+    """
     from roll.pipeline.preflight import look_up
 
     look_up(config, with_model=with_model, without=missing_packages(config))

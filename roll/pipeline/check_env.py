@@ -1,7 +1,7 @@
 """`roll check-env`: is this environment fit to be trained in?
 
-0: it passed every check. 1: it did not, and the report says why. 2: there is no such environment, or its options are
-wrong.
+Exit code 0: it passed every check. 1: it did not, and the report says why. 2: there is no such environment, or its
+options are wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check what the command line names; returns the exit code."""
+    """Check the environment named on the command line; return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         env_type, env_config = _chosen(options.env, options.config, options.options)
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
-    """Type and options of the environment. Raises `ConfigError`."""
+    """Return the type and options of the environment. Raises `ConfigError`."""
     own = _options(options)
     if config is None:
         env_type, env_config = name, own

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: whole or absent, taken while training waits briefly, written while it goes on.
+"""Checkpoints of a run: whole or absent, copied during a short pause of training and written while it continues.
 
-``checkpoints/step-N/`` is a model in Hugging Face format; with `save_steps` it also has ``state/``: what the trainer
-needs to go on, and ``state/checkpoint.json``: what the driver knew. Everything is written into a folder of another
-name, and gets its own name when all of it is on the disk and the metrics of step N are. So a crash at any moment leaves
-the checkpoints before it as they were.
+``checkpoints/step-N/`` is a model in Hugging Face format. With `save_steps` it also has ``state/``, which the trainer
+needs to resume, and ``state/checkpoint.json``, the state of the driver. Everything is written into a folder with a
+temporary name. The folder gets its final name once all of it and the metrics of step N are on the disk. A crash at any
+moment therefore leaves the earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.files import naming, sync_file, write_atomically
+from roll.tracking.files import naming, sync_file, sync_folder, write_atomically
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
@@ -37,55 +37,55 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class DamagedCheckpoint(ValueError):
-    """A folder that was a checkpoint once."""
+    """The checkpoint is incomplete or cannot be read."""
 
 
 @dataclass(frozen=True)
 class DriverState:
-    """What the driver knew after a training step."""
+    """State of the driver after a training step."""
 
     progress: RolloutProgress
     source: str
-    """Fingerprint of what groups are made of, in their order."""
+    """Fingerprint of the items that groups are made of, in order."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward moments and the KL controller remember."""
+    """State of the reward moments and the KL controller."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole one."""
+    """A complete checkpoint."""
 
     folder: Path
     state: DriverState
 
     @property
     def step(self) -> int:
-        """Training steps done when it was made."""
+        """Number of training steps done when it was made."""
         return self.state.progress.steps_done
 
     def role(self, name: str) -> Path:
-        """The training state of a role."""
+        """Return the folder with the training state of a role."""
         return self.folder / STATE / name
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint after so many training steps is, or will be."""
+    """Return the folder of the checkpoint after ``step`` training steps, whether or not it exists."""
     return checkpoints / f"step-{step}"
 
 
 def exported_steps(checkpoints: Path) -> list[int]:
-    """Steps with a model, whether or not one can go on from there, ascending."""
+    """Return the steps that have a model, with or without a state to resume from, ascending."""
     names = (_NAME.fullmatch(path.name) for path in checkpoints.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps whose folders hold (or held) a state to go on from, ascending."""
+    """Return the steps whose folders have a ``state/`` to resume from, even a damaged one, ascending."""
     return [step for step in exported_steps(checkpoints) if (checkpoint_folder(checkpoints, step) / STATE).is_dir()]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises `DamagedCheckpoint`, which says what is wrong with it."""
+    """Read a checkpoint. Raises `DamagedCheckpoint`, which says what is wrong with it."""
     path = folder / STATE / FACTS
     try:
         facts = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """The newest checkpoint that a run can go on from, and what is wrong with those after it."""
+    """Return the newest checkpoint that a run can resume from, and the damages of those after it."""
     damages: list[DamagedCheckpoint] = []
     for step in reversed(saved_steps(checkpoints)):
         try:
@@ -120,7 +120,7 @@ def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, list[DamagedChec
 
 
 def check_model(folder: Path) -> None:
-    """Raises `DamagedCheckpoint` unless the folder holds a model with all of its weights. Reads headers only."""
+    """Raise `DamagedCheckpoint` unless the folder holds a model with all of its weights. Only headers are read."""
     try:
         json.loads((folder / "config.json").read_text())
         index = folder / "model.safetensors.index.json"
@@ -130,7 +130,7 @@ def check_model(folder: Path) -> None:
     for name in sorted(names):
         try:
             with safe_open(folder / name, framework="np"):
-                pass  # it compares what the header says with the size of the file
+                pass  # opening it compares the sizes in the header with the size of the file
         except (OSError, SafetensorError) as cause:
             raise DamagedCheckpoint(f"{folder / name} cannot be read: {cause}") from cause
 
@@ -140,15 +140,15 @@ class _Pending:
     step: int
     partial: Path
     facts: dict[str, Any] | None
-    """None: a model only."""
+    """Content of ``checkpoint.json`` without its list of files; None: a model only."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
     completed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Checkpointer:
-    """Takes, completes and prunes the checkpoints of a run. At most one state is being written.
+    """Takes, completes and prunes the checkpoints of a run. At most one state is being written at a time.
 
-    `take` is called by whoever holds the trainer's devices, and never waits for the record of an earlier step: that
+    The caller of `take` holds the trainer's devices. `take` never waits for the record of an earlier step, because that
     may need the same devices.
     """
 
@@ -163,8 +163,12 @@ class Checkpointer:
         source: str,
         on_oldest: Callable[[RolloutProgress], None],
     ) -> None:
-        """``trainers``: the trained roles; the model of the first one is exported. ``keep``: checkpoints that stay, 0
-        for all. ``on_oldest`` hears of the progress of the oldest checkpoint each time that one was completed."""
+        """Create the checkpointer and remove partial checkpoints of an earlier process.
+
+        ``trainers``: the trained roles; the model of the first one is exported. ``keep``: number of checkpoints to
+        keep, 0 for all. ``on_oldest`` is called with the progress of the oldest checkpoint each time a checkpoint is
+        completed.
+        """
         self._folder = folder
         self._trainers = trainers
         self._save_steps = save_steps
@@ -177,22 +181,25 @@ class Checkpointer:
         self._pending: dict[int, _Pending] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._synced = 0
-        """Bytes that this process has waited for."""
+        """Number of bytes that this process has synced to the disk."""
         discard_partial(folder)
 
     def progress(self) -> tuple[object, ...]:
-        """What changes while a checkpoint reaches the disk."""
+        """Return values that change while a checkpoint is being written."""
         return self._synced, *([*trainer.unwritten] for trainer in self._trainers.values())
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is taken after this training step."""
+        """Return True if a checkpoint is taken after this training step."""
         return step == self._max_steps or (self._save_steps > 0 and step % self._save_steps == 0)
 
     async def copy_state(self, step: int, role: str) -> None:
-        """Copy the training state of a role into the checkpoint of this step. To be called by whoever holds the role's
-        devices, after its last update of the step: roles that share devices are never all there at once."""
+        """Copy the training state of a role into the checkpoint of this step.
+
+        Call it while holding the role's devices, after its last update of the step. Roles that share devices are never
+        all loaded at once, so each is copied on its own.
+        """
         if step != self._copied_at:
-            await self._written()  # of the checkpoint before: at most one is in memory
+            await self._written()  # of the previous checkpoint: at most one is in memory
             self._copied_at, self._copied = step, set()
         if self._save_steps:
             await self._trainers[role].snapshot(str(self._partial(step) / STATE / role))
@@ -202,8 +209,11 @@ class Checkpointer:
         return self._folder / f".step-{step}.partial"
 
     async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
-        """Complete the copies of what belongs into it; to be called with the devices of the first role, while it does
-        not train. The other roles were copied before."""
+        """Copy the state and the model of the first role and queue the checkpoint for completion.
+
+        Call it while holding the devices of the first role, while it does not train, and after the other roles were
+        copied. Raises `RuntimeError` if one of them was not.
+        """
         exported, *_ = self._trainers
         await self.copy_state(step, exported)
         partial = self._partial(step)
@@ -218,7 +228,7 @@ class Checkpointer:
         self._queue.put_nowait(self._pending[step])
 
     async def step_recorded(self, step: int) -> None:
-        """The metrics of a step are on the disk. Of the last step, returns when its checkpoint is complete."""
+        """Record that a step's metrics are on the disk. For the last step, wait for its checkpoint."""
         if step in self._pending:
             pending = self._pending[step]
             pending.recorded.set()
@@ -255,10 +265,13 @@ class Checkpointer:
 
 
 def prune(folder: Path, keep: int) -> RolloutProgress:
-    """Delete all but the newest ``keep`` checkpoints (0: none); the progress of the oldest that is left and whole."""
+    """Delete all but the newest ``keep`` checkpoints (0: delete none).
+
+    Returns the progress of the oldest whole checkpoint that is left; raises `DamagedCheckpoint` if none is whole.
+    """
     steps = saved_steps(folder)
     for step in steps[:-keep] if keep else []:
-        # Under another name first: half a checkpoint must not look like one.
+        # Renamed first: half a checkpoint must not look like one.
         partial = folder / f".step-{step}.partial"
         os.replace(checkpoint_folder(folder, step), partial)
         shutil.rmtree(partial)
@@ -271,7 +284,7 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
 
 
 def abandon(folder: Path, step: int) -> Path:
-    """Put the checkpoint of this step aside: it is no part of the run any more. Returns where it is now."""
+    """Rename the checkpoint of this step, which is no longer part of the run, and return its new path."""
     number, name = 1, f"abandoned-step-{step}"
     while (folder / name).exists():
         number += 1
@@ -281,7 +294,7 @@ def abandon(folder: Path, step: int) -> Path:
 
 
 def prune_abandoned(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` of the abandoned checkpoints that were written last (0: none)."""
+    """Delete all abandoned checkpoints but the ``keep`` that were written last (0: delete none)."""
     abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
     for path in abandoned[:-keep] if keep else []:
         partial = folder / f".step-{path.name}.partial"
@@ -290,13 +303,16 @@ def prune_abandoned(folder: Path, keep: int) -> None:
 
 
 def discard_partial(folder: Path) -> None:
-    """Remove what an earlier run was writing, or deleting, when it ended."""
+    """Remove what an earlier process was writing or deleting when it stopped."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
 
 
 def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:
-    """Say what a complete folder holds, and give it its name. ``on_synced`` hears of the bytes that are on the disk."""
+    """Write the list of the folder's files, sync everything, and give the folder its final name.
+
+    ``on_synced`` is called with the number of bytes of each file that is on the disk.
+    """
     partial = pending.partial
     with naming(final):
         if pending.facts is not None:
@@ -308,17 +324,9 @@ def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -
             if path.is_file():
                 sync_file(path, on_synced)
             else:
-                _sync_folder(path)
-        _sync_folder(partial)
+                sync_folder(path)
+        sync_folder(partial)
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        _sync_folder(final.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(final.parent)

@@ -1,13 +1,14 @@
-"""The command line: check everything, say what will happen, run, and end with an exit code that can be trusted.
+"""The command line: check everything, print what will happen, run, and return a reliable exit code.
 
-0: the run reached its last step. 2: the configuration cannot work (said before Ray or a model starts, without a
-traceback). 1: anything else, the cause in one line and its traceback in the run's log.
+Exit code 0: the run reached its last step. 2: the configuration cannot work (printed before Ray or a model starts,
+without a traceback). 1: any other failure, with its cause in one line and its traceback in the run's log.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
 DRIVER = "driver"
 LAST_WORDS_SECONDS = 10.0
-"""For what a process that is ended for good has to say; the disk may be what hangs."""
+"""Longest wait for the last messages of a process that is about to be killed. The disk itself may hang."""
 
 _COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" for name, command in COMMANDS.items())
 _EPILOG = f"""\
@@ -67,8 +68,9 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `examples/start_pipeline.py` and of the console command `roll`; returns the exit code."""
+    """Run `roll` or `examples/start_pipeline.py`; return the exit code."""
     started = time.monotonic()
+    _leave_without_a_search()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     other = other_command(arguments[0]) if arguments else None
     if other is not None:
@@ -89,18 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt to run ended."""
+    """The outcome of an attempt to run."""
 
     exit_code: int
     failed: tuple[PipelineConfig, RunDirectory] | None = None
-    """Of a run that failed after it had begun, and was not interrupted."""
+    """Configuration and folder of a run that failed after it had begun and was not interrupted."""
     refused: bool = False
-    """Nothing was started; what is in the way may pass."""
+    """True if nothing was started, for a reason that may pass."""
 
 
 def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[PipelineConfig], Ended]) -> int:
-    """After a failure, run again from the newest checkpoint, as often as `restarts` allows; returns the exit code. An
-    attempt that is refused (a cluster, a judge or a disk is still away) is a failure like others."""
+    """Retry a failed run from its newest checkpoint, as often as `restarts` allows; return the exit code.
+
+    An attempt that is refused (because a cluster, a judge or a disk is still away) counts as a failure.
+    """
     from roll.pipeline.restarts import Restarts
 
     restarts = Restarts()
@@ -122,12 +126,11 @@ def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[Pi
 
 
 def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
-    """Check what ``load`` gives, and run it to its end. ``path``: how its owner knows it."""
+    """Check the configuration that ``load`` returns and run it to its end. ``path``: the user's name for it."""
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
         say(_refusal(path, error), error=True)
-        gc.freeze()  # the process ends here: nothing of what was imported needs to be searched for garbage
         return Ended(BAD_CONFIGURATION, refused=True)
     except (KeyboardInterrupt, SystemExit) as error:
         say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
@@ -144,7 +147,7 @@ def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> E
             watch = DriverWatch(prepared.config.stall_timeout_seconds)
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 outcome = _run(prepared, run, status, point, started)
-    except ConfigError as error:  # what another process did to the run in the meantime
+    except ConfigError as error:  # another process changed the run in the meantime
         say(_refusal(path, error), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (RunExists, RunUnusable) as error:
@@ -156,7 +159,7 @@ def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> E
 
 
 def _no_command(arguments: Sequence[str]) -> str | None:
-    """What is wrong with a command line that begins with no command and no option; None if nothing is."""
+    """Return an error message for a command line without a command or an option; None if it has one."""
     if not arguments:
         return f"what is `roll` to do?\n\ncommands:\n{_COMMANDS}\n\nroll --help says more"
     first = arguments[0]
@@ -168,7 +171,7 @@ def _no_command(arguments: Sequence[str]) -> str | None:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Of `roll train FILE`, or of `roll --config FILE`, which is the same."""
+    """Return the parser for `roll train FILE`, or for `roll --config FILE`, which means the same."""
     trains = arguments[:1] == ["train"]
     parser = argparse.ArgumentParser(
         prog="roll",
@@ -198,7 +201,7 @@ def _version() -> str:
 
 
 def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
-    """Everything that can be known before Ray or a model starts. Raises `ConfigError`."""
+    """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     with _garbage_collection_off():
         config = check_config(load())
         say(render(plan(config)))
@@ -212,7 +215,7 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
 
 @contextmanager
 def _garbage_collection_off() -> Iterator[None]:
-    """Importing makes objects that last; searching them for garbage again and again takes a fifth of the time."""
+    """Pause garbage collection. Scanning the objects of imports again and again takes a fifth of the time."""
     gc.disable()
     try:
         yield
@@ -220,8 +223,14 @@ def _garbage_collection_off() -> Iterator[None]:
         gc.enable()
 
 
+def _leave_without_a_search() -> None:
+    """Freeze all objects at exit. Otherwise a last garbage collection scans all imports, for two seconds."""
+    atexit.unregister(gc.freeze)  # from an earlier call
+    atexit.register(gc.freeze)
+
+
 def _refusal(path: str, error: ConfigError) -> str:
-    """What a user reads: every problem, an empty line before each."""
+    """Return the text that the user reads: every problem, with an empty line before each."""
     problems = count(len(error.problems), "problem")
     return "\n\n".join([f"{path} cannot run ({problems}); nothing was started", *map(str, error.problems)])
 
@@ -239,7 +248,7 @@ def _create_run_directory(config: PipelineConfig) -> RunDirectory:
 
 
 def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
-    """Whether nothing is left to do; says so."""
+    """Return True, and say so, if nothing is left to do."""
     if not point.has_ended(config.max_steps):
         return False
     say("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
@@ -312,7 +321,7 @@ def _run_quietly(
 
 
 def how_to_go_on(run: RunDirectory) -> str:
-    """What the user of an interrupted run can do, by the checkpoints that are whole."""
+    """Return what the user of an interrupted run can do, given the checkpoints that are whole."""
     from roll.pipeline.checkpoints import newest_whole
 
     again = f"the same command with resume_from_checkpoint={run.root}"
@@ -327,10 +336,15 @@ def how_to_go_on(run: RunDirectory) -> str:
 async def to_its_end(
     run: Awaitable[None], recorder: RunRecorder, status_file: StatusFile
 ) -> tuple[FinalStatus, BaseException | str | None]:
-    """How the run ends. A failure is on record before the event loop is closed: that waits for threads, one of which
-    may hang."""
+    """Await the run and return how it ended.
+
+    A failure is recorded before the event loop is closed, because closing waits for threads and one of them may hang.
+    The run has a task of its own: in Python 3.11 a failed task group leaves its owner marked as cancelled, and here
+    that mark must mean only that the run was interrupted.
+    """
+    running = asyncio.ensure_future(run)
     try:
-        await run
+        await running
     except (asyncio.CancelledError, Exception) as error:
         task = asyncio.current_task()
         outcome = _outcome(error, status_file, interrupted=task is not None and task.cancelling() > 0)
@@ -344,7 +358,7 @@ async def to_its_end(
 def _outcome(
     error: BaseException, status_file: StatusFile, interrupted: bool = False
 ) -> tuple[FinalStatus, BaseException | str]:
-    """``interrupted``: by a signal before the error was raised."""
+    """Return the final status and its cause. ``interrupted``: a signal came before the error was raised."""
     stuck = status_file.stuck_because
     if isinstance(error, Exception):
         logger.info("the run failed", exc_info=error)
@@ -358,7 +372,7 @@ def _outcome(
 
 
 def end_process(run: RunDirectory, reason: str) -> None:
-    """The last resort: kill this process, whatever its threads do. Worker processes end with it."""
+    """Kill this process, whatever its threads do. This is the last resort. Worker processes end with it."""
     words = threading.Thread(target=_last_words, args=(run, reason), daemon=True)
     words.start()
     words.join(LAST_WORDS_SECONDS)
@@ -372,15 +386,18 @@ def _last_words(run: RunDirectory, reason: str) -> None:
 
 
 def _interrupt() -> None:
-    """As Ctrl-C does. The first one asks the event loop to end, which a stuck one does not hear; a second one is raised
-    where it is stuck. Native code hears neither, and is ended with the process."""
+    """Send SIGINT, as Ctrl-C does.
+
+    The first one asks the event loop to end; a stuck loop does not react. The second one is raised in the code that is
+    stuck. Native code reacts to neither and ends with the process.
+    """
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _end_in_order_on_signals() -> None:
-    """Let SIGTERM end a run in the same orderly way as Ctrl-C (Ray has put a handler of its own in place).
+    """Let SIGTERM end a run in the same orderly way as Ctrl-C. Ray has installed a handler of its own before.
 
-    Jobs that a shell starts in the background ignore SIGINT; one that is sent to this process is meant.
+    Background jobs of a shell ignore SIGINT by default. Here it is handled, since it was sent on purpose.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))

@@ -1,4 +1,4 @@
-"""The commands of `roll`. Their modules are imported when they are called: each is to answer at once."""
+"""The commands of `roll`. Their modules are imported when called, so that each command answers at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Command:
-    """One of them."""
+    """A command of `roll`."""
 
     usage: str
-    """What follows its name."""
+    """Argument shown after the command's name."""
     help: str
     module: str | None
-    """Has ``main(arguments) -> exit code``; None: the command that trains."""
+    """Module with ``main(arguments) -> exit code``; None: the command that trains."""
 
 
 COMMANDS = {
@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def other_command(name: str) -> Callable[[Sequence[str]], int] | None:
-    """The entry point of a command that does not train; None if ``name`` is no such command."""
+    """Return the entry point of a command that does not train; None if ``name`` is no such command."""
     command = COMMANDS.get(name)
     if command is None or command.module is None:
         return None

@@ -1,6 +1,6 @@
 """`roll completion SHELL`: a script that completes commands, YAML files and dotted keys, for bash, zsh and fish.
 
-The script is made once and holds every key, so completing starts no Python.
+The script is generated once and contains every key, so completing does not start Python.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ complete -c roll -f
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the script of a shell."""
+    """Print the completion script of a shell; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="roll completion", description='Print a completion script: eval "$(roll completion bash)".'
     )
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """The completion script of a shell."""
+    """Return the completion script of a shell."""
     if shell == "fish":
         return _fish()
     template = _BASH if shell == "bash" else _ZSH
@@ -76,7 +76,7 @@ def script(shell: str) -> str:
 
 
 def completed_keys() -> list[str]:
-    """Every key with a fixed path, each followed by ``=``."""
+    """Return every key with a fixed path, each followed by ``=``."""
     paths = {path for cls in PIPELINES.values() for path, _, _ in walk(cls, without=UNREAD_PATHS)}
     plain = [path for path in paths if not set(path) & set("<>[]*")]
     return sorted(f"{path}=" for path in plain if not any(other.startswith(f"{path}.") for other in plain))

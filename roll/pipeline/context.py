@@ -1,4 +1,4 @@
-"""What the stages of a run share: its services and its settings, wired once in the pipeline module."""
+"""The services and settings that the stages of a run share, wired once in the pipeline module."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ class RunContext:
     objective: PolicyObjective
     value_objective: ValueObjective
     steps: StepCounter
-    """Training steps that are over, checkpoints taken."""
+    """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
     advantages: AdvantageSettings
     correction: Correction | None
     canaries: Canaries | None
-    """None: trainer and engines are never compared."""
+    """The log-probability parity check; None: trainer and engines are never compared."""
     mismatch_alarm: MismatchAlarm | None
     max_staleness: int
     train_temperature: float
     checkpoints: Checkpointer
     chaos: Chaos
     first_step: int
-    """Training steps that the run had behind it when this process began."""
+    """Number of training steps that were done when this process began."""
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer computes log-probabilities before its first update on a batch."""
+        """True if the trainer computes log-probabilities before its first update on a batch."""
         return self.correction is not None or "proximal_logprobs" in self.objective.token_fields
 
     def require_critic(self) -> TrainerGroup:
-        """The critic, in stages that are only there with one."""
+        """Return the critic, in stages that exist only with one. Raises `RuntimeError` if there is none."""
         if self.critic is None:
             raise RuntimeError("a stage of the critic is wired without the role")
         return self.critic
 
     def hold(self, role: str) -> Callable[[], object]:
-        """A stage's way to its devices."""
+        """Return the function with which a stage holds the devices of a role."""
         return lambda: self.locks[role].hold(role)

@@ -1,5 +1,8 @@
-"""Off-policy correction of a batch, before the first update on it: weights and rejection from the distance between the
-trainer's policy of that moment (proximal) and the one that sampled (behaviour)."""
+"""Off-policy correction of a batch, before its first update.
+
+Weights and rejection come from the distance between two policies: the trainer's at that moment (proximal) and the one
+that sampled (behaviour).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from roll.pipeline.batch import TrainingBatch
 def add_correction(
     batch: TrainingBatch, correction: Correction, *, max_lag: int | None, lags_capped: bool
 ) -> dict[str, float]:
-    """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch; rejected tokens leave the loss.
+    """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch. Rejected tokens leave the loss.
 
     The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also per lag up to ``max_lag``,
     which includes older tokens if ``lags_capped``.

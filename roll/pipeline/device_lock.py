@@ -1,9 +1,10 @@
-"""Who may use a set of devices now.
+"""Device locks: which role may use a set of devices now.
 
-Roles that share a device share one lock. The lock belongs to a *role*, not to a task: several tasks of the role that
-holds it may work at once (generation goes on while one replica takes new weights), tasks of another role wait in
-line, and nobody of the holding role overtakes them. When the lock passes to another role, the states of the old one
-leave the devices before those of the new one come back; roles with devices of their own never notice.
+Roles that share a device share one lock. The lock belongs to a *role*, not to a task. Several tasks of the role that
+holds it may work at once (generation continues while one replica loads new weights). Tasks of other roles wait in line,
+and later tasks of the holding role do not overtake them. When the lock passes to another role, the states of the old
+role leave the devices before those of the new one come back. Roles with devices of their own never wait for another
+role.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Resident(Protocol):
     """A role whose states can leave its devices and come back."""
 
     async def load_states(self) -> None:
-        """Bring onto the devices what the role computes with."""
+        """Bring the states that the role computes with onto the devices."""
 
     async def offload_states(self) -> None:
-        """Undo `load_states`: leave the devices to another role."""
+        """Undo `load_states`, so that another role can use the devices."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class _Waiter:
 
 
 class DeviceLock:
-    """First come, first served between roles; shared within a role."""
+    """A lock that is first come, first served between roles and shared within a role."""
 
     def __init__(self, roles: Iterable[str]) -> None:
         self.roles = frozenset(roles)
@@ -49,7 +50,7 @@ class DeviceLock:
         self._switch = asyncio.Lock()
 
     def register(self, role: str, resident: Resident) -> None:
-        """Name the states of a role; they are on the devices now, as they are after a model was loaded."""
+        """Register the states of a role. They are taken to be on the devices, as they are after a model was loaded."""
         if role not in self.roles:
             raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
         self._residents[role] = resident
@@ -57,21 +58,21 @@ class DeviceLock:
 
     @property
     def holder(self) -> str | None:
-        """The role that has the devices; None: nobody."""
+        """The role that holds the devices; None if they are free."""
         return self._holder
 
     @property
     def contended(self) -> bool:
-        """Whether somebody waits for the lock."""
+        """True while a task waits for the lock."""
         return self._contended.is_set()
 
     async def wait_contended(self) -> None:
-        """Return when somebody waits for the lock."""
+        """Wait until a task waits for the lock."""
         await self._contended.wait()
 
     @asynccontextmanager
     async def hold(self, role: str) -> AsyncIterator[None]:
-        """Hold the devices as ``role``, its states loaded."""
+        """Hold the devices as ``role``, with its states loaded."""
         with waiting(self.name, f"the devices, as {role}"):
             await self._acquire(role)
         try:
@@ -121,7 +122,7 @@ class DeviceLock:
             self._contended.clear()
 
     async def _make_resident(self, role: str) -> None:
-        """Only the states of ``role`` are on the devices afterwards."""
+        """Offload the states of all other roles and load those of ``role``."""
         async with AsyncExitStack() as switched:
             with waiting(f"{self.name}/states", "states that are being moved"):
                 await switched.enter_async_context(self._switch)
@@ -135,7 +136,7 @@ class DeviceLock:
 
 
 def build_device_locks(devices_of_role: Mapping[str, Iterable[int]]) -> dict[str, DeviceLock]:
-    """One lock per connected set of roles: roles that share a device, directly or through a third, share the lock."""
+    """Return the lock of each role: roles that share a device, directly or through a third role, share one lock."""
     clusters: list[tuple[set[str], set[int]]] = []
     for role, devices in devices_of_role.items():
         roles, union = {role}, set(devices)

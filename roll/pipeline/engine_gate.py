@@ -1,8 +1,8 @@
-"""Generation as a user of devices that others may want.
+"""Generation on devices that other roles may want.
 
-While requests are running the gate holds the engine's devices; as soon as another role waits for them it lets go, and
-the device lock interrupts the requests by putting the engine to sleep. They go on when the gate has the devices again.
-With devices of its own the engine never notices.
+The gate holds the engine's devices while requests are running. When another role waits for them, the gate lets go, and
+the device lock interrupts the requests by putting the engine to sleep. They continue when the gate has the devices
+again. An engine with devices of its own is never interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll.tracking.waits import waiting
 
 
 class EngineGate:
-    """The engine as rollouts and validation see it."""
+    """The engine as rollouts and validation use it."""
 
     def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
         self._pool = pool
@@ -31,7 +31,7 @@ class EngineGate:
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run one request to its end."""
+        """Run one request to its end, once the engine has its devices."""
         self._enter()
         try:
             with waiting("gate", "the engine to have its devices"):
@@ -41,11 +41,11 @@ class EngineGate:
             self._leave()
 
     def forget(self, sticky_key: str) -> None:
-        """No request with this key will come any more."""
+        """Drop the routing of this key; no request with it will follow."""
         self._pool.forget(sticky_key)
 
     async def run(self) -> None:
-        """Hold the devices whenever there is work, until cancelled."""
+        """Hold the devices whenever there are requests, until cancelled."""
         while True:
             await self._demanded.wait()
             async with self._lock.hold(self._role):

@@ -1,7 +1,7 @@
 """Validation in environments: a fixed set of seeds, one pinned policy version.
 
 It runs inside the stage that publishes weights, so no newer version can arrive before it ends. A group whose
-environments keep failing is left out, counted and told; if nothing is left the validation fails.
+environments keep failing is left out, counted and reported. If no group is left, the validation fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EpisodeValidator:
         timeout_seconds: float,
         on_event: Callable[[str], None],
     ) -> None:
-        """``attempts`` per group whose episodes fail."""
+        """Create the validator; ``attempts``: tries per group whose episodes fail."""
         self._tasks = tasks
         self._rollout = rollout
         self._attempts = attempts
@@ -37,7 +37,7 @@ class EpisodeValidator:
         self._on_event = on_event
 
     async def run(self, version: int) -> ValidationResult:
-        """Play every group.
+        """Play every group and measure the version.
 
         Raises `TimeoutError` at the deadline, `MixedVersions` if the weights changed meanwhile, and `EpisodesFailed` if
         no group could be played.
@@ -56,7 +56,7 @@ class EpisodeValidator:
         return ValidationResult(version, self._metrics(played), groups, episodes)
 
     async def _play_all(self) -> dict[int, list[Episode]]:
-        """Position of each group that could be played -> its episodes."""
+        """Return the episodes of each group that could be played, by the group's position."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self._tasks)]
         outcomes = {index: task.result() for index, task in enumerate(running)}
@@ -95,7 +95,7 @@ class EpisodeValidator:
 
 
 def success_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Share of successes and of groups with one; nothing where environments do not say."""
+    """Return the share of successes and of groups with at least one; empty if the environments report no success."""
     said = [[each.success for each in group if each.success is not None] for group in groups]
     said = [group for group in said if group]
     if not said:
@@ -107,7 +107,7 @@ def success_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
 
 
 def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean of each metric over the episodes that have it."""
+    """Return the mean of each metric over the episodes that have it."""
     names = sorted({name for episode in episodes for name in episode.metrics})
     return {
         name: float(np.mean([episode.metrics[name] for episode in episodes if name in episode.metrics]))

@@ -1,9 +1,9 @@
-"""How an agentic group comes about: episodes of one environment seed, all at once, each a chain of requests.
+"""Rollout of an agentic group: episodes of one environment seed, all at once, each a chain of requests.
 
-Everything random derives from (run seed, group id, episode index, turn), so a group can be made again. An episode that
-fails for its environment's fault is replaced by a new one while the group's spare ones last, then the group fails with
-the causes. One that was lost with its process, perhaps through another's fault, is begun again. No episode is left out
-for being slow.
+Everything random derives from (run seed, group id, episode index, turn), so a group can be generated again. If an
+episode fails through the fault of its environment, a spare episode replaces it. When the spare episodes are used up,
+the group fails with all causes. An episode that was lost with its process, perhaps through another episode's fault,
+restarts. No episode is left out for being slow.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from roll.strategies.infer.base import GenerateRequest, SamplingParams
 logger = logging.getLogger(__name__)
 
 LOST_RETRIES = 5
-"""How often an episode is begun again after a loss that may not have been its fault."""
+"""Number of times that an episode restarts after a loss that may not have been its fault."""
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """What the episodes of a group share."""
+    """The environment tag and seed that the episodes of a group share."""
 
     tag: str
     seed: int
 
     @property
     def name(self) -> str:
-        """The first part of its episodes' names."""
+        """Prompt id of the group."""
         return f"{self.tag}:{self.seed}"
 
 
 class EpisodesFailed(RuntimeError):
-    """More episodes of a group failed than it has spare ones. The message has tag, seed and every cause."""
+    """More episodes of a group failed than it has spare ones. The message has the tag, the seed and every cause."""
 
 
 class Environments(Protocol):
-    """Where episodes get their environments."""
+    """Source of the environments of episodes."""
 
     def session(self, tag: str, *, frames: bool = False) -> EnvSession:
-        """A place for one episode of an environment; ``frames``: pictures of it are kept."""
+        """Return a session for one episode of an environment; ``frames``: keep pictures of it."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class EnginePolicy:
     generator: Generator
     sampling: SamplingParams
     name: str
-    """Of the episode, unique among those that run."""
+    """Name of the episode, unique among those that run."""
     seed_parts: tuple[int, *tuple[int | str, ...]]
     min_version: int | None
 
     async def __call__(self, prompt_token_ids: np.ndarray, *, turn: int, max_new_tokens: int) -> SampledTurn:
-        """See `Policy`."""
+        """Sample a turn; see `Policy`."""
         request = GenerateRequest(
             request_id=f"{self.name}-{turn}",
             prompt_token_ids=prompt_token_ids,
@@ -80,31 +80,33 @@ class EnginePolicy:
 
 @dataclass(frozen=True)
 class EpisodeRollout:
-    """Plays groups; one object serves training, another validation."""
+    """Rollout of agentic groups; one object serves training, another one validation."""
 
     generator: Generator
     environments: Environments
     managers: Mapping[str, EnvManager]
-    """By tag."""
+    """Managers by environment tag."""
     sampling: SamplingParams
     group_size: int
     spare: int
-    """Episodes of a group that may fail."""
+    """Number of episodes of a group that may fail."""
     run_seed: int
     purpose: str
     """Part of each request's name and seed: ``train`` or ``validation``."""
     at_once: asyncio.Semaphore | None = None
-    """Groups that may run at once; None: all."""
+    """Limit of the groups that run at once; None: no limit."""
     frames: bool = False
-    """Whether episodes can be looked at afterwards."""
+    """True if pictures of the episodes are kept."""
 
     async def group(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> Group:
-        """Play a group with weights of ``min_version`` or newer, as what a trainer takes."""
+        """Play a group with weights of ``min_version`` or newer and return it as a `Group`."""
         return as_group(group_id, task, await self.play(group_id, task, min_version))
 
     async def play(self, group_id: int, task: EpisodeTask, min_version: int | None = None) -> list[Episode]:
-        """The episodes of a group. Raises `EpisodesFailed`, and what the engine raised; `FatalRolloutError` for what no
-        retry cures."""
+        """Return the episodes of a group.
+
+        Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what a retry cannot cure.
+        """
         if self.at_once is None:
             return await self._play(group_id, task, min_version)
         async with self.at_once:
@@ -151,7 +153,7 @@ class EpisodeRollout:
             self.generator.forget(name)
 
     async def _again_when_innocent(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
-        """The episode; begun again with the same random numbers after a loss that may be another's fault."""
+        """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
         for _ in range(LOST_RETRIES):
             try:
                 return await self._once(policy, task)
@@ -167,7 +169,7 @@ class EpisodeRollout:
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:
-    """Episodes as the unit of account; each sample knows which episode it belongs to."""
+    """Return the episodes as one `Group`; each sample gets the index of its episode."""
     for index, episode in enumerate(episodes):
         for sample in episode.samples:
             sample.episode = index
@@ -189,11 +191,11 @@ def _described(task: EpisodeTask, causes: list[str]) -> str:
 
 
 async def _end(tasks: Mapping[asyncio.Task[Episode], int]) -> None:
-    """Cancel what still runs, and wait until it has let go of what it holds."""
+    """Cancel the tasks that still run, and wait until they have released what they hold."""
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(list(tasks))
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # seen: the first failure is being raised
+            task.exception()  # mark it as retrieved: the first failure is being raised

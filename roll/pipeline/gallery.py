@@ -1,5 +1,7 @@
-"""Episodes to look at: of each validation and tag the best, the worst and a random one, as text, PNG (beginning
-and end) and animated GIF."""
+"""Episodes to look at: the best, the worst and a random one of each tag and validation.
+
+Each is written as text, PNG (beginning and end) and animated GIF.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ SAID = {True: "success", False: "no success", None: "success not told"}
 
 @dataclass(frozen=True)
 class Picture:
-    """An animated GIF on disk, and the name it has in trackers."""
+    """An animated GIF on disk, and its name in trackers."""
 
     name: str
     path: Path
 
 
 def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Picture]:
-    """Write the chosen episodes below ``folder``; the pictures of those whose environment can be rendered."""
+    """Write the chosen episodes below ``folder``. Returns the pictures of those whose environment can be rendered."""
     place = folder / f"version-{version:06d}"
     pictures = []
     for (tag, which), episode in chosen(episodes, version).items():
@@ -44,7 +46,7 @@ def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Pic
 
 
 def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], Episode]:
-    """(tag, ``best``, ``worst`` or ``random``) -> episode. Equal scores: the shorter one is better."""
+    """Return the episodes by (tag, ``best``, ``worst`` or ``random``). At equal scores the shorter one is better."""
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         by_tag[episode.tag].append(episode)
@@ -57,7 +59,7 @@ def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], E
 
 
 def frames_of(episode: Episode) -> list[str]:
-    """The environment before each action and at the end, each with what was done; empty if it cannot be rendered."""
+    """Return the frames before each action and at the end, with captions; empty if none can be rendered."""
     frames = [
         f"turn {number}: {turn.response!r}\n{turn.frame}"
         for number, turn in enumerate(episode.turns)
@@ -69,7 +71,7 @@ def frames_of(episode: Episode) -> list[str]:
 
 
 def as_text(episode: Episode) -> str:
-    """The episode turn by turn."""
+    """Return the episode as text, turn by turn."""
     head = (
         f"{episode.tag}, seed {episode.seed}: {SAID[episode.success]}, score "
         f"{episode.score:g}, {len(episode.turns)} turns, ended by {episode.end}\n"

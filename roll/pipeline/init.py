@@ -1,8 +1,8 @@
-"""`roll init FILE`: a working configuration from a few answers, or from flags where nobody is there to answer.
+"""`roll init FILE`: a working configuration from a few answers, or from flags alone.
 
-What it has written it loads and checks, and takes away again if it cannot work. What is still missing (the prompts,
-GPUs, a function of one's own) it names, so `roll check` says nothing new. It is a beginning: few keys, each with its
-reason, in the order in which a reader asks.
+The command loads and checks the file it has written, and removes it again if it cannot work. Anything still missing
+(the prompts, GPUs, a user's own function) is named, so `roll check` reports nothing new. The file is a starting point:
+few keys, in the order in which a reader needs them, with reasons.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Without --yes, what no flag says is asked for.
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and what holds where nobody answers."""
+    """A question to the user, and the default that holds without an answer."""
 
     flag: str
     text: str
@@ -91,7 +91,7 @@ rewards:
 
 
 def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
-    """Ask, write and check; returns the exit code. ``ask`` shows a text and gives the answer."""
+    """Ask, write and check; return the exit code. ``ask`` shows a text and returns the answer."""
     options = _parser().parse_args(arguments)
     path = Path(options.file)
     if path.exists():
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
 
 
 def _not_found(config: PipelineConfig) -> list[ConfigProblem]:
-    """What is named and is not here, such as a module of one's own."""
+    """Return the problems of names that cannot be found here, such as a module of the user's own."""
     from roll.pipeline.preflight import look_up
 
     try:
@@ -162,7 +162,7 @@ def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str
 
 
 def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
-    """The configuration as YAML. What cannot be is left for the checks to name."""
+    """Return the configuration as YAML. Impossible answers are left for the checks to name."""
     devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)
     gpus = answers["device"] != "cpu"
@@ -192,7 +192,7 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
 
 
 def _shares(devices: int, overlapped: bool) -> tuple[str, str]:
-    """Device mappings of trainer and engine: halves, or all for both."""
+    """Return the device mappings of trainer and engine: one half each, or all devices for both."""
     if not overlapped:
         return (f'"0-{max(0, devices - 1)}"',) * 2
     half = max(1, devices // 2)
@@ -200,5 +200,5 @@ def _shares(devices: int, overlapped: bool) -> tuple[str, str]:
 
 
 def _quoted(text: str) -> str:
-    """A YAML text in quotes, whatever is in it."""
+    """Return the text as a quoted YAML string, whatever it contains."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Writes what becomes of groups to the run's journal, beside the event loop.
+"""Writer of the rollout journal, beside the event loop.
 
-A group is encoded at once, because training changes its samples later, and written by a thread of its own, which waits
-for the disk whenever it has nothing else to do. What goes wrong there is raised at the next group.
+A group is encoded at once, because training changes its samples later. A thread of its own writes it, and syncs the
+file whenever it has nothing else to do. An error of the thread is raised when the next group is reported.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _START_VERSION_BYTES = 8
 _SETTINGS = "made_with.json"
 NOT_ON_RECORD = "(what they were made with is not on record)"
 MOST_BYTES_BEHIND = 2 * 2**30
-"""What may wait for the disk. Beyond it the disk does not keep up, or does not answer, and memory would fill."""
+"""Most bytes that may wait for the disk. Beyond that the disk is too slow or does not answer, and memory would fill."""
 
 
 class JournalKeeper:
-    """A `SchedulerObserver` over a `Journal`. Its methods raise what went wrong with earlier records: an `OSError` that
-    names the folder, as a rule."""
+    """A `SchedulerObserver` that writes to a `Journal`.
+
+    Its methods raise the error of an earlier record, usually an `OSError` that names the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,17 +53,20 @@ class JournalKeeper:
         self._failure: Exception | None = None
 
     def made_with(self, settings: Mapping[str, Any]) -> None:
-        """Groups are made with these settings from here on. If they were made with others before, those do not count;
-        a process that is killed here leaves that undecided at worst, and the next one says it again."""
+        """Record the settings that groups are made with from here on.
+
+        If they have changed, earlier groups no longer count. If the process is killed here, the next one repeats what
+        is missing.
+        """
         if other_settings(self._folder, settings):
             self._submit(self._make_anew, settings)
 
     def went_back(self, step: int) -> None:
-        """The run goes on after this training step; what came later does not count."""
+        """Record that the run continues after this training step, so later records do not count."""
         self._submit(self._journal.append, went_back_record(step))
 
     def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
-        """See `SchedulerObserver`."""
+        """Record a finished group; see `SchedulerObserver`."""
         result = group.result
         newest = max(
             [group.start_version, result.baseline_version]
@@ -72,20 +77,20 @@ class JournalKeeper:
         self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
 
     def group_dropped(self, group: DroppedGroup, version: int) -> None:
-        """See `SchedulerObserver`."""
+        """Record a dropped group; see `SchedulerObserver`."""
         self._submit(self._journal.append, dropped_record(group.group_id, version, group.reason))
 
     def prune(self, oldest: RolloutProgress) -> None:
-        """Nobody goes back beyond ``oldest`` any more."""
+        """Delete segments that are not needed: no run will go back beyond ``oldest`` any more."""
         self._submit(self._journal.prune, oldest)
 
     def _make_anew(self, settings: Mapping[str, Any]) -> None:
         self._journal.append(made_anew_record())
-        self._journal.sync()  # before the note: it says that this is done
+        self._journal.sync()  # before the settings file, which states that this is done
         write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written. Raises the first error of the thread."""
         self._thread.shutdown()
         if self._failure is not None:
             with suppress(OSError):
@@ -121,7 +126,7 @@ class JournalKeeper:
 
 
 def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """The keys in which these settings differ from those that the groups of a journal were made with."""
+    """Return the keys in which these settings differ from those that the groups of a journal were made with."""
     try:
         before = json.loads((folder / _SETTINGS).read_text())
     except (FileNotFoundError, ValueError):
@@ -130,7 +135,7 @@ def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:
-    """The finished group that `JournalKeeper` wrote, as the scheduler had it."""
+    """Return the finished group from what `JournalKeeper` wrote, as the scheduler had it."""
     start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
     group = decode_group(payload[_START_VERSION_BYTES:])
     return FinishedGroup(group_id, item, group, start_version, attempts=1, started_at=0.0, finished_at=0.0)

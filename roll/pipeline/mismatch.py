@@ -1,7 +1,7 @@
-"""The alarm on the distance between trainer and engine at equal weights (`mismatch/abs_mean` of a training step).
+"""The alarm on the log-probability difference between trainer and engine at equal weights.
 
-It looks at what the step has measured anyway. A step without tokens of equal version has measured nothing and raises
-no alarm; the canaries of the weight publication are what is left then.
+It reads `mismatch/abs_mean`, which a training step measures anyway. A step without tokens of equal version measures
+nothing and raises no alarm. Then only the log-probability parity check of the weight update is left.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ class MismatchTooLarge(RuntimeError):
 
 @dataclass(frozen=True)
 class MismatchAlarm:
-    """What happens above a limit."""
+    """Limit of the difference, and the action above it."""
 
     limit: float
-    """Nats per token."""
+    """Limit in nats per token."""
     stops: bool
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judge training step ``step`` (counted from 1) by its metrics. NaN is above every limit. Raises
-        `MismatchTooLarge` if the alarm stops the run, else warns."""
+        """Compare the metrics of training step ``step`` (counted from 1) with the limit. NaN is above every limit.
+
+        Raises `MismatchTooLarge` if the alarm stops the run, and warns otherwise.
+        """
         value = metrics.get("mismatch/abs_mean")
         if value is None or value <= self.limit:
             return
@@ -44,7 +46,7 @@ class MismatchAlarm:
 
 
 def build_alarm(config: PipelineConfig) -> MismatchAlarm | None:
-    """None without `mismatch_alarm`."""
+    """Build the alarm of a configuration; None without `mismatch_alarm`."""
     if config.mismatch_alarm is None:
         return None
     return MismatchAlarm(config.mismatch_alarm, config.mismatch_action == "stop")

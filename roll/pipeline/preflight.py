@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before Ray or a model starts.
+"""Preflight: checks of everything that can be known to be wrong before Ray or a model starts.
 
-The configuration's own checks come first; then what it names is looked up: the cluster, what rollouts need (of each
-pipeline in a module of its own), algorithms, stages, worker classes, engine options. All problems are reported at once.
+The configuration's own checks come first. Then its names are looked up: the cluster, the needs of the rollouts (one
+module per pipeline), algorithms, stages, worker classes and engine options. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CLUSTER_PROBE_SECONDS = 3.0
 
 @dataclass
 class Prepared:
-    """A configuration with everything it names found and checked."""
+    """A checked configuration with everything it names."""
 
     config: PipelineConfig
     tokenizer: PreTrainedTokenizerBase
     rollouts: RolloutPlan
     source: str
-    """Fingerprint of what groups are made of, see `RolloutPlan.fingerprint`."""
+    """Fingerprint of the items that groups are made of; see `RolloutPlan.fingerprint`."""
     objective: PolicyObjective
     value_objective: ValueObjective
     advantages: AdvantageSettings
@@ -55,13 +55,13 @@ class Prepared:
 
 
 class Problems:
-    """Collects problems, so that one wrong thing does not hide another."""
+    """Collector of problems, so that one problem does not hide another."""
 
     def __init__(self) -> None:
         self.found: list[ConfigProblem] = []
 
     def attempt(self, look_up: Callable[[], Value]) -> Value | None:
-        """What is found; None, and its problems noted, if that raised `ConfigError`."""
+        """Return the result of ``look_up``, or None after noting its problems if it raised `ConfigError`."""
         try:
             return look_up()
         except ConfigError as error:
@@ -75,8 +75,11 @@ class Problems:
 
 
 def prepare(config: PipelineConfig) -> Prepared:
-    """Look up what a (checked) configuration names. Raises `ConfigError` with all problems of cluster, rollouts and
-    algorithms, or else with all of engines, stages and worker classes, whose libraries take long to import."""
+    """Look up everything that a (checked) configuration names.
+
+    Raises `ConfigError` with all problems of cluster, rollouts and algorithms. If there are none, raises it with all
+    problems of engines, stages and worker classes, whose libraries take long to import.
+    """
     problems = Problems()
     problems.attempt(lambda: _check_cluster(config.cluster))
     tokenizer = problems.attempt(lambda: _tokenizer(config))
@@ -87,7 +90,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     rollouts, algorithms = _found(rollouts, "rollouts"), _found(algorithms, "algorithms")
     problems.attempt(lambda: _check_strategies(config))
     worker_classes = problems.attempt(lambda: _worker_classes(config))
-    if not config.stages:  # the built-in ones are there, and need not be imported before a refusal
+    if not config.stages:  # the built-in stages exist, and need not be imported before a refusal
         problems.raise_any()
     stage_classes = problems.attempt(lambda: _stage_classes(config))
     problems.raise_any()
@@ -106,9 +109,11 @@ def prepare(config: PipelineConfig) -> Prepared:
 
 
 def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str]) -> None:
-    """What `prepare` looks up, on a machine that need not be the run's: no cluster is asked; prompts and templates are
-    read, and judges asked, only ``with_model``; and the engines of the roles ``without`` them need not be installed.
-    Raises `ConfigError`."""
+    """Look up the same names as `prepare`, on a machine that need not be the run's.
+
+    No cluster is contacted. Prompts and templates are read, and judges contacted, only ``with_model``. Roles in
+    ``without`` need not have their engine installed. Raises `ConfigError`.
+    """
     problems = Problems()
     tokenizer = problems.attempt(lambda: _tokenizer(config)) if with_model else None
     _plan_rollouts(config, tokenizer, problems, asks_models=with_model)
@@ -122,7 +127,10 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
 
 
 def _found(value: Value | None, what: str) -> Value:
-    """What a look-up without problems has given. ``RuntimeError`` if it gave nothing: then it kept a problem back."""
+    """Return the result of a look-up that noted no problem.
+
+    Raises `RuntimeError` if it is None: then a problem was lost.
+    """
     if value is None:
         raise RuntimeError(f"the preflight found no {what}, and no problem with them either")
     return value
@@ -131,7 +139,7 @@ def _found(value: Value | None, what: str) -> Value:
 def _plan_rollouts(
     config: PipelineConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool = True
 ) -> RolloutPlan | None:
-    """What only this pipeline names; None where a problem was found. ``asks_models``: see `plan_rlvr`."""
+    """Look up the names that only this pipeline has; None after a problem. ``asks_models``: see `plan_rlvr`."""
     if isinstance(config, AgenticConfig):
         from roll.pipeline.agentic_preflight import plan_agentic
 
@@ -148,7 +156,7 @@ def _algorithms(config: PipelineConfig) -> Algorithms:
 
 
 def _check_fallback(config: PipelineConfig) -> None:
-    """What the run does after repeated failures can work, too."""
+    """Check that the fallback configuration for repeated failures can work, too."""
     if config.restarts.synchronous_after is None:
         return
     fallback = replace(derived.synchronous(config), resume_from_checkpoint=True)
@@ -168,7 +176,7 @@ def _check_fallback(config: PipelineConfig) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
-    """Something listens at the address of the cluster."""
+    """Check that something listens at the address of the cluster."""
     if cluster.address is None or cluster.address == "auto":
         return
     host, _, port = cluster.address.rpartition(":")
@@ -181,7 +189,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
-    """The trained policy's."""
+    """Load the tokenizer of the trained policy."""
     arguments = config.actor_train.model_args
     return load_tokenizer(
         derived.model_path(config, config.actor_train),
@@ -191,9 +199,11 @@ def _tokenizer(config: PipelineConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_strategies(config: PipelineConfig, without: Collection[str] = (), with_model: bool = True) -> None:
-    """An engine that is not installed, and options that it does not know or that do not fit the model, are an error
-    here, not in a worker. Roles ``without`` their engine may lack it; what only the models' own files tell is left out
-    unless ``with_model``."""
+    """Check that engines are installed and that their options are known and fit the model, before a worker starts.
+
+    Roles in ``without`` need not have their engine. Problems that only the models' own files reveal are left out unless
+    ``with_model``.
+    """
     from roll.strategies.infer import infer_option_check
     from roll.strategies.train import train_option_check
 
@@ -228,7 +238,7 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
 
 
 def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> Iterator[ConfigProblem]:
-    """Classes of the user's own that cannot stand in for a strategy, but those of roles ``without``."""
+    """Yield the problems of users' strategy classes that cannot replace a strategy, except for roles in ``without``."""
     from roll.strategies.infer import infer_strategy_class
     from roll.strategies.score import score_strategy_class
     from roll.strategies.train import forward_strategy_class, train_strategy_class
@@ -254,7 +264,7 @@ def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
 
 
 def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
-    """Classes of the user's own, by role."""
+    """Return the user's own worker classes by role."""
     roles = derived.roles_and_reward_models(config)
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
     if not paths:

@@ -1,6 +1,6 @@
-"""From groups to what a person reads in `samples.jsonl`: texts, and of some tokens who sampled each when.
+"""Conversion of groups to the readable records of `samples.jsonl`: texts, and the version and advantage of tokens.
 
-Pure functions; decoding token by token takes some milliseconds a sample, so they are called in a thread.
+The functions are pure. Decoding token by token takes some milliseconds per sample, so they are called in a thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from roll.pipeline.validation import ValidationResult
 from roll.tracking.samples import ReadableSample, ReadableTokens
 
 FIRST_TOKENS, LAST_TOKENS = 384, 128
-"""Of a longer response, the tokens that are told."""
+"""Number of tokens kept from the beginning and the end of a longer response."""
 LONGEST_CHARACTER = 8
-"""Tokens. Byte-level tokenizers spread a character over several; what is longer is no character."""
+"""Most tokens of one character. Byte-level tokenizers spread a character over several tokens."""
 UNFINISHED = "\ufffd"
 
 
@@ -25,13 +25,13 @@ class TokenDecoder(Protocol):
     """The part of a tokenizer that turns tokens into text."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; special ones left out if asked for."""
+        """Return the text of token ids, without special tokens if asked for."""
 
 
 def readable(
     groups: Sequence[Group], data: SampleBatch, step: int, count: int, decoder: TokenDecoder
 ) -> list[ReadableSample]:
-    """The first sample of the first groups, with the advantages of its tokens; all turns of an episode."""
+    """Return the first sample of the first groups, with the advantages of its tokens; of an episode all turns."""
     offsets = data.offsets
     samples, first_row = [], 0
     for group in groups[:count]:
@@ -47,7 +47,7 @@ def readable(
 
 
 def readable_validation(result: ValidationResult, count: int, decoder: TokenDecoder) -> list[ReadableSample]:
-    """The first sample of the first groups of a validation."""
+    """Return the first sample of the first groups of a validation."""
     return [
         _readable(
             group, result.version, "val", None, result.version, readable_tokens(group.episodes[0], None, decoder)
@@ -59,8 +59,10 @@ def readable_validation(result: ValidationResult, count: int, decoder: TokenDeco
 def readable_tokens(
     parts: Sequence[Sample], advantages: Sequence[np.ndarray] | None, decoder: TokenDecoder
 ) -> ReadableTokens:
-    """The tokens of an episode's samples, from the first sampled one on; further parts with what they were given.
-    ``advantages``: float ``[length]`` of each part."""
+    """Return the tokens of an episode's samples, from the first sampled one on.
+
+    Later samples include the tokens that they were given. ``advantages``: float ``[length]`` of each sample.
+    """
     first = parts[0].response_mask
     start = int(np.argmax(first)) if first.any() else len(first)
 
@@ -91,9 +93,9 @@ def readable_tokens(
 
 
 def token_texts(token_ids: Sequence[int], decoder: TokenDecoder) -> list[str]:
-    """The text that each token adds. Of a character that is spread over several tokens the last one has it.
+    """Return the text that each token adds. The last token of a multi-token character has its text.
 
-    Each token is decoded behind the one before it, because some tokenizers write a leading space only there.
+    Each token is decoded after the one before it, because some tokenizers write a leading space only then.
     """
     texts: list[str] = []
     before: list[int] = []
@@ -113,7 +115,7 @@ def token_texts(token_ids: Sequence[int], decoder: TokenDecoder) -> list[str]:
 
 
 def _kept(length: int) -> np.ndarray:
-    """Places of the tokens that are told."""
+    """Return the positions of the tokens that are kept."""
     places = np.arange(length)
     if length <= FIRST_TOKENS + LAST_TOKENS:
         return places

@@ -1,7 +1,7 @@
-"""What a run leaves behind, gathered in one place: metrics, timeline, samples, summary and the console.
+"""The recorder of a run: metrics, timeline, samples, summary and console in one place.
 
-Stages tell it what happened; it knows nothing of how. Shares and rates are over the wall-clock time between the ends
-of two consecutive steps.
+Stages report their results to it; it knows nothing of how they work. Shares and rates are over the wall-clock time
+between the ends of two consecutive steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FinalStatus = Literal["success", "failed", "interrupted"]
 
 
 class RunRecorder:
-    """Writes the run directory while the run goes on."""
+    """Writer of the run directory during a run."""
 
     def __init__(
         self,
@@ -54,8 +54,11 @@ class RunRecorder:
         decoder: TokenDecoder,
         after_step: int | None = None,
     ) -> None:
-        """``after_step``: of a run that goes on; its folder tells of nothing later. ``decoder`` makes single tokens
-        readable."""
+        """Open the files of the run.
+
+        ``after_step``: step after which a resumed run continues; its folder must hold nothing later. ``decoder`` makes
+        single tokens readable.
+        """
         earlier = None if after_step is None else read_metrics(run.metrics)
         self.run = run
         self.timeline = Timeline(run.timeline)
@@ -85,12 +88,12 @@ class RunRecorder:
         self._engine_totals: dict[str, float] = {"generated_tokens": 0.0, "busy_seconds": 0.0}
 
     def event(self, text: str) -> None:
-        """Something worth a line on the console."""
+        """Print a line on the console."""
         self.console.event(text)
 
     @contextmanager
     def busy(self, role: str) -> Iterator[None]:
-        """The role computes while this is open."""
+        """Count the role as computing while this is open."""
         self._busy_since[role] = time.time()
         try:
             yield
@@ -99,7 +102,7 @@ class RunRecorder:
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
-        """A row of its own in the timeline for validation."""
+        """Mark a validation in its own row of the timeline while this is open."""
         self.timeline.transition("validation", "running", version=version)
         try:
             yield
@@ -107,11 +110,11 @@ class RunRecorder:
             self.timeline.transition("validation", "idle")
 
     def count_tokens(self, role: str, tokens: int) -> None:
-        """A trainer or a reference has been through so many tokens."""
+        """Add to the tokens that a trainer or a reference has processed."""
         self._tokens[role] += tokens
 
     def start_clock(self) -> None:
-        """The first step begins now."""
+        """Let the first step begin now."""
         self._step_ended = time.time()
 
     async def step(
@@ -147,23 +150,25 @@ class RunRecorder:
         await asyncio.to_thread(self._metrics.sync)
 
     def before_training(self, metrics: dict[str, float]) -> None:
-        """Record what is known of version 0, as step 0: no training step would carry it."""
+        """Record the metrics of version 0 as step 0, since they belong to no training step."""
         self._log(metrics, 0)
 
     async def validation(self, result: ValidationResult) -> None:
-        """Record the samples and episodes of a validation; its metrics come with those of its step."""
+        """Record the samples and episodes of a validation. Its metrics are recorded with those of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
             self._trackers.picture(picture.name, picture.path, result.version)
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> None:
-        """How the run has ended, before all that is still to be closed: that may fail, or hang."""
+        """Record how the run has ended, before everything is closed: closing may fail or hang."""
         self._finish(status, error)
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
-        """Write the end of the run and give the terminal back. Returns how it ended: files that cannot be completed
-        (a full disk) make a failure of a success."""
+        """Write the end of the run, release the terminal and return the final status.
+
+        A success becomes a failure if files cannot be completed (for example on a full disk).
+        """
         self._log_watch.close()
         try:
             self.timeline.close()
@@ -179,7 +184,7 @@ class RunRecorder:
         return status
 
     def _finish(self, status: FinalStatus, error: BaseException | str | None) -> bool:
-        """Whether the end is on the disk. Where the folder cannot be written, the console still says why."""
+        """Write the final summary; return True if it is on the disk. Otherwise the console still shows the cause."""
         try:
             self.summary.finish(status, error, ledger=self.ledger)
         except OSError as unwritten:
@@ -197,8 +202,10 @@ class RunRecorder:
         self.console.step(metrics, step)
 
     def _draw(self, spans: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-        """Put work of other processes on the timeline; what is there already is not drawn twice. A role without
-        numbered workers is one lane."""
+        """Add the work of other processes to the timeline, each span once.
+
+        A role without numbered workers is one lane.
+        """
         for name, busy in spans.items():
             role, _, worker = name.rpartition("/")
             known_until = self._drawn_until.get(name, 0.0)
@@ -210,14 +217,14 @@ class RunRecorder:
     def _rates(
         self, engines: Sequence[dict[str, Any]], window: tuple[float, float], others: Sequence[str]
     ) -> dict[str, float]:
-        """``others``: roles beside the policy's trainer and engine."""
+        """Return the token rates and idle shares of a step. ``others``: roles besides trainer and engine."""
         seconds = max(window[1] - window[0], 1e-9)
         totals = {name: float(sum(engine[name] for engine in engines)) for name in self._engine_totals}
         gained = {name: max(0.0, totals[name] - before) for name, before in self._engine_totals.items()}
         self._engine_totals = totals
         counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
         for role, since in self._busy_since.items():
-            # The next batch is often in training already; what is over of that belongs to this window.
+            # The next batch is often in training already; its part so far belongs to this window.
             self.timeline.busy(role, since, window[1])
         rates = {
             "tokens_per_second/actor_infer": gained["generated_tokens"] / seconds,

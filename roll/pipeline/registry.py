@@ -1,7 +1,7 @@
-"""Stages by name, so that a run can put one of its own in place of a built-in one.
+"""The registry of stages, with which a run can replace a built-in stage by one of its own.
 
-A custom stage subclasses the built-in stage it replaces, is registered with `register_stage` or named as
-`package.module:Class` in the `stages` section of the configuration, and is built with the same arguments.
+A custom stage subclasses the built-in stage that it replaces and is built with the same arguments. It is registered
+with `register_stage`, or named as `package.module:Class` in the `stages` section of the configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STAGES: dict[str, type[Stage]] = {}
 
 
 def register_stage(name: str) -> Callable[[StageClass], StageClass]:
-    """Class decorator: make a stage known under a name. Raises `ValueError` if the name is taken."""
+    """Return a class decorator that registers a stage under a name. It raises `ValueError` if the name is taken."""
 
     def register(stage: StageClass) -> StageClass:
         if name in _STAGES:
@@ -31,7 +31,10 @@ def register_stage(name: str) -> Callable[[StageClass], StageClass]:
 
 
 def resolve_stages(defaults: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, type[Stage]]:
-    """The class of each stage: the default's or the chosen one's. Raises `ConfigError` for what cannot be found."""
+    """Return the class of each stage: the default or the chosen one.
+
+    Raises `ConfigError` for classes that cannot be found or do not fit.
+    """
     problems: list[ConfigProblem] = []
     classes = {stage: _STAGES[name] for stage, name in defaults.items()}
     for stage, name in chosen.items():

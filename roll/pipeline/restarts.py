@@ -1,8 +1,8 @@
-"""When a run that failed begins again by itself, and with which configuration.
+"""Automatic restarts of a failed run: when it restarts, and with which configuration.
 
-A failure in a row is one without a new checkpoint since the one before: a long run may fail now and then for as long as
-it gets on, and one that gets nowhere ends. Interrupted runs do not begin again, nor does a run that was refused before
-its first attempt; a later attempt that is refused counts as a failure.
+Failures count as consecutive if there is no new checkpoint between them. A long run may therefore fail now and then as
+long as it makes progress, and a run without progress ends. Interrupted runs do not restart, nor does a run that was
+refused before its first attempt. A later attempt that is refused counts as a failure.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from roll.tracking.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Again:
-    """A further attempt."""
+    """The next attempt."""
 
     config: PipelineConfig
     delay_seconds: float
     words: str
-    """For the owner of the run."""
+    """Message to the user."""
 
 
 class Restarts:
-    """Counts the failures of one run."""
+    """Counter of the consecutive failures of one run."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._newest_checkpoint = 0
 
     def after_failure(self, config: PipelineConfig, run: RunDirectory) -> Again | None:
-        """How the run goes on; None: it stays failed. ``config`` is that of the attempt which failed in ``run``."""
+        """Return the next attempt after ``config`` failed in ``run``; None if the run stays failed."""
         checkpoint, _ = newest_whole(run.checkpoints)
         newest = 0 if checkpoint is None else checkpoint.step
         if newest > self._newest_checkpoint:
@@ -42,7 +42,7 @@ class Restarts:
         self._newest_checkpoint = newest
         self._in_a_row += 1
         settings = config.restarts
-        # A run that failed after its last step would find nothing left to do, which is no success.
+        # A run that failed after its last step would find nothing left to do, which must not count as success.
         if self._in_a_row > settings.max_in_a_row or newest >= config.max_steps:
             return None
         words = (

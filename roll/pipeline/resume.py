@@ -1,8 +1,8 @@
-"""Where an interrupted run goes on, and whether this configuration may.
+"""Resumption of an interrupted run: where it resumes, and if this configuration may resume it.
 
-The newest whole checkpoint counts; a damaged one is said to be so and passed over. What the run directory tells of
-steps after it is taken out of the way, so that metrics, samples and checkpoints are those of one history. It is put
-aside, not thrown away: the run has yet to show that it can start, and its owner may have named the wrong checkpoint.
+The newest whole checkpoint counts; damaged ones are reported and passed over. Records in the run directory of later
+steps are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted: the run has yet
+to show that it can start, and the user may have named the wrong checkpoint.
 """
 
 from __future__ import annotations
@@ -41,56 +41,57 @@ logger = logging.getLogger(__name__)
 
 KEY = "resume_from_checkpoint"
 PUT_ASIDE_KEPT = 5
-"""Of metrics, samples and timelines that were put aside, the newest so many stay."""
+"""Number of moved-aside versions of metrics, samples and timelines that are kept, newest first."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A run that goes on."""
+    """The state from which a run resumes."""
 
     run: RunDirectory
     checkpoint: Checkpoint | None
-    """None: there is none yet, and the run begins again at step 0, with what was rolled out for it."""
+    """None: there is none yet. The run restarts at step 0, with the groups already rolled out for it."""
     chosen: bool = False
-    """Its owner named this checkpoint, whatever the run did after it."""
+    """True if the user named this checkpoint, whatever the run did after it."""
     notes: list[str] = field(default_factory=list)
-    """What its owner should read: changes of the configuration, damaged checkpoints."""
+    """Messages to the user: changes of the configuration, damaged checkpoints."""
 
     @property
     def step(self) -> int:
-        """Training steps behind it."""
+        """Number of completed training steps."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
     def last_record(self) -> int:
-        """Last step of the metrics that count; -1: a run that begins again measures its first version again."""
+        """Last step of the metrics that count. -1: the run restarts and measures its first version again."""
         return -1 if self.checkpoint is None else self.checkpoint.step
 
     def has_ended(self, max_steps: int) -> bool:
-        """Whether all its steps are done already."""
+        """Return True if all steps of the run are done already."""
         if self.chosen or self.step >= max_steps:
             return self.step >= max_steps
         return is_model_only(self.run, max_steps) and model_damage(self.run, max_steps) is None
 
     @property
     def progress(self) -> RolloutProgress:
-        """Where the rollouts go on; at their start if there is no checkpoint."""
+        """Progress from which the rollouts resume; their start if there is no checkpoint."""
         return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What the stages remember; nothing if there is no checkpoint."""
+        """State of the reward moments and the KL controller; empty if there is no checkpoint."""
         return {} if self.checkpoint is None else dict(self.checkpoint.state.memory)
 
     def role(self, name: str) -> Path | None:
-        """The training state that a role goes on from."""
+        """Return the folder of the training state from which a role resumes; None if there is no checkpoint."""
         return None if self.checkpoint is None else self.checkpoint.role(name)
 
 
 def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None:
-    """What `resume_from_checkpoint` means here; None for a new run. ``source``: fingerprint of what groups are made of.
+    """Return the point where `resume_from_checkpoint` resumes; None for a new run.
 
-    Raises `ConfigError` if there is nothing to go on from where the configuration says so, or it may not go on.
+    ``source``: fingerprint of the items that groups are made of. Raises `ConfigError` if there is nothing to resume
+    where the configuration says so, or if this configuration may not resume it.
     """
     if config.resume_from_checkpoint is False:
         return None
@@ -103,18 +104,18 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
 
 
 def look_again(point: ResumePoint, config: PipelineConfig, source: str) -> ResumePoint:
-    """The same, once this process holds the run: until then another one may have gone on with it."""
+    """Find the point again once this process holds the run. Another process may have continued it until then."""
     return _point(point.run, point.step if point.chosen else None, config, source)
 
 
 def is_model_only(run: RunDirectory, step: int) -> bool:
-    """Whether there is a folder of this step without a state: what a run without `save_steps` ends with."""
+    """Return True if the folder of this step has no state, as at the end of a run without `save_steps`."""
     folder = checkpoint_folder(run.checkpoints, step)
     return folder.is_dir() and not (folder / STATE).is_dir()
 
 
 def model_damage(run: RunDirectory, step: int) -> str | None:
-    """What is wrong with the model of this step."""
+    """Return what is wrong with the model of this step; None if nothing is."""
     try:
         check_model(checkpoint_folder(run.checkpoints, step))
     except DamagedCheckpoint as damage:
@@ -146,9 +147,11 @@ def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source
 
 
 def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
-    """Leave in the run's folder what happened up to the step that it goes on from. What came later is put aside; of
-    abandoned checkpoints ``keep_abandoned`` stay (0: all). A process that is killed here is followed by one that does
-    the rest."""
+    """Move aside everything in the run's folder that came after the step from which it resumes.
+
+    The newest ``keep_abandoned`` of the abandoned checkpoints stay (0: all). If the process is killed here, the next
+    one completes the work.
+    """
     run, last = point.run, point.last_record
     asides = [_next_aside(path) for path in (run.metrics, run.samples)]
     for replaced in (run.status, run.summary, run.config, run.metrics, run.samples, *asides):
@@ -168,14 +171,14 @@ def take_out_of_the_way(point: ResumePoint, keep_abandoned: int = 0) -> None:
 
 
 def _put_aside(path: Path, lines: str) -> None:
-    """Keep lines that are taken out of a file, unless a process that was killed then has done so."""
+    """Save lines that are taken out of a file, unless a process that was killed had saved the same lines."""
     before = _put_aside_before(path)
     if not before or before[-1].read_text(encoding="utf-8") != lines:
         write_atomically(_next_aside(path), lines)
 
 
 def _put_aside_before(path: Path) -> list[Path]:
-    """`metrics-before.jsonl`, `metrics-before-2.jsonl`, ...: oldest first."""
+    """Return `metrics-before.jsonl`, `metrics-before-2.jsonl`, ...: oldest first."""
     return sorted(path.parent.glob(f"{path.stem}-before*{path.suffix}"), key=_number)
 
 
@@ -191,8 +194,11 @@ def _number(aside: Path) -> int:
 
 
 def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
-    """The run, and the step that its owner wants; None, None for a run that is yet to begin. `FileNotFoundError` if
-    there is no run where there should be one."""
+    """Return the run and the step that the user wants; None, None for a run that has not begun.
+
+    Raises `FileNotFoundError` if the configuration names a run that does not exist, and `ConfigError` if `output_dir`
+    names another folder.
+    """
     named = config.resume_from_checkpoint
     if named is True:
         if config.output_dir is None:
@@ -231,7 +237,7 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
 
 
 def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]) -> list[ConfigProblem]:
-    if not run.config.exists():  # it was interrupted in its first moment
+    if not run.config.exists():  # the run was interrupted at its very beginning
         return []
     found = changes(load_config(run.config), config)
     notes += [f"changed: {change}" for change in found]

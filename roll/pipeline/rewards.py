@@ -29,21 +29,23 @@ class Rewards:
     """All rewards of a run, by the domains they judge."""
 
     def __init__(self, routes: Mapping[str, str], verifiers: RewardPool, models: Mapping[str, ScorePool]) -> None:
-        """``routes``: domain tag -> name of its reward; ``models``: reward models by the name of their role."""
+        """Keep the pools. ``routes``: domain tag -> reward's name; ``models``: role -> pool of a reward model."""
         self._routes = routes
         self._verifiers = verifiers
         self._models = models
 
     async def start(self) -> None:
-        """Start all processes; those that did when another fails are ended by `shutdown`."""
+        """Start all processes. If one fails, `shutdown` ends those that have started."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._verifiers.start())
             for role, model in self._models.items():
                 tasks.create_task(_start(role, model))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Judge responses to prompts of a domain, usually those of one group; outputs in the same order. Raises
-        `RewardFailed` if one of them cannot be judged."""
+        """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
+
+        Raises `RewardFailed` if one of them cannot be judged.
+        """
         name = self._routes[domain]
         model = self._models.get(f"{REWARD_MODEL}{name}")
         if model is not None:
@@ -53,11 +55,11 @@ class Rewards:
             return await self._verifiers.score(name, records)
 
     def handles(self) -> list[WorkerHandle]:
-        """The processes of reward models at this moment; verifiers are looked after by their pool."""
+        """Return the current processes of reward models. The pool of the verifiers looks after its own."""
         return [handle for model in self._models.values() for handle in model.handles()]
 
     def metrics(self) -> dict[str, float]:
-        """Totals as ``rewards/<name>/<count>``: see `ScoreCounts` of reward models, `RewardCounts` of all others."""
+        """Return totals as ``rewards/<name>/<count>``: those of `ScoreCounts` (models) or `RewardCounts` (others)."""
         models = {role.removeprefix(REWARD_MODEL): asdict(model.counts) for role, model in self._models.items()}
         return {
             f"rewards/{reward}/{name}": float(value)
@@ -66,7 +68,7 @@ class Rewards:
         }
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """By reward: when at least one of its processes judged, see `BusySpans`."""
+        """Return, by reward, the spans in which at least one of its processes worked; see `BusySpans`."""
         models = {role: model.busy.recent() for role, model in self._models.items()}
         return {**self._verifiers.busy_spans(), **models}
 
@@ -83,7 +85,7 @@ async def _start(role: str, model: ScorePool) -> None:
 def build_rewards(
     prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
 ) -> Rewards:
-    """The rewards that the configuration names. Starts nothing."""
+    """Build the rewards that the configuration names. Starts nothing."""
     config = derived.rlvr(prepared.config)
     models = derived.reward_models(config)
     verifiers = {name: each for name, each in config.rewards.items() if f"{REWARD_MODEL}{name}" not in models}
@@ -121,7 +123,7 @@ def _score_pool(
 
 
 def score_settings(config: PipelineConfig, reward: RewardConfig) -> ScoreSettings:
-    """What the configuration says of a reward model."""
+    """Return the settings of a reward model from the configuration."""
     return ScoreSettings(
         strategy_name=reward.strategy_args.strategy_name,
         setup=ScorerSetup(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RLVRSide:
-    """See `RolloutSide`."""
+    """The `RolloutSide` of RLVR."""
 
     sample_metrics = "reward"
 
@@ -43,11 +43,11 @@ class RLVRSide:
         self.workers = rewards
 
     def canary_prompts(self) -> list[np.ndarray]:
-        """The training prompts."""
+        """Return the training prompts."""
         return [prompt.token_ids for prompt in self._prompts]
 
     def source(self) -> Iterator[Prompt]:
-        """The training prompts, interleaved by domain, shuffled at each epoch."""
+        """Return the training prompts, interleaved by domain and shuffled at each epoch."""
         data_args = self._config.actor_train.data_args
         return iter(
             PromptStream(
@@ -59,7 +59,7 @@ class RLVRSide:
         )
 
     def rollout(self, generator: Generator) -> Callable[[Ticket[Prompt]], Awaitable[Group]]:
-        """Sample a prompt and judge the responses."""
+        """Return the function that samples a prompt and judges the responses."""
         function = self._function(generator, self._config.actor_infer.generating_args, "train")
 
         def run_group(ticket: Ticket[Prompt]) -> Awaitable[Group]:
@@ -68,7 +68,7 @@ class RLVRSide:
         return run_group
 
     def validator(self, generator: Generator) -> PromptValidator | None:
-        """Over the validation prompts."""
+        """Return the validator over the validation prompts; None without `validation`."""
         validation = self._config.validation
         if validation is None:
             return None
@@ -80,15 +80,15 @@ class RLVRSide:
         )
 
     def handles(self) -> list[WorkerHandle]:
-        """Those of the reward models."""
+        """Return the processes of the reward models."""
         return self.workers.handles()
 
     def metrics(self) -> dict[str, float]:
-        """Totals of the rewards; what they said is in the metrics of samples."""
+        """Return the totals of the rewards. The verifiers' own metrics are in the metrics of samples."""
         return self.workers.metrics()
 
     def _function(self, generator: Generator, arguments: GeneratingArguments, purpose: str) -> RolloutFunction:
-        """How a group comes about, in training or in validation."""
+        """Return the function that makes a group, in training or in validation."""
         config, training = self._config, purpose == "train"
         return RolloutFunction(
             generator=generator,

@@ -1,4 +1,4 @@
-"""What RLVR names: prompts and verifiers, found and checked against each other."""
+"""Preflight of RLVR: prompts and verifiers, found and checked against each other."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RLVRPlan:
-    """See `RolloutPlan`."""
+    """The `RolloutPlan` of RLVR."""
 
     prompts: list[Prompt]
     validation_prompts: list[Prompt]
 
     def fingerprint(self, config: PipelineConfig) -> str:
-        """See `RolloutPlan.fingerprint`."""
+        """Implement `RolloutPlan.fingerprint`."""
         data_args = config.actor_train.data_args
         digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
         for prompt in self.prompts:
@@ -46,7 +46,7 @@ class RLVRPlan:
     def build(
         self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
     ) -> RLVRSide:
-        """See `RolloutPlan.build`."""
+        """Implement `RolloutPlan.build`."""
         from roll.pipeline.rewards import build_rewards
         from roll.pipeline.rlvr import RLVRSide
 
@@ -57,8 +57,11 @@ class RLVRPlan:
 def plan_rlvr(
     config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool
 ) -> RLVRPlan:
-    """Load prompts and find verifiers; what is wrong goes into ``problems``. ``asks_models``: whether judges and the
-    files of reward models have to be within reach and programs can be run, as it has to be where the run is."""
+    """Load prompts and find verifiers; what is wrong goes into ``problems``.
+
+    With ``asks_models``, judges must be within reach, reward models must have their files, and programs must be able to
+    run, as on the machine of the run.
+    """
     models = derived.reward_models(config)
     verifiers = {
         name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
@@ -73,7 +76,7 @@ def plan_rlvr(
         if asks_models or (Path(model) / "config.json").is_file():
             problems.attempt(partial(_check_reward_model, model, reward, path))
     for name, reward in config.rewards.items() if asks_models else ():
-        if reward.judge is not None and verifiers[name] is not None:  # without its library there is nothing to ask with
+        if reward.judge is not None and verifiers[name] is not None:  # without its library the judge cannot be asked
             problems.attempt(partial(_check_judge, reward.judge, f"rewards.{name}.judge"))
     prompts: list[Prompt] = []
     validation_prompts: list[Prompt] = []
@@ -123,7 +126,7 @@ def _validation_prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) 
 def _judgement_problems(
     config: RLVRConfig, verifiers: dict[str, Verifier], prompts: list[Prompt], validation_prompts: list[Prompt]
 ) -> list[ConfigProblem]:
-    """Every prompt needs a reward that can judge it, and every reward's domain needs prompts."""
+    """Return problems unless every prompt has a reward that can judge it and every reward's domain has prompts."""
     routes = route_domains(config.rewards)
     problems = check_prompts(routes, verifiers, prompts, "actor_train.data_args")
     problems += check_prompts(routes, verifiers, validation_prompts, "validation.data_args")

@@ -1,9 +1,9 @@
-"""The running roles of a run: started together, killed together.
+"""The worker processes of a run: started together, killed together.
 
-Starting them at once matters: each process spends seconds on imports, and the slowest one decides when the first step
-can begin. Roles that share devices load their models in turn, each gone from the devices before the next one comes:
-an engine that sizes its caches by what is free must not find a trainer there. Whatever happens while they start or run,
-`shutdown` leaves no process behind.
+They start at once because each process spends seconds on imports, and the slowest one decides when the first step can
+begin. Roles that share devices load their models in turn, and each leaves the devices before the next one comes: an
+engine that sizes its caches by the free memory must not find a trainer there. `shutdown` leaves no process behind,
+whatever happens during start or run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHUTDOWN_SECONDS = 120.0
 
 
 class Roles:
-    """Every worker process of a run."""
+    """All worker processes of a run."""
 
     def __init__(
         self,
@@ -51,8 +51,11 @@ class Roles:
         states: Callable[[str], Path | None] = lambda role: None,
         spoiled_versions: frozenset[int] = frozenset(),
     ) -> None:
-        """``states``: the training state that a trained role goes on from; None where it begins anew.
-        ``spoiled_versions``: see `TransportSpec`."""
+        """Build the engine pool and claim the folder of published weights; start nothing yet.
+
+        ``states`` returns the training state from which a role resumes, or None if it starts anew.
+        ``spoiled_versions``: see `TransportSpec`.
+        """
         self._states = states
         self._prepared = prepared
         self._config: PipelineConfig = prepared.config
@@ -69,12 +72,12 @@ class Roles:
         self.critic: TrainerGroup | None = None
 
     def trained(self) -> dict[str, TrainerGroup]:
-        """The roles that learn, the policy first."""
+        """Return the roles that learn, the policy first."""
         critic = {} if self.critic is None else {"critic": self.critic}
         return {"actor_train": self.trainer, **critic}
 
     async def start(self) -> None:
-        """Start every process and load every model. Of roles that share devices the last to load stays there."""
+        """Start every process and load every model. The last loaded of the roles that share devices stays there."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             trainers = {
@@ -91,11 +94,14 @@ class Roles:
         self.reference, self.critic = started.get("reference"), started.get("critic")
 
     def handles(self) -> list[WorkerHandle]:
-        """The processes of models at this moment."""
+        """Return the current processes that have models."""
         return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
 
     async def shutdown(self) -> None:
-        """End every process. What cannot be ended in order ends with Ray, and must not hide why the run ends."""
+        """End every process. Errors are only logged, so they do not hide why the run ends.
+
+        Processes that cannot be ended here end with Ray.
+        """
         try:
             self.pool.kill()
             for group in self._groups:
@@ -108,7 +114,7 @@ class Roles:
             logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
         finally:
             self._placement.release()
-            # The trainer was killed, and could not delete what it published last.
+            # The trainer was killed and could not delete the weights that it published last.
             clear_weight_folder(self._run)
 
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
@@ -204,7 +210,7 @@ class Roles:
 def transport_spec(
     config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
 ) -> TransportSpec:
-    """How weights travel in this run, as seen by the process that holds it: what earlier ones published is deleted."""
+    """Return how weights travel in this run, for the process that holds it; delete weights of earlier processes."""
     update = config.weight_update
     return TransportSpec(
         name=derived.weight_transport(config),

@@ -1,6 +1,6 @@
-"""How one RLVR group comes about: sample the prompt n times, judge each response.
+"""Rollout of one RLVR group: sample the prompt n times and judge each response.
 
-Everything random derives from (run seed, group id, sample index, turn), so a group can be made again.
+Everything random derives from (run seed, group id, sample index, turn), so a group can be generated again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from roll.strategies.infer.base import Completion, GenerateRequest, SamplingPara
 
 
 class Judge(Protocol):
-    """Anything that judges the responses to a prompt of some domain."""
+    """An object that judges the responses to prompts of a domain."""
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """The outputs of ``records``, prompts of one domain, in their order. Raises `RewardFailed`."""
+        """Return the outputs of ``records``, prompts of one domain, in their order. Raises `RewardFailed`."""
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that turns a response into text."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; special ones left out if asked for."""
+        """Return the text of token ids, without special tokens if asked for."""
 
 
 @dataclass(frozen=True)
 class RolloutFunction:
-    """Generation and reward of one group; one object serves training, another validation."""
+    """Generation and reward of one group; one object serves training, another one validation."""
 
     generator: Generator
     judge: Judge
@@ -48,10 +48,10 @@ class RolloutFunction:
     separate_requests: bool = True
     """False keeps the samples of a group on one replica."""
     greedy_baseline: bool = False
-    """Whether each group also gets the score of one greedy response."""
+    """True if each group also gets the score of one greedy response."""
 
     async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
-        """Run the group with weights of ``min_version`` or newer. Raises what the engine or the verifier raised."""
+        """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -115,7 +115,7 @@ class RolloutFunction:
 
 
 def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:
-    """Prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
+    """Return prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
     given, sampled = len(prompt.token_ids), len(completion.token_ids)
     return Sample(
         token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
@@ -128,5 +128,5 @@ def sample_from_completion(prompt: Prompt, completion: Completion, text: str) ->
 
 
 def has_score_variance(group: Group) -> bool:
-    """Whether the samples of a group differ in score (a group without variance teaches a group baseline nothing)."""
+    """Return True if the samples of a group differ in score. Otherwise a group baseline learns nothing from them."""
     return bool(np.ptp(group.scores) > 0)

@@ -1,7 +1,7 @@
-"""What the pipelines do not share: where groups come from and how one comes about.
+"""The part that the pipelines do not share: the source of groups and the rollout of one group.
 
-Everything else (scheduler, engine, trainer, stages, publication) is one code. A pipeline contributes a *plan*, found
-and checked before anything starts, which builds the *side* that runs.
+Everything else (scheduler, engine, trainer, stages, weight update) is common code. A pipeline contributes a *plan*,
+which is found and checked before anything starts. The plan builds the *side* that runs.
 """
 
 from __future__ import annotations
@@ -27,33 +27,38 @@ if TYPE_CHECKING:
 
 
 class Generator(Protocol):
-    """Anything that runs requests."""
+    """An object that runs generation requests."""
 
     async def generate(
         self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
     ) -> Completion:
-        """Run a request to its end; all with one ``sticky_key`` on one engine, which holds ``min_version`` or newer."""
+        """Run a request to its end on an engine that holds ``min_version`` or newer.
+
+        All requests with one ``sticky_key`` go to the same engine.
+        """
 
     def forget(self, sticky_key: str) -> None:
-        """No request with this key will come any more."""
+        """Drop the routing of this key; no request with it will follow."""
 
 
 class WorkerProcesses(Protocol):
-    """The processes of a rollout side: reward workers and models, or environment workers. They look after themselves;
-    what they cannot recover from ends the rollouts that need them."""
+    """The processes of a rollout side: reward workers and models, or environment workers.
+
+    They recover from failures by themselves. A failure that they cannot recover from ends the rollouts that need them.
+    """
 
     async def start(self) -> None:
-        """What waits for devices here is a `part` of the start: others wait for these devices at the same time."""
+        """Start all processes. Wrap waits for devices in `part`, since other roles wait for them at the same time."""
 
     async def shutdown(self) -> None:
         """End all processes."""
 
     def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
-        """When they lately worked, by role, in seconds since the epoch."""
+        """Return the recent spans of work by role, in seconds since the epoch."""
 
 
 class Validator(Protocol):
-    """Measures one policy version."""
+    """Validator that measures one policy version."""
 
     async def run(self, version: int) -> ValidationResult:
         """Generate and judge the whole validation set."""
@@ -64,47 +69,52 @@ class RolloutSide(Protocol):
 
     @property
     def workers(self) -> WorkerProcesses:
-        """What runs beside the driver."""
+        """The processes that run beside the driver."""
 
     sample_metrics: str
     """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
 
     def canary_prompts(self) -> Sequence[np.ndarray]:
-        """Token sequences (int32) to compare trainer and engines on."""
+        """Return token sequences (int32) for the log-probability parity check of trainer and engines."""
 
     def source(self) -> Iterator[Any]:
-        """What each group starts from, in order."""
+        """Return the item that each group starts from, in order."""
 
     def rollout(self, generator: Generator) -> Callable[[Ticket[Any]], Awaitable[Group]]:
-        """How a training group comes about."""
+        """Return the function that makes a training group."""
 
     def validator(self, generator: Generator) -> Validator | None:
-        """None: this run does not validate."""
+        """Return the validator; None if this run does not validate."""
 
     def handles(self) -> Sequence[WorkerHandle]:
-        """Its processes that have models on devices, at this moment."""
+        """Return the current processes that have models on devices."""
 
     def metrics(self) -> dict[str, float]:
-        """Totals of the worker processes, for the record of a step. While work is done they change: a run in which
-        nothing changes is taken for stalled."""
+        """Return totals of the worker processes for the record of a step.
+
+        They change while work is done: a run in which nothing changes counts as stalled.
+        """
 
 
 @dataclass(frozen=True)
 class RunDevices:
-    """Where a rollout side may start processes that compute on devices."""
+    """Devices and locks with which a rollout side may start processes."""
 
     placement: Placement
     locks: Mapping[str, DeviceLock]
-    """By role."""
+    """Locks by role."""
 
 
 class RolloutPlan(Protocol):
-    """What the preflight found for the rollout side."""
+    """The rollout side as the preflight found and checked it."""
 
     def fingerprint(self, config: PipelineConfig) -> str:
-        """Of what groups are made of, in their order: equal for runs whose group ``n`` is made of the same."""
+        """Return a fingerprint of the items that groups are made of, in order.
+
+        Two runs have the same fingerprint if group ``n`` is made of the same item in both.
+        """
 
     def build(
         self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
     ) -> RolloutSide:
-        """The side itself. Starts nothing."""
+        """Build the side. Starts nothing."""

@@ -1,8 +1,8 @@
 """A run, top to bottom: start the roles, wire the stages, let them run.
 
-The synchronous, the one-step-off and the fully asynchronous run are this code; they differ in how far the scheduler may
-run ahead. Colocated and split runs are this code; they differ in which roles share a device lock. RLVR and agentic runs
-are this code; they differ in their rollout side.
+Synchronous, one-step-off and fully asynchronous runs are this same code; they differ in how far the scheduler may run
+ahead. Colocated and split runs differ in which roles share a device lock. RLVR and agentic runs differ in their rollout
+side.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ from roll.tracking.waits import ENGINE, GROUP, SCHEDULER, START, WaitBoard, acti
 MOST_KEYS_NAMED = 5
 
 StageMaker = Callable[[RunContext, Channel[Any] | None, Channel[Any] | None], Stage]
-"""How the class of a stage is called. Custom ones are subclasses of the built-in ones, so this is true of them, too."""
+"""Signature with which a stage is built. Custom stages subclass the built-in ones, so it holds for them, too."""
 
 
 async def run_pipeline(
     prepared: Prepared, recorder: RunRecorder, status_file: StatusFile, point: ResumePoint | None = None
 ) -> None:
-    """Run to the last step, from the first or from where an earlier process was. Raises the first failure, which names
-    its cause."""
+    """Run to the last step, from the first one or from ``point``.
+
+    Raises the first failure, which names its cause.
+    """
     config = prepared.config
     placement = Placement(config.cluster)
     await placement.reserve()
@@ -96,13 +98,13 @@ async def run_pipeline(
 
 
 def model_processes(roles: Roles, side: RolloutSide) -> list[WorkerHandle]:
-    """All processes of the run that have a model, at this moment."""
+    """Return the current processes of the run that have a model."""
     return [*roles.handles(), *side.handles()]
 
 
 @contextmanager
 def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKeeper | None]:
-    """Where finished groups are kept, in runs that have checkpoints to go on from."""
+    """Yield the journal of finished groups, in runs that have checkpoints to resume from; None in other runs."""
     if not config.save_steps and not run.journal.exists():
         yield None
         return
@@ -120,15 +122,17 @@ def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKee
 
 
 def _is_part_of(error: BaseException, failure: BaseException) -> bool:
-    """Whether the journal's own failure is what ended the run."""
+    """Return True if the journal's own failure ended the run."""
     if isinstance(failure, BaseExceptionGroup):
         return any(_is_part_of(error, inner) for inner in failure.exceptions)
     return failure is error or (failure.__cause__ is not None and _is_part_of(error, failure.__cause__))
 
 
 def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
-    """A run that begins at step 0 takes over rollouts of step 0 that an earlier process made of the same model and
-    prompts (or environments), and no others."""
+    """Delete the journal of a run that begins at step 0, unless it can use the journal's groups.
+
+    Groups of step 0 are kept if an earlier process made them with the same model and prompts (or environments).
+    """
     note = run.journal / "made_of.txt"
     if note.exists() and note.read_text() == made_of:
         return
@@ -138,8 +142,10 @@ def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
 
 
 async def publish_initial(context: RunContext) -> None:
-    """The first version: the engine gets the trainer's weights, and is validated before anything is generated. A run
-    that goes on has that on record."""
+    """Bring the first version to the engine and validate it before anything is generated.
+
+    A resumed run does not validate it again, since that is on record.
+    """
     version = context.first_step
     async with context.locks["actor_train"].hold("actor_train"):
         canaries = await gather(context, version)
@@ -215,8 +221,10 @@ def go_on(
     settings: Mapping[str, Any],
     on_event: Callable[[str], None],
 ) -> None:
-    """Take over what an earlier process left behind, beside the trainer's state. Groups that were made with other
-    ``settings`` (`rollout_settings`) are made again, as those in flight are."""
+    """Take over the state of an earlier process, except for the trainer's.
+
+    Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are those in flight.
+    """
     recovered = recover(read_journal(point.run.journal), point.progress)
     ended = len(recovered.finished) + len(recovered.dropped)
     changed = other_settings(point.run.journal, settings) if ended else []
@@ -233,7 +241,7 @@ def go_on(
 def observed(
     rollout: Callable[[Ticket[Any]], Awaitable[Group]], waits: WaitBoard
 ) -> Callable[[Ticket[Any]], Awaitable[Group]]:
-    """A rollout whose waits are those of its group."""
+    """Return the rollout with its waits recorded as those of its group."""
 
     async def run_group(ticket: Ticket[Any]) -> Group:
         with acting(f"{GROUP}{ticket.group_id}", waits):
@@ -248,7 +256,7 @@ def build_scheduler(
     rollout: Callable[[Ticket[Any]], Awaitable[Group]],
     journal: JournalKeeper | None = None,
 ) -> RolloutScheduler[Any, Group]:
-    """The scheduler over what the groups of the run start from."""
+    """Build the scheduler over the items of the rollout side."""
     plan = SchedulePlan(
         batch_size=config.rollout_batch_size,
         max_steps=config.max_steps,
@@ -266,7 +274,7 @@ def build_scheduler(
 
 
 def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
-    """The stages joined by channels of one batch each; some only where a role is."""
+    """Build the stages, joined by channels of one batch each. Stages of absent roles are left out."""
     present = derived.present_roles(context.config).keys() | ({"reference"} if context.reference is not None else set())
     names = [name for name in STAGE_ORDER if NEEDED_ROLES.get(name, "actor_train") in present]
     stages: list[Stage] = []
@@ -282,7 +290,7 @@ def build_stages(prepared: Prepared, context: RunContext) -> list[Stage]:
 def background_tasks(
     context: RunContext, roles: Roles, gate: EngineGate, status: StatusKeeper
 ) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-    """What runs beside the stages: the scheduler, the engine and its gate, and whoever watches for trouble."""
+    """Return the tasks that run beside the stages: the scheduler, the engine and its gate, checkpoints and watches."""
     tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
         (SCHEDULER, context.scheduler.run),
         (ENGINE, roles.pool.run),

@@ -1,5 +1,8 @@
-"""Whether a checkpoint is of the model that a resumed run is to train: told from the headers of files, before any model
-loads, where the model is a folder. Of a model in a hub the trainers find it out."""
+"""Check that a checkpoint is of the model that a resumed run is to train.
+
+The headers of files tell this before any model loads, if the model is a folder. For a model on a hub, the trainers find
+it out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_problems(config: PipelineConfig, checkpoint: Checkpoint) -> list[ConfigProblem]:
-    """One for each trained role whose model has other tensors than its state in the checkpoint."""
+    """Return a problem for each trained role whose model has other tensors than its state in the checkpoint."""
     problems = []
     for name, role in trained_roles(config).items():
         path = Path(model_path(config, role))
@@ -35,7 +38,10 @@ def model_problems(config: PipelineConfig, checkpoint: Checkpoint) -> list[Confi
 
 
 def _difference(folder: Path, state: SavedState) -> str | None:
-    """Heads and experts have other names in some files than in the model; whatever has the same name is compared."""
+    """Return the first difference, or None. Tensors of the same name are compared, and the numbers of layers.
+
+    Heads and experts have other names in some files than in the model.
+    """
     with CheckpointFiles(folder) as files:
         weights = sorted(state.weights())
         for weight in sorted(set(weights) - set(files.missing(weights))):
@@ -43,7 +49,7 @@ def _difference(folder: Path, state: SavedState) -> str | None:
             if there != here:
                 return f"that is another model: {weight} is {list(there)} in the checkpoint, {list(here)} in the model"
         trained, known = _layers(weights), _layers(files.names)
-    # The files may have more: layers that transformers leaves out, or such as have no adapter.
+    # The files may have more layers: some that transformers leaves out, and some that have no adapter.
     return None if trained <= known else f"that is another model, of {known} layers, not {trained}"
 
 

@@ -1,4 +1,4 @@
-"""From the configured sampling to the engine's parameters."""
+"""Conversion of the configured sampling to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from roll.strategies.infer.base import SamplingParams
 
 
 def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
-    """The engine's parameters for the configured ones; the seed is set per request."""
+    """Return the engine's parameters for the configured ones; the seed is set per request."""
     return SamplingParams(
         max_new_tokens=arguments.max_new_tokens or response_length,
         temperature=arguments.temperature,

@@ -1,7 +1,7 @@
-"""A box of the flow: a small state machine with its own consume-produce loop.
+"""The stage: a small state machine with its own consume-produce loop.
 
-Every change of state is recorded with its time; that record is the timeline, the idle shares and the report of a
-hang. A stage that raises is FAILED and takes the whole graph down with it: nothing is swallowed, nothing spins.
+Every change of state is recorded with its time. That record is the timeline, the idle shares and the hang report. A
+stage that raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll.tracking.waits import START, WaitBoard, acting
 
 
 class StageState(enum.Enum):
-    """What a stage does at the moment, in the words of the timeline."""
+    """States of a stage, with their names in the timeline."""
 
     IDLE = "idle"
     WAITING_INPUT = "waiting for input"
@@ -29,23 +29,23 @@ class StageState(enum.Enum):
 
 
 class StateRecorder(Protocol):
-    """What a stage tells about itself (the timeline implements it)."""
+    """Recorder of a stage's states; the timeline implements it."""
 
     def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
-        """``actor`` is in ``state`` from now on, or from ``at`` (seconds of the recorder's clock)."""
+        """Record that ``actor`` is in ``state`` from now on, or from ``at`` (seconds of the recorder's clock)."""
 
 
 class StageItem(Protocol):
-    """What flows through channels."""
+    """An item that flows through channels."""
 
     def note_time(self, stage: str, seconds: float) -> None:
-        """A stage has worked on this item for so long (waiting not counted)."""
+        """Add the seconds for which a stage has worked on this item (waiting not counted)."""
 
 
 class Stage:
-    """One consume-produce loop. Subclasses implement `process`; a source overrides `take_input`, a sink `deliver` too.
+    """One consume-produce loop. Subclasses implement `process`; a source also overrides `take_input`, a sink `deliver`.
 
-    ``hold`` opens the context in which `process` runs (a device lock held as a role); without it the stage needs no
+    ``hold`` opens the context in which `process` runs (a device lock held as a role). A stage without it needs no
     devices.
     """
 
@@ -67,31 +67,31 @@ class Stage:
         self._task: asyncio.Task[Any] | None = None
 
     async def take_input(self) -> Any:
-        """The next item to work on. Raises `ChannelClosed` at the end of the data."""
+        """Return the next item to work on. Raises `ChannelClosed` at the end of the data."""
         if self.inbox is None:
             raise TypeError(f"stage {self.name!r} has no inbox and does not override take_input")
         return await self.inbox.get()
 
     async def before_devices(self, item: Any) -> None:
-        """Wait for what must not be waited for while holding the devices: for what comes only if others have them."""
+        """Wait, before taking the devices, for events that happen only while other roles have them."""
 
     async def process(self, item: Any) -> StageItem:
-        """Work on one item and return what the next stage gets."""
+        """Work on one item and return the item for the next stage."""
         raise NotImplementedError
 
     async def deliver(self, result: Any) -> None:
-        """Pass on an item that is finished here, its time noted."""
+        """Pass on a finished item, whose time has been recorded."""
         if self.outbox is not None:
             self.enter(StageState.WAITING_OUTPUT)
             await self.outbox.put(result)
 
     def enter(self, state: StageState, **details: Any) -> None:
-        """Change state and record it."""
+        """Change the state and record it."""
         self.state = state
         self._recorder.transition(f"stage/{self.name}", state.value, **details)
 
     def place(self) -> str | None:
-        """The line in which it waits; None before `run`."""
+        """Return the line of code in which the stage waits; None before `run`."""
         return None if self._task is None else task_place(self._task)
 
     async def run(self) -> None:
@@ -136,10 +136,10 @@ class Stage:
 
 
 class StageGraph:
-    """Stages and background tasks under one roof: the first failure cancels all the others and is raised."""
+    """Stages and background tasks in one task group: the first failure cancels all others and is raised."""
 
     def __init__(self, stages: Iterable[Stage], waits: WaitBoard | None = None) -> None:
-        """``waits`` learns who waits for whom."""
+        """Keep the stages. ``waits`` records the waits of all tasks."""
         self.stages = list(stages)
         self._waits = WaitBoard() if waits is None else waits
 
@@ -148,7 +148,7 @@ class StageGraph:
         background: Iterable[tuple[str, Callable[[], Awaitable[None]]]] = (),
         first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Run all stages to their end; ``background`` tasks are cancelled once every stage is done.
+        """Run all stages to their end; then cancel the ``background`` tasks.
 
         ``first`` is awaited, with the background tasks running, before the stages start. Raises the first failure
         itself, not an exception group, so that its cause is named plainly.
@@ -169,7 +169,7 @@ class StageGraph:
         except BaseExceptionGroup as failures:
             failure = first_cause(failures)
         if failure is not None:
-            # Raised out here, so that the group that holds it does not become its own cause.
+            # Raised outside the handler, so that the group that holds it does not become its own cause.
             raise failure
 
 
@@ -179,7 +179,7 @@ class StageGraph:
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first leaf of an exception group: what failed before everything else was cancelled."""
+    """Return the first leaf of an exception group: the failure that came before everything else was cancelled."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -2,8 +2,8 @@
 
     rollout -> reference -> value -> advantage -> critic -> train -> param_update
 
-Each is a few lines: the work is done by the scheduler, the workers and the algorithms. The first stage waits for the
-scheduler's groups, the last one publishes the new weights, which is what lets the scheduler start more.
+Each stage is a few lines; the scheduler, the workers and the algorithms do the work. The first stage waits for the
+scheduler's groups. The last one publishes the new weights, which lets the scheduler start more groups.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from roll.tracking.waits import waiting
 
 STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
-"""Stages that are there only where a role is."""
+"""The role that a stage needs; without it the stage is left out."""
 
 
 @register_stage("rollout")
 class RolloutStage(Stage):
-    """Source: the scheduler's batches, checked against the staleness bound and the ledger."""
+    """Source of batches from the scheduler, checked against the staleness bound and the ledger."""
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__("rollout", context.recorder.timeline, inbox=inbox, outbox=outbox)
@@ -57,8 +57,11 @@ class RolloutStage(Stage):
 
 @register_stage("reference")
 class ReferenceStage(Stage):
-    """Log-probabilities under the frozen reference policy, for a KL term. A reference that is the trainer without its
-    adapters waits until the training step before is over: earlier it could only delay that step's new weights."""
+    """Log-probabilities under the frozen reference policy, for a KL term.
+
+    If the reference is the trainer without its adapters, the stage waits until the previous training step is over. Any
+    earlier, it could only delay that step's new weights.
+    """
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         self._is_trainer = derived.reference_is_base(context.config)
@@ -83,8 +86,10 @@ class ReferenceStage(Stage):
 
 @register_stage("value")
 class ValueStage(Stage):
-    """The critic's values, for advantages. Of weights that have learned from every batch before this one, so it waits
-    until the training step before is over."""
+    """The critic's values, for advantages.
+
+    Its weights must have learned from every earlier batch, so the stage waits until the previous training step is over.
+    """
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__("value", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("critic"))
@@ -101,14 +106,14 @@ class ValueStage(Stage):
 
 @register_stage("advantage")
 class AdvantageStage(Stage):
-    """From rewards (and the KL penalty, if any) to what multiplies the gradient."""
+    """Conversion of rewards (and the KL penalty, if any) to advantages."""
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__("advantage", context.recorder.timeline, inbox=inbox, outbox=outbox)
         self.context = context
 
     async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        # In a thread: long responses take a good part of a second, and rollouts go on meanwhile.
+        # In a thread: long responses take a good part of a second, and rollouts continue meanwhile.
         batch.metrics.update(await asyncio.to_thread(add_advantages, batch, self.context.advantages))
         batch.memory = self.context.advantages.memory()
         return batch
@@ -139,7 +144,7 @@ class CriticStage(Stage):
 
 @register_stage("train")
 class TrainStage(Stage):
-    """The optimizer steps of one training step; then the new weights are set aside for publication."""
+    """The optimizer steps of one training step; then the new weights are set aside for the weight update."""
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__(
@@ -148,8 +153,11 @@ class TrainStage(Stage):
         self.context = context
 
     async def before_devices(self, batch: TrainingBatch) -> None:
-        """Where the engine needs the same devices to let go of older weights, memory for the new ones is waited for
-        before the devices are taken. Elsewhere training need not wait: `gather` does."""
+        """In a colocated run, wait for a free weight buffer before taking the devices.
+
+        There the engine needs the same devices to release older weights. In other runs training need not wait, since
+        `gather` does.
+        """
         context, version = self.context, batch.step + 1
         if context.locks["actor_train"] is context.locks["actor_infer"] and publication_due(context, version):
             await context.pool.buffers.acquire(version)
@@ -180,8 +188,10 @@ class TrainStage(Stage):
         return batch
 
     async def _correct(self, batch: TrainingBatch) -> None:
-        """Log-probabilities before the first update, where the loss or a correction needs them. Only here has the
-        trainer exactly the weights of this step."""
+        """Compute the log-probabilities before the first update, if the loss or a correction needs them.
+
+        Only at this point does the trainer have exactly the weights of this step.
+        """
         context = self.context
         if not context.needs_proximal:
             return
@@ -200,7 +210,7 @@ class TrainStage(Stage):
 
 @register_stage("param_update")
 class ParamUpdateStage(Stage):
-    """Send the weights, load them into every replica, validate when due, and record the step."""
+    """The weight update: send the weights, load them into every replica, validate when due, and record the step."""
 
     def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
         super().__init__("param_update", context.recorder.timeline, inbox=inbox, outbox=outbox)
@@ -214,7 +224,7 @@ class ParamUpdateStage(Stage):
         return batch
 
     async def deliver(self, batch: TrainingBatch) -> None:
-        """The end of a step: its record, the time of this stage included. Then its checkpoint may be completed."""
+        """Record the step, with the time of this stage. Then its checkpoint may be completed."""
         context, step = self.context, batch.step + 1
         await context.recorder.step(batch, context.scheduler, context.pool, context.side.workers)
         if context.checkpoints.due(step):
@@ -223,20 +233,25 @@ class ParamUpdateStage(Stage):
 
 
 def validation_due(context: RunContext, version: int) -> bool:
-    """Whether this version is validated: every `eval_steps`, and the first and the last version."""
+    """Return True if this version is validated: every `eval_steps` versions, and the first and last one.
+
+    With `eval_steps: 0` none is.
+    """
     eval_steps = context.config.eval_steps
     return eval_steps > 0 and (version % eval_steps == 0 or version == context.config.max_steps)
 
 
 def publication_due(context: RunContext, version: int) -> bool:
-    """Whether this version goes to the engine: every `interval_steps`, the last one, and what is validated."""
+    """Return True if this version goes to the engine: every `interval_steps`, the last one, and all validated ones."""
     interval = context.config.weight_update.interval_steps
     return version % interval == 0 or version == context.config.max_steps or validation_due(context, version)
 
 
 async def gather(context: RunContext, version: int) -> CanaryScores | None:
-    """Copy the trainer's weights aside, as soon as a half of the publication's memory is free; what they say of the
-    canary sequences, if this publication is checked."""
+    """Copy the trainer's weights into a weight buffer, as soon as one is free.
+
+    Returns the trainer's scores of the canary sequences, if this weight update is checked.
+    """
     half = await context.pool.buffers.acquire(version)
     bucket_bytes = derived.gather_bucket_bytes(context.config)
     await context.trainer.gather(version, half, context.pool.dtype, bucket_bytes)
@@ -244,7 +259,10 @@ async def gather(context: RunContext, version: int) -> CanaryScores | None:
 
 
 async def publish(context: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
-    """Bring gathered weights to every replica; seconds of each part, and how far the canaries are apart."""
+    """Load the gathered weights into every replica.
+
+    Returns the seconds of each part and, if checked, the log-probability differences of the canary sequences.
+    """
     await context.chaos.publication(version)
     publication = await context.trainer.send(version)
     async with context.locks["actor_infer"].hold("actor_infer"):
@@ -255,7 +273,7 @@ async def publish(context: RunContext, version: int, canaries: CanaryScores | No
 
 
 async def announce(context: RunContext, version: int) -> dict[str, float]:
-    """Tell the scheduler of a published version, and validate it when due.
+    """Report a published version to the scheduler, and validate it when due. Returns the metrics of the validation.
 
     With `validation.mode: pause` no training group starts until the validation has ended.
     """

@@ -1,4 +1,4 @@
-"""Nothing hangs without a deadline: a run in which nothing moves any more ends with a report of who waits for whom."""
+"""The deadline of a run in which nothing moves: it fails with a report of its waits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ class RunStalled(RuntimeError):
 
 
 async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
-    """Raise `RunStalled` when nothing has moved for ``limit`` seconds, as far as somebody watched; runs until
-    cancelled."""
+    """Raise `RunStalled` if nothing has moved for ``limit`` seconds. Runs until cancelled.
+
+    A look counts for at most twice its interval, so time in which the whole process was stopped hardly counts.
+    """
     interval = min(5.0, limit / 4)
     attention = Attention(2 * interval, asyncio.get_running_loop().time)
     quiet, moved_at = 0.0, keeper.now().moved_at

@@ -1,6 +1,6 @@
-"""What a run does now, put together for `status.json`, for the watch over a run that stalls, and so for `roll doctor`.
+"""The current state of a run, for `status.json`, for the stall watch and so for `roll doctor`.
 
-One turn of the event loop sees all stages, waits and workers, so the picture is of one instant.
+All stages, waits and workers are read in one turn of the event loop, so the picture is of one instant.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from roll.tracking.waits import GROUP, Wait
 logger = logging.getLogger(__name__)
 
 LISTED_GROUPS = 32
-"""Waits of groups that are listed one by one: the oldest."""
+"""Most waits of groups that are listed one by one, oldest first."""
 
 
 class SignsOfLife:
-    """When anything last moved: a stage, a group, a request, an environment, bytes of a checkpoint."""
+    """The time when anything last moved: a stage, a group, a request, an environment, bytes of a checkpoint."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -48,14 +48,14 @@ class SignsOfLife:
         self.moved_at = clock()
 
     def look(self, context: RunContext | None) -> None:
-        """Compare with the last look."""
+        """Compare with the last look and note the time if anything has changed."""
         now = () if context is None else _counts(context)
         if now != self._last:
             self._last, self.moved_at = now, self._clock()
 
 
 class StatusKeeper:
-    """Knows how a run stands, from its start to its end."""
+    """Keeper of a run's status, from its start to its end."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StatusKeeper:
         handles: Callable[[], Iterable[WorkerHandle]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``handles``: the worker processes at the moment. ``clock``: seconds, as those of the recorder's waits."""
+        """Keep the sources. ``handles`` returns the current workers. ``clock``: seconds, as for the recorder."""
         self._clock = clock
         self._config = config
         self._recorder = recorder
@@ -77,7 +77,7 @@ class StatusKeeper:
         self._stages: Sequence[Stage] = ()
 
     def running(self, context: RunContext, stages: Sequence[Stage]) -> None:
-        """The roles have started, and the stages begin."""
+        """Switch from the start of the roles to the running stages."""
         self._context, self._stages = context, stages
 
     @asynccontextmanager
@@ -95,7 +95,7 @@ class StatusKeeper:
             file.ending()
 
     def now(self) -> RunStatus:
-        """The run at this instant."""
+        """Return the status of the run at this instant."""
         context, at = self._context, self._clock()
         self._life.look(context)
         waits, groups_by_wait = _waits(self._recorder.waits.waits())
@@ -175,7 +175,10 @@ def _counts(context: RunContext) -> tuple[object, ...]:
 
 
 def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
-    """Each wait once, however many tasks of an actor are in it; of groups the oldest ones, and how many wait where."""
+    """Return each wait once per actor, and the number of groups by what they wait for.
+
+    Only the oldest waits of groups are included.
+    """
     first: dict[tuple[str, str, str], Wait] = {}
     for wait in waits:
         first.setdefault((wait.who, wait.on, wait.what), wait)

@@ -1,4 +1,4 @@
-"""How many training steps are over, for a stage that must not run ahead of them."""
+"""Counter of completed training steps, for a stage that must not run ahead of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from roll.tracking.waits import TRAIN, waiting
 
 
 class StepCounter:
-    """Counts up. Belongs to one event loop."""
+    """Counter that stages can wait on. Belongs to one event loop."""
 
     def __init__(self, done: int = 0) -> None:
         self.done = done
         self._waiting: list[asyncio.Future[None]] = []
 
     def advance(self, done: int) -> None:
-        """``done`` steps are over. Raises `ValueError` if that is fewer than before."""
+        """Record that ``done`` steps are over. Raises `ValueError` if that is fewer than before."""
         if done < self.done:
             raise ValueError(f"{done} steps cannot be over after {self.done} were")
         self.done = done
@@ -25,7 +25,7 @@ class StepCounter:
         self._waiting.clear()
 
     async def reached(self, steps: int) -> None:
-        """Return once so many steps are over."""
+        """Wait until ``steps`` steps are over."""
         while self.done < steps:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)

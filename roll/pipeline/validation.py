@@ -19,17 +19,17 @@ from roll.pipeline.rollout_function import RolloutFunction
 
 @dataclass
 class ValidationResult:
-    """Metrics by name and the groups behind them."""
+    """Metrics of a validation by name, and the groups behind them."""
 
     version: int
     metrics: dict[str, float]
     groups: list[Group]
     episodes: Sequence[Episode] = ()
-    """Where the validation set is one of environments: all that were played."""
+    """All episodes that were played, if the validation set is one of environments."""
 
 
 class MixedVersions(AssertionError):
-    """A validation saw tokens of another version than the one it measures."""
+    """A validation saw tokens of a version other than the one it measures."""
 
 
 def check_versions(groups: Sequence[Group], version: int) -> None:

@@ -1,8 +1,8 @@
-"""Where published weights lie while they travel as files, and that none of them outlives its process for long.
+"""The folder of published weights that travel as files, and its cleanup.
 
-Each process of a run writes into a folder of its own, so it never meets the files of one that was killed before it,
-not even of one that is still dying on another host. Whoever goes on with the run deletes those first: in the run's own
-folder all that is there, under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
+Each process of a run writes into a folder of its own. It never meets the files of a process that was killed before it,
+or that is still dying on another host. The next process of the run deletes those first: everything in the run's own
+folder, and under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from roll.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 _WRITTEN = ("version-*", ".version-*.unfinished")
-"""What `transports.checkpoint` writes. Nothing else is deleted in a folder that others may write into."""
+"""Patterns of what `transports.checkpoint` writes. Nothing else is deleted in a folder that others may write into."""
 
 
 def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Path:
-    """A folder that no other process writes into, not yet made: under ``shared`` (`weight_update.checkpoint_dir`) where
-    given, else in the run's own. What earlier processes of the run left behind is deleted. To be called by the process
-    that holds the run."""
+    """Return a folder for this process alone, which is not made yet, and delete what earlier processes left behind.
+
+    The folder is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's own. The caller must
+    hold the run.
+    """
     clear_weight_folder(run)
     own = uuid.uuid4().hex[:8]
     if shared is None:
@@ -36,7 +38,7 @@ def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Pa
 
 
 def clear_weight_folder(run: RunDirectory) -> None:
-    """Delete published weights of the run, wherever they are."""
+    """Delete all published weights of the run."""
     shutil.rmtree(run.weights, ignore_errors=True)
     folder = _noted_folder(run)
     if folder is not None:
@@ -56,7 +58,7 @@ def clear_weight_folder(run: RunDirectory) -> None:
 
 
 def _noted_folder(run: RunDirectory) -> Path | None:
-    """None also for a note that came with a copy of another run's folder: that run may be alive."""
+    """Return the noted folder; None for a note that was copied from another run, which may be alive."""
     try:
         note = json.loads(run.weights_note.read_text())
         return Path(note["folder"]) if note["run"] == str(run.root.absolute()) else None

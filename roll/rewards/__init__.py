@@ -1,4 +1,5 @@
 """Verifiers, and the processes they run in.
 
-Responses, ground truths and users' functions are not trusted to be quick, to be sane, or to leave their process alive.
+Responses, ground truths and users' functions are not trusted to be quick or well-formed, or to leave their process
+alive.
 """

@@ -1,7 +1,7 @@
-"""Chat completions over an OpenAI-compatible address that may be busy, slow, broken or gone.
+"""Client for chat completions from an OpenAI-compatible service that may be busy, slow, broken or gone.
 
-What may pass is tried again with growing waits; what may not fails at once. Either way the error names the address and
-the last cause, and never the key.
+Temporary failures are retried with growing waits; permanent ones fail at once. The error names the address and the last
+cause, and never contains the key.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0
 LONGEST_RETRY_AFTER_SECONDS = 300.0
 PASSING_STATUS = frozenset({408, 409, 425, 429})
-"""Beside 5xx."""
+"""Status codes that are worth a retry, besides 5xx."""
 NO_SUCH_CALL = frozenset({404, 405, 501})
 LONGEST_BODY = 4 * 1024 * 1024
-"""Bytes of an answer that are read."""
+"""Largest number of bytes read from an answer."""
 SHOWN_BODY = 300
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said."""
+    """The model's answer."""
 
     text: str
     retries: int
-    """Requests that failed before."""
+    """Number of failed requests before this answer."""
 
 
 class _Failed(Exception):
-    """One request failed. ``passing``: another one may not; ``wait``: what the address asked for; ``status``: what it
-    answered with, if it did."""
+    """One request failed. ``passing``: a retry may succeed; ``wait``: seconds that the service asked for; ``status``:
+    HTTP status of the answer, if there was one."""
 
     def __init__(self, cause: str, passing: bool, wait: float | None = None, status: int | None = None) -> None:
         super().__init__(cause)
@@ -62,7 +62,7 @@ class ChatClient:
         retries: int,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ) -> None:
-        """``timeout_seconds`` is for one request."""
+        """Open the connection pool. ``timeout_seconds`` limits one request."""
         self._base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._retries = retries
@@ -79,7 +79,7 @@ class ChatClient:
         await self._session.close()
 
     async def chat(self, body: Mapping[str, Any]) -> Reply:
-        """Ask. Raises `RewardGaveUp` when all attempts have failed, or one that no other would mend."""
+        """Send a chat request. Raises `RewardGaveUp` after the last attempt, or at the first permanent failure."""
         url = f"{self._base_url}/chat/completions"
         attempt = 0
         while True:
@@ -93,7 +93,7 @@ class ChatClient:
                 attempt += 1
 
     async def models(self) -> list[str] | None:
-        """Names of the models there; None if the address does not tell. Raises `RewardGaveUp`."""
+        """Return the names of the service's models; None if it does not list them. Raises `RewardGaveUp`."""
         url = f"{self._base_url}/models"
         try:
             answer = await self._request("GET", url, None)
@@ -107,7 +107,7 @@ class ChatClient:
         return [entry["id"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
     async def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """One request; its JSON object. Raises `_Failed`."""
+        """Send one request and return the JSON object of its answer. Raises `_Failed`."""
         try:
             async with self._session.request(method, url, json=body, allow_redirects=False) as response:
                 text = await self._read(response)
@@ -143,7 +143,7 @@ class ChatClient:
         return _Failed(cause, passing, wait, response.status)
 
     def _text_of(self, answer: Mapping[str, Any]) -> str:
-        """The message's text; empty where the model said nothing (all tokens spent on thinking)."""
+        """Return the message's text; empty if the model wrote none (all tokens spent on thinking)."""
         try:
             content = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -152,7 +152,7 @@ class ChatClient:
         return content if isinstance(content, str) else ""
 
     def _shown(self, text: str) -> str:
-        # In this order: a key that is cut in two would not be found.
+        # Redact before shortening: a key that is cut in two would not be found.
         return _shortened(self._without_key(text))
 
     def _without_key(self, text: str) -> str:
@@ -160,15 +160,19 @@ class ChatClient:
 
 
 def backoff(attempt: int) -> float:
-    """Seconds before the attempt after number ``attempt`` (from 0): doubling, a random part of it, so that many callers
-    do not come back at once."""
+    """Return the seconds to wait after attempt number ``attempt`` (from 0).
+
+    The wait doubles each time and is partly random, so that many callers do not come back at once.
+    """
     longest = min(FIRST_WAIT_SECONDS * 2**attempt, LONGEST_WAIT_SECONDS)
     return longest * random.uniform(0.5, 1.0)
 
 
 def retry_after(value: str | None, now: float) -> float | None:
-    """Seconds that a `Retry-After` header asks for, as a number or a date; None if it says nothing one can read.
-    ``now`` is a POSIX time."""
+    """Return the seconds that a `Retry-After` header asks for, as a number or a date; None if it is unreadable.
+
+    ``now`` is a POSIX time.
+    """
     if value is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""The response has a program, which is run in the sandbox against the tests of the prompt.
+"""The verifier `code`: it runs the program of a response in the sandbox against the prompt's tests.
 
-What the program does wrong (an exception, too much time, memory or output, no program at all) is a score; what is wrong
-with the tests or with the sandbox is an error, so that nobody is punished for it. See docs/rewards.md.
+A fault of the program (an exception, too much time, memory or output, no program at all) only lowers the score. A fault
+of the tests or of the sandbox raises an error, so that no response is punished for it. See docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class CodeVerifier(PreparedVerifier):
         max_concurrency: PositiveInt | None = None,
         accept_weak_sandbox: bool = False,
     ) -> None:
-        """``timeout_seconds``: for one response; its last part is left to the sandbox for cleaning up.
-        ``score``: `all` is 1 if every test is passed and else 0, and stops at the first that is not; `share` is the
-        share of the tests that are passed. ``wall_seconds``, ``memory_mib``: of one run of the program. ``max_tests``:
-        only so many of a prompt's tests, the first. ``max_concurrency``: programs at a time over all processes;
-        default: the cores of this machine. ``accept_weak_sandbox``: see `Sandbox`. Raises `ValueError` if the time for
-        a response has no room for one run.
+        """Check the limits and prepare the sandbox.
+
+        ``timeout_seconds``: for one response; its last part is left to the sandbox for cleaning up. ``score``: `all`
+        gives 1 if every test passes and else 0, and starts no further run after a failure; `share` gives the share of
+        passed tests. ``wall_seconds``, ``memory_mib``: limits of one run of the program. ``max_tests``: use only this
+        many of a prompt's tests, the first ones. ``max_concurrency``: programs at a time over all processes; default:
+        the number of cores of this machine. ``accept_weak_sandbox``: see `Sandbox`. Raises `ValueError` if one run does
+        not fit into the time for a response.
         """
         if wall_seconds + GRACE_SECONDS > timeout_seconds:
             raise ValueError(
@@ -58,8 +60,11 @@ class CodeVerifier(PreparedVerifier):
         self._sandbox = Sandbox(accept_weak=True) if accept_weak_sandbox else default_sandbox()
 
     async def __call__(self, response: str, ground_truth: Any) -> dict[str, float]:
-        """The score, `tests_passed` (share; with `all` those before the first that is not), `timed_out` and
-        `no_program`. Raises `ValueError` for tests that cannot be read, `SandboxUnavailable` and `SandboxFailed`."""
+        """Return the score, `tests_passed`, `timed_out` and `no_program`.
+
+        `tests_passed` is the passed share. With `all`, no run is started after a failure, and its tests count as not
+        passed. Raises `ValueError` for unreadable tests, `SandboxUnavailable` and `SandboxFailed`.
+        """
         runs = read_tests(ground_truth, self._max_tests)
         program = last_program(response)
         if program is None:
@@ -70,7 +75,7 @@ class CodeVerifier(PreparedVerifier):
         return {"score": score, "tests_passed": share, "timed_out": float(timed_out), "no_program": 0.0}
 
     async def _passed(self, program: str, runs: list[Run]) -> tuple[int, bool]:
-        """How many tests, and whether time was up in one of them, or before all had their turn."""
+        """Return the number of passed tests, and True if time ran out in a test or before all of them ran."""
         deadline = time.monotonic() + self._seconds
         passed, timed_out = 0, False
         for run in runs:
@@ -106,7 +111,7 @@ class CodeVerifier(PreparedVerifier):
 
 
 def last_program(text: str) -> str | None:
-    """The last closed fenced block that is marked as Python; if there is none, the last without a mark; else None."""
+    """Return the last closed fenced block marked as Python; without one, the last unmarked block; else None."""
     found: dict[bool, str] = {}
     fence, mark = "", ""
     lines: list[str] = []

@@ -1,9 +1,9 @@
-"""The Python text around a program under test, as the sandbox runs it.
+"""The Python code that wraps a program under test inside the sandbox.
 
-The program is given as text in a text, so its lines keep their numbers and it cannot swallow what comes after it. What
-is asked of it waits unread in a pipe until its turn, so that it can be found neither in a file nor in a frame. None of
-this makes the process trustworthy: a program that reads the pipe, or whose objects are equal to everything, gets an
-assertion to hold. docs/rewards.md says what is protected and what is not.
+The program is embedded as a string literal, so its lines keep their numbers and it cannot swallow the code after it.
+The questions wait unread in a pipe until their turn, so the program can find them neither in a file nor in a stack
+frame. This does not make the process trustworthy: a program that reads the pipe, or whose objects are equal to
+everything, can make an assertion hold. docs/rewards.md says what is protected and what is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def main(program):
 main(PROGRAM)
 """
 
-# All that the program could replace (builtins, functions of modules, this module's own names) is bound before it runs.
+# The harness binds everything that the program could replace (builtins, module functions, its own names) before it runs
+# the program.
 _ASKED = """
 import json
 
@@ -85,23 +86,27 @@ main(PROGRAM)
 
 
 def plain(program: str) -> str:
-    """The program as `__main__`, with standard input and output its own."""
+    """Return code that runs the program as `__main__`, with standard input and output of its own."""
     return _HEAD.format(program=ascii(program)) + _PLAIN
 
 
 def calling(program: str) -> str:
-    """The program as a module, then one call; standard input: `sections` of JSON ``[function, arguments]`` and of a
-    marker, after which the result comes out as a line of JSON. A function that is not there is looked for in a class
-    `Solution`."""
+    """Return code that runs the program as a module and then makes one call.
+
+    Standard input: `sections` of JSON ``[function, arguments]`` and of a marker. The result follows the marker on
+    standard output, as a line of JSON. A function that the module does not define is looked up in a class `Solution`.
+    """
     return _HEAD.format(program=ascii(program)) + _CALLING
 
 
 def asserting(program: str) -> str:
-    """The program as a module, then assertions in its namespace; standard input: `sections` of assertion and proof in
-    turn. The proofs of those that hold come out."""
+    """Return code that runs the program as a module and then assertions in its namespace.
+
+    Standard input: `sections` of assertion and proof in turn. The proofs of the assertions that hold are printed.
+    """
     return _HEAD.format(program=ascii(program)) + _ASSERTING
 
 
 def sections(*texts: str) -> str:
-    """Texts that a process can take from a pipe one by one, each after its length in bytes."""
+    """Return texts that a process can read from a pipe one by one, each preceded by its length in bytes."""
     return "".join(f"{len(text.encode('utf-8', 'replace')):016x}{text}" for text in texts)

@@ -1,7 +1,7 @@
-"""The tests that a program has to pass, as the ground truth of a prompt gives them.
+"""The tests that a program must pass, read from a prompt's ground truth.
 
-What a program should print or return never enters the process it runs in: the comparison is made here, with its output.
-Assertions are the exception, because they are code: they have to run where the program is.
+Expected output and return values never enter the process of the program: its output is compared here. Assertions are
+the exception: they are code, and must run where the program runs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from roll.rewards.code_harness import asserting, calling, plain, sections
 from roll.sandbox.sandbox import SandboxResult
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative and absolute, where a call should return a float."""
+"""Relative and absolute tolerance where a call should return a float."""
 
 _FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
 
 
 class Run(Protocol):
-    """One run of a program, which decides one test or several."""
+    """One run of a program, which decides one or several tests."""
 
     @property
     def tests(self) -> int:
-        """How many tests it decides."""
+        """Number of tests that the run decides."""
 
     @property
     def stdin(self) -> str:
@@ -35,18 +35,18 @@ class Run(Protocol):
 
     @property
     def expected_bytes(self) -> int:
-        """How long a right output is, about."""
+        """Approximate length of a correct output, in bytes."""
 
     def code(self, program: str) -> str:
-        """What the process runs."""
+        """Return the code that the process runs."""
 
     def passed(self, result: SandboxResult) -> int:
-        """How many tests are passed, going by what the process left."""
+        """Return the number of tests passed, judged by the output of the process."""
 
 
 @dataclass(frozen=True)
 class InputRun:
-    """A text on standard input, and what should be on standard output."""
+    """A text for standard input, and the expected standard output."""
 
     stdin: str
     expected: str
@@ -62,14 +62,14 @@ class InputRun:
         return plain(program)
 
     def passed(self, result: SandboxResult) -> int:
-        """1 if it ended by itself with status 0 and printed what it should."""
+        """Return 1 if the program ended by itself with status 0 and printed the expected text, else 0."""
         ended_well = result.killed_because is None and result.returncode == 0
         return int(ended_well and _lines(result.stdout) == _lines(self.expected))
 
 
 @dataclass(frozen=True)
 class CallRun:
-    """One call of a function, and what it should return, as JSON has it (a tuple is a list)."""
+    """One function call and its expected return value, as JSON (a tuple becomes a list)."""
 
     function: str
     arguments: list[Any]
@@ -92,21 +92,23 @@ class CallRun:
         return calling(program)
 
     def passed(self, result: SandboxResult) -> int:
-        """1 if the call came back with what it should."""
+        """Return 1 if the call returned the expected value, else 0."""
         _, marker, after = result.stdout.rpartition(self.marker)
         if not marker:
             return 0
         try:
             returned = json.loads(after.split("\n", 1)[0])
-        except (ValueError, RecursionError):  # cut off; or a number, or a nesting, beyond all bounds
+        except (ValueError, RecursionError):  # cut off, or a number or nesting beyond what can be parsed
             return 0
         return int(_equal(returned, self.expected))
 
 
 @dataclass(frozen=True)
 class AssertRun:
-    """Assertions, which run one after the other in the program's process. Each has a proof of its own, a random text
-    that the process is not given before the assertion has held."""
+    """Assertions that run one after the other in the program's process.
+
+    Each one has its own proof, a random text that the process gets only after the assertion has held.
+    """
 
     asserts: tuple[str, ...]
     proofs: tuple[str, ...]
@@ -127,13 +129,16 @@ class AssertRun:
         return asserting(program)
 
     def passed(self, result: SandboxResult) -> int:
-        """Those whose proof came out."""
+        """Return the number of assertions whose proof was printed."""
         return sum(proof in result.stdout for proof in self.proofs)
 
 
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
-    """The runs for a ground truth, its first ``max_tests`` tests only. Raises `ValueError` if it is none of the forms
-    of docs/rewards.md (a mapping, a list, or either as JSON text), or has no test."""
+    """Return the runs for a ground truth, for its first ``max_tests`` tests only.
+
+    Raises `ValueError` if it has none of the forms in docs/rewards.md (a mapping, a list, or either as JSON text), or
+    no test.
+    """
     if isinstance(ground_truth, str):
         try:
             ground_truth = json.loads(ground_truth)
@@ -160,7 +165,7 @@ def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
 
 
 def _check_code(text: str) -> None:
-    """Assertions that cannot be compiled would fail every program."""
+    """Raise `ValueError` if an assertion does not compile: it would fail every program."""
     try:
         compile(text, "asserts", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
@@ -194,7 +199,7 @@ def _only(tests: Mapping[str, Any], *known: str) -> None:
 
 
 def _text(value: Any) -> str:
-    """Text, or a list of its lines."""
+    """Return a text, or the lines of a list joined to one."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -203,12 +208,12 @@ def _text(value: Any) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines, and without empty lines at the end."""
+    """Split into lines, without trailing white space and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _equal(returned: Any, expected: Any) -> bool:
-    """As Python compares, but for rounding where a float is expected."""
+    """Compare as Python does, but allow rounding where a float is expected."""
     if isinstance(expected, float) and isinstance(returned, int | float):
         return _close(returned, expected)
     if isinstance(expected, Mapping) and isinstance(returned, Mapping):
@@ -221,7 +226,7 @@ def _equal(returned: Any, expected: Any) -> bool:
 def _close(returned: float, expected: float) -> bool:
     try:
         return math.isclose(returned, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 

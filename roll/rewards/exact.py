@@ -1,4 +1,4 @@
-"""The response, or the part of it that a pattern finds, equals the ground truth."""
+"""The verifier `exact`: the response, or the part that a pattern finds, equals the ground truth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def extract_last(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """The last match of ``pattern`` (its first group, if it has one); the whole text without a pattern."""
+    """Return the last match of ``pattern`` (its first group, if it has one), or the whole text without a pattern."""
     if pattern is None:
         return text
     matches = list(pattern.finditer(text))
@@ -19,10 +19,11 @@ def extract_last(text: str, pattern: re.Pattern[str] | None) -> str | None:
 def exact(
     response: str, ground_truth: Any, *, ignore_case: bool = False, extract: re.Pattern[str] | None = None
 ) -> float:
-    """1 if the answer equals the ground truth but for surrounding white space, else 0.
+    """Return 1 if the answer equals the ground truth up to surrounding white space, else 0.
 
     ``extract`` is a regular expression whose last match (first group, if any) is the answer; no match scores 0. A list
-    as ground truth holds several right answers; anything else is compared as text. Raises `ValueError` without one.
+    as ground truth holds several correct answers; anything else is compared as text. Raises `ValueError` without a
+    ground truth.
     """
     accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not accepted or any(each is None for each in accepted):

@@ -1,9 +1,9 @@
-"""A language model as judge: asked over an OpenAI-compatible address, its answer read as a score between 0 and 1.
+"""A language model as judge: asked through an OpenAI-compatible service, its answer read as a score from 0 to 1.
 
-What is judged is not trusted: each text stands between marks made of its own checksum, which a text cannot contain but
-by solving for its own hash. What answers is not trusted to be there, to be quick or to make sense: see `chat_client`
-for the former; an answer without a score in range is asked for again, then the response fails, unless a fallback score
-was asked for.
+The judged texts are untrusted. Each one stands between marks derived from its own checksum; to contain its mark, a text
+would have to solve for its own hash. The service is untrusted too. `chat_client` handles one that is gone or slow. An
+answer without a score in range is asked for again; after that the response fails, unless a fallback score is
+configured.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ with a line of its own, `Score: N`, where N is an integer from {low:g} (worst) t
 REMINDER = "Your answer has no score in the form that was asked for. Give the score in that form now, and nothing else."
 
 LONGEST_ANSWER = 50_000
-"""Characters at the end of an answer in which a score is looked for."""
+"""Number of characters, at the end of an answer, that are searched for a score."""
 SHOWN_ANSWER = 200
 
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class NoVerdict(ValueError):
-    """An answer that has no score, or none in range."""
+    """An answer without a score, or with one out of range."""
 
 
 def fenced(name: str, text: str) -> str:
-    """The text between two lines that it cannot contain: they carry its checksum."""
+    """Return the text between two lines that it cannot contain, because they carry its checksum."""
     mark = hashlib.sha256(f"{name}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"<<<{name} {mark}\n{text}\n{name} {mark}>>>"
 
 
 def conversation_text(prompt: str, messages: Sequence[dict[str, str]]) -> str:
-    """A prompt for a reader: its messages where they are known, else its text."""
+    """Return a prompt as readable text: its messages if they are known, else its text."""
     if not messages:
         return prompt
     if len(messages) == 1:
@@ -63,7 +63,7 @@ def conversation_text(prompt: str, messages: Sequence[dict[str, str]]) -> str:
 
 
 def read_number(answer: str, pattern: re.Pattern[str]) -> float:
-    """The first group of the pattern's last match. Raises `NoVerdict`."""
+    """Return the first group of the pattern's last match as a number. Raises `NoVerdict`."""
     matches = list(pattern.finditer(answer[-LONGEST_ANSWER:]))
     if not matches:
         raise NoVerdict("nothing in it looks like a score")
@@ -71,12 +71,12 @@ def read_number(answer: str, pattern: re.Pattern[str]) -> float:
 
 
 def read_field(answer: str, name: str) -> float:
-    """The field of the last JSON object in the text that has it. Raises `NoVerdict`."""
+    """Return the field of the last JSON object in the text that has it, as a number. Raises `NoVerdict`."""
     text = answer[-LONGEST_ANSWER:]
     decoder = json.JSONDecoder()
     start, value = text.find("{"), None
     while start >= 0:
-        end = start + 1  # an object without the field may hold one that has it
+        end = start + 1  # an object without the field may contain one that has it
         try:
             found, found_end = decoder.raw_decode(text, start)
             if name in found:
@@ -99,10 +99,10 @@ def _number(value: Any) -> float:
 
 
 class Judge:
-    """A verifier (see `Verifier`) that asks a model."""
+    """A verifier (see `Verifier`) that asks a language model."""
 
     def __init__(self, config: JudgeConfig, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
-        """``sleep`` waits between attempts; tests bring their own."""
+        """Prepare without connecting. ``sleep`` waits between attempts; tests pass their own."""
         self._config = config
         self._template = config.template or DEFAULT_TEMPLATE.format(low=config.score_min, high=config.score_max)
         self._pattern = re.compile(config.score_pattern or DEFAULT_PATTERN)
@@ -133,7 +133,7 @@ class Judge:
         return self._output(self._config.fallback_score, retries, self._config.verdict_retries, fell_back=True)
 
     def question(self, prompt: str, response: str, ground_truth: Any) -> list[dict[str, str]]:
-        """What the judge is asked. What the fields hold is put in once, so no text can name another field."""
+        """Return the messages for the judge. Fields are filled in one pass, so no text can refer to another field."""
         truth = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)
         values = {"prompt": prompt, "response": response, "ground_truth": truth}
         text = _FIELD.sub(lambda found: fenced(found[1], values[found[1]]), self._template)
@@ -142,7 +142,7 @@ class Judge:
         return [user] if system is None else [{"role": "system", "content": system}, user]
 
     def verdict(self, answer: str) -> float:
-        """The judge's own number in an answer. Raises `NoVerdict`."""
+        """Return the unscaled score in an answer. Raises `NoVerdict`."""
         field, low, high = self._config.score_field, self._config.score_min, self._config.score_max
         raw = read_field(answer, field) if field is not None else read_number(answer, self._pattern)
         if not (math.isfinite(raw) and low <= raw <= high):

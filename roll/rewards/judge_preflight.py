@@ -1,4 +1,4 @@
-"""Whether a judge's address answers and knows the model, before any model of the run loads."""
+"""Check of a judge's service before any model of the run loads: it must answer and have the judge's model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from roll.rewards.chat_client import ChatClient
 from roll.rewards.records import RewardGaveUp
 
 PROBE_SECONDS = 5.0
-"""Longest wait for the list of models."""
+"""Longest wait for one answer of the service."""
 
 
 def check_judge(config: JudgeConfig, path: str) -> None:
-    """``path`` is that of the section. Raises `ConfigError` naming the address. Not to be called on an event loop."""
+    """Raise `ConfigError` naming the address if the judge cannot be used.
+
+    ``path`` is the configuration path of the judge's section. Must not be called on an event loop.
+    """
     asyncio.run(_check(config, path))
 
 
@@ -25,7 +28,7 @@ async def _check(config: JudgeConfig, path: str) -> None:
     client = ChatClient(config.base_url, key, timeout_seconds=PROBE_SECONDS, retries=0)
     try:
         known = await client.models()
-        if known is None:  # some services have no list; then a word from the model is the proof
+        if known is None:  # some services have no such list; then a one-token answer is the proof
             question = [{"role": "user", "content": "Say yes."}]
             await client.chat({"model": config.model, "messages": question, "max_tokens": 1, **config.extra_body})
     except RewardGaveUp as cause:

@@ -1,8 +1,8 @@
-"""Mathematical answers, judged by math-verify.
+"""The verifier `math`: mathematical answers, compared by math-verify.
 
-math-verify's own time limits are switched off: they take the process' only alarm, which is the worker's. Expressions
-whose value could not be written down (``9^{9^9}``) are refused before sympy tries; evaluating them blocks a process
-in one long C call that no alarm can end.
+math-verify's own time limits are off, because they would take the process's only alarm, which the worker needs.
+Expressions whose value is too large to write down (``9^{9^9}``) are rejected before sympy tries: evaluating them blocks
+the process in one long C call that no alarm can interrupt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
 
 MAX_BITS = 20_000.0
-"""Longest number, in binary digits, that an answer may evaluate to."""
+"""Largest number that an answer may evaluate to, in binary digits."""
 
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
-    """1 if the answer found in the response is mathematically equal to the ground truth, else 0.
+    """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
 
-    The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth
-    may be bare LaTeX. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
-    `ValueError` if the ground truth cannot be parsed. Call it in a main thread of a process with a time limit.
+    The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
+    be bare LaTeX. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
+    `ValueError` if the ground truth cannot be parsed. Call it in the main thread of a process that has a time limit.
     """
     from math_verify import verify
 
@@ -39,9 +39,9 @@ def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, st
     )
 
 
-@lru_cache(maxsize=256)  # the responses of a group share it
+@lru_cache(maxsize=256)  # the responses of a group share one ground truth
 def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
-    """What math-verify makes of a ground truth. Raises `ValueError` if that is nothing."""
+    """Return the expressions that math-verify finds in a ground truth. Raises `ValueError` if it finds none."""
     has_markup = any(mark in text for mark in _MARKUP)
     parsed = _parse(text if has_markup else f"${text}$") or _parse(text)
     if not parsed:
@@ -52,12 +52,12 @@ def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
 def _parse(text: str) -> list[Basic | MatrixBase | str]:
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that its time limits are off
     return parse(text, parsing_timeout=None)
 
 
 def _bits(expression: Any) -> float:
-    """Roughly the binary digits of the largest number that evaluating the expression would produce."""
+    """Estimate the binary digits of the largest number that evaluating the expression would produce."""
     import sympy
     from sympy.functions.combinatorial.factorials import CombinatorialFunction
 

@@ -1,7 +1,7 @@
-"""The last number of the response equals the ground truth, within tolerances.
+"""The verifier `numeric`: the last number of the response equals the ground truth, within tolerances.
 
-Numbers are compared as fractions, so a long integer that is wrong in its last digit is wrong. What cannot be a number
-of a sane size (thousands of digits, exponents like 1e999999999) is no number: model output is untrusted.
+Numbers are compared as fractions, so a long integer with a wrong last digit is wrong. A number of absurd size
+(thousands of digits, exponents like 1e999999999) does not count as a number, because model output is untrusted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_DIGITS = 1000
 MAX_EXPONENT = 400
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
-_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or a bracket it subtracts: the last number of `5-3` is 3
+_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or a bracket the sign subtracts: the last number of `5-3` is 3
 _NUMBER = re.compile(rf"({_SIGN})\s?({_DECIMAL})(?:\s?/\s?({_DECIMAL}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
@@ -31,11 +31,12 @@ def numeric(
     relative_tolerance: float = 0.0,
     extract: re.Pattern[str] | None = None,
 ) -> float:
-    """1 if the last number of the response is the ground truth's, else 0.
+    """Return 1 if the last number of the response is the ground truth's, else 0.
 
     Understood: signs, thousands separators, decimals, exponents, ``a/b`` and ``\\frac{a}{b}``; words and units around
-    the number do not matter. Right means ``|answer - truth| <= max(absolute, relative * |truth|)``. ``extract`` narrows
-    the response to the last match of a regular expression first. Raises `ValueError` if the ground truth has no number.
+    the number do not matter. An answer is right if ``|answer - truth| <= max(absolute, relative * |truth|)``.
+    ``extract`` first narrows the response to the last match of a regular expression. Raises `ValueError` if the ground
+    truth has no number.
     """
     truth = _truth(ground_truth)
     part = extract_last(response, extract)
@@ -47,7 +48,7 @@ def numeric(
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in the text, exactly; ``None`` if there is none, or the last one is of absurd size."""
+    """Return the last number in the text, exactly; ``None`` if there is none, or if the last one is of absurd size."""
     text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
     text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     numbers = list(_NUMBER.finditer(text))
@@ -69,7 +70,7 @@ def _exact(decimal: str) -> Fraction | None:
 
 def _truth(ground_truth: Any) -> Fraction:
     if isinstance(ground_truth, float) and math.isfinite(ground_truth):
-        # The 15 digits that any decimal keeps in a double: 0.1 + 0.2 was meant to be 0.3.
+        # A double keeps the first 15 digits of any decimal: 0.1 + 0.2 was meant to be 0.3.
         return Fraction(f"{ground_truth:.15g}")
     if isinstance(ground_truth, int):
         return Fraction(ground_truth)

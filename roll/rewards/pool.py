@@ -1,8 +1,8 @@
-"""Reward workers seen from the driver: judge these responses, whatever happens to the processes.
+"""The reward workers seen from the driver: they judge responses, whatever happens to the processes.
 
-A call has one of three ends, each before a deadline: an output for every response, `RewardFailed` naming reward,
-prompt and cause, or cancellation. A process that dies or hangs is replaced, and the responses it held are judged
-again, one by one where needed, so that a response that kills its judge takes no other one along.
+Every call ends before a deadline in one of three ways: an output for every response, `RewardFailed` naming reward,
+prompt and cause, or cancellation. A process that dies or hangs is replaced. The responses it held are judged again, one
+by one if needed, so a response that kills its process does not fail the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
 from roll.configs.wording import count
 from roll.data.actor_deaths import ACTOR_GONE, memory_death
+from roll.data.imports import driver_folders
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
@@ -31,7 +31,7 @@ from roll.tracking.busy_spans import BusySpans
 logger = logging.getLogger(__name__)
 
 ASYNC_CALLS_PER_WORKER = 256
-"""Calls that one process of an async verifier holds at a time; each may have many responses."""
+"""Number of calls that one process of an async verifier handles at a time; each may have many responses."""
 
 EXIT_TIMEOUT_SECONDS = 10.0
 
@@ -40,13 +40,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What a run decides about all reward workers."""
+    """Settings that all reward workers of a run share."""
 
     actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the Ray actors beyond `num_cpus=0`, such as a scheduling strategy."""
+    """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
     start_timeout_seconds: float = 120.0
     kill_grace_seconds: float = 5.0
-    """How long after a limit has passed a process that did not react to it is killed."""
+    """Extra time after a limit before an unresponsive process is killed."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class RewardCounts:
     calls: int = 0
     samples: int = 0
     errors: int = 0
-    """Attempts that ended with an exception, with nonsense, or with the death of the process."""
+    """Number of attempts that ended with an exception, an invalid output or the death of the process."""
     timeouts: int = 0
     restarts: int = 0
-    """Worker processes replaced."""
+    """Number of worker processes replaced."""
     seconds: float = 0.0
-    """Time verifiers spent on samples."""
+    """Time that verifiers spent on samples."""
 
 
 class RewardPool:
@@ -70,8 +70,10 @@ class RewardPool:
     def __init__(
         self, rewards: Mapping[str, RewardConfig], *, path: str = "rewards", settings: PoolSettings | None = None
     ) -> None:
-        """``path`` is the configuration path of ``rewards``. Raises `ConfigError` if a verifier cannot be resolved.
-        Starts nothing."""
+        """Resolve the verifiers without starting anything.
+
+        ``path`` is the configuration path of ``rewards``. Raises `ConfigError` if a verifier cannot be resolved.
+        """
         self._workers = {
             name: RewardWorkers(
                 name, config, resolve_verifier(config, f"{path}.{name}"), f"{path}.{name}", settings or PoolSettings()
@@ -80,7 +82,7 @@ class RewardPool:
         }
 
     async def start(self) -> None:
-        """Start all worker processes. Raises `RewardFailed` if one does not come up, and leaves none behind then."""
+        """Start all worker processes. If one does not start, stop the others and raise `RewardFailed`."""
         try:
             await _all_or_none(workers.start() for workers in self._workers.values())
         except BaseException:
@@ -88,27 +90,27 @@ class RewardPool:
             raise
 
     async def score(self, name: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Have a reward judge responses, usually those of one group; outputs in the same order.
+        """Judge responses, usually those of one group, with one reward, and return outputs in the same order.
 
         Raises `RewardFailed` if one of them cannot be judged after all retries.
         """
         return await self._workers[name].score(records)
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """By reward: when at least one of its processes judged, see `BusySpans`."""
+        """Return, by reward, the spans in which at least one of its processes was judging; see `BusySpans`."""
         return {f"rewards.{name}": workers.busy.recent() for name, workers in self._workers.items()}
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """The totals of `RewardCounts` by reward name."""
+        """Return the totals of `RewardCounts` by reward name."""
         return {name: asdict(workers.counts) for name, workers in self._workers.items()}
 
     async def shutdown(self) -> None:
-        """Kill all worker processes; scores under way are cancelled. May be called twice."""
+        """Kill all worker processes and cancel running calls. May be called twice."""
         await asyncio.gather(*(workers.shutdown() for workers in self._workers.values()))
 
 
 class _WorkerLost(Exception):
-    """A process died or hung while it held a call. ``timed_out``: it hung."""
+    """A process died or hung during a call. ``timed_out``: it hung."""
 
     def __init__(self, cause: str, timed_out: bool) -> None:
         super().__init__(cause)
@@ -116,7 +118,7 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """One place for a process; the process in it may change."""
+    """A slot for one process; the process in it may be replaced."""
 
     def __init__(self) -> None:
         self.handle: ActorHandle | None = None
@@ -155,7 +157,7 @@ class RewardWorkers:
         """See `RewardPool.score`."""
         if self._verifier.max_concurrency is None or len(records) < 2:
             return await self._score_together(records)
-        # A limit counts responses, so each is a call of its own.
+        # The limit counts responses, so each response becomes a call of its own.
         outputs = await _all_or_none(self._score_together([record]) for record in records)
         return [output for (output,) in outputs]
 
@@ -207,11 +209,11 @@ class RewardWorkers:
         )
 
     async def _attempt(self, records: list[RewardInput]) -> list[Verdict]:
-        """Judge each response once, or leave it `unjudged` where the call was too long for all."""
+        """Judge each response once. Responses that the call had no time for stay `unjudged`."""
         if len(records) == 1 and not self._verifier.is_async:
             return [await self._judge_alone(records[0])]
-        # A plain verifier's process held these responses only. An async one's held those of other calls too, one of
-        # which may be guilty: hence a second attempt together before each is judged in quarantine, which is slow.
+        # A plain verifier's process held only these responses. An async one's also held those of other calls, and one
+        # of them may be at fault. So a second attempt together comes before judging each in quarantine, which is slow.
         for _ in range(2 if self._verifier.is_async else 1):
             try:
                 return await self._run(self._judge_in_slot(records))
@@ -220,7 +222,7 @@ class RewardWorkers:
         return await asyncio.gather(*(self._judge_alone(record) for record in records))
 
     async def _judge_alone(self, record: RewardInput) -> Verdict:
-        """Judge a response in a process that holds no other one: if it is lost, this response is why."""
+        """Judge a response in a process that holds no other one. If the process is lost, this response is at fault."""
         judge = self._judge_in_quarantine if self._verifier.is_async else self._judge_in_slot
         try:
             return (await self._run(judge([record])))[0]
@@ -228,7 +230,7 @@ class RewardWorkers:
             return lost.verdict
 
     async def _run(self, call: Coroutine[Any, Any, list[Verdict]]) -> list[Verdict]:
-        """Await a call that goes on if the caller is cancelled: its process stays busy, and so must its slot."""
+        """Await a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken."""
         task = asyncio.create_task(call)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -237,7 +239,7 @@ class RewardWorkers:
     def _forget(self, task: asyncio.Task[list[Verdict]]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen by the caller, or, if it was cancelled, of interest to nobody
+            task.exception()  # marks the exception as retrieved: the caller has seen it, or was cancelled
 
     async def _judge_in_slot(self, records: list[RewardInput]) -> list[Verdict]:
         async with self._slots:
@@ -249,7 +251,7 @@ class RewardWorkers:
             return await self._call(self._quarantine, records)
 
     async def _call(self, worker: _Worker, records: list[RewardInput]) -> list[Verdict]:
-        """One remote call with its deadline. Raises `_WorkerLost` once the process has been replaced."""
+        """Make one remote call within its deadline. Raises `_WorkerLost` once the process has been replaced."""
         worker.calls += 1
         try:
             handle = await self._fill(worker)
@@ -273,19 +275,19 @@ class RewardWorkers:
             worker.calls -= 1
 
     def _deadline(self, samples: int) -> float:
-        """Seconds after which a call can only be stuck (see `judge_all` for the two limits of a long call)."""
+        """Return the seconds after which a call must be stuck (`judge_all` explains the two limits of a long call)."""
         limits = 1 if samples == 1 or self._verifier.is_async else 2
         return limits * self._timeout_seconds + self._settings.kill_grace_seconds
 
     async def _fill(self, worker: _Worker) -> ActorHandle:
-        """The process in this place; a new one if there is none."""
+        """Return the process of this slot, starting a new one if there is none."""
         async with worker.changing:
             if worker.handle is None:
                 worker.handle = await self._started()
             return worker.handle
 
     async def _replace(self, worker: _Worker, lost: ActorHandle) -> None:
-        """Put a new process into the place of a lost one, unless another call already did."""
+        """Replace a lost process, unless another call already did."""
         async with worker.changing:
             if worker.handle is not lost:
                 return
@@ -299,9 +301,8 @@ class RewardWorkers:
             raise RewardFailed(f"reward `{self._name}` has been shut down")
         body = AsyncRewardWorker if self._verifier.is_async else RewardWorker
         options = {"num_cpus": 0, **self._settings.actor_options}
-        folders = [os.path.abspath(folder) for folder in ("", *sys.path)]
         secrets = {name: os.environ[name] for name in self._verifier.secrets if name in os.environ}
-        handle = ray.remote(body).options(**options).remote(self._config, self._path, folders, secrets)
+        handle = ray.remote(body).options(**options).remote(self._config, self._path, driver_folders(), secrets)
         try:
             await asyncio.wait_for(handle.ready.remote(), self._settings.start_timeout_seconds)
         except (RayError, TimeoutError) as cause:
@@ -315,7 +316,7 @@ class RewardWorkers:
 
 
 async def _all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all; if one fails, end the others before raising its error, so that nothing starts after a shutdown."""
+    """Run all calls. If one fails, stop the others before raising its error: nothing may start after a shutdown."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -327,7 +328,7 @@ async def _all_or_none(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
 
 
 async def _kill(handle: ActorHandle) -> None:
-    """End a process, whatever it is doing, and wait until Ray knows."""
+    """Kill a process, whatever it is doing, and wait until Ray reports its death."""
     ray.kill(handle)
     try:
         await asyncio.wait_for(handle.ready.remote(), EXIT_TIMEOUT_SECONDS)
@@ -342,5 +343,5 @@ def _first_line(cause: BaseException) -> str:
 
 
 def _last_lines(cause: BaseException) -> str:
-    """What a remote traceback ends with: the error itself, of up to two lines."""
+    """Return the end of a remote traceback: the error itself, at most two lines."""
     return " ".join(line.strip() for line in str(cause).strip().split("\n")[-2:])

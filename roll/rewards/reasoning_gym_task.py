@@ -1,7 +1,7 @@
-"""Procedural tasks of reasoning-gym, scored by the data set that made them.
+"""The verifier `reasoning_gym`: procedural tasks, scored by the data set that generated them.
 
-The prompt's ground truth is the task's whole entry, and its metadata says which data set made it, with which
-arguments (`roll.data.sources.read_reasoning_gym` writes both).
+The prompt's ground truth is the task's whole entry. Its metadata names the data set and its arguments
+(`roll.data.sources.read_reasoning_gym` writes both).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def reasoning_gym_task(
     response: str, ground_truth: Any, metadata: dict[str, Any], *, extract: re.Pattern[str] | None = None
 ) -> float:
-    """The data set's own score of the answer, usually in [0, 1]; partly right answers may get a part.
+    """Return the data set's own score of the answer, usually in [0, 1]; a partly right answer may get partial credit.
 
-    ``extract`` is a regular expression whose last match (first group, if any) is the answer; without it the whole
-    response is. Raises `ValueError` for a prompt that is no reasoning-gym task.
+    ``extract`` is a regular expression whose last match (first group, if any) is the answer; without it, the whole
+    response is. Raises `ValueError` for a prompt that is not a reasoning-gym task.
     """
     task_set = metadata.get(REASONING_GYM_KEY)
     if task_set is None:

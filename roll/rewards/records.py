@@ -1,4 +1,4 @@
-"""What a verifier is given, what it answers, and the ways it can let a run down."""
+"""Input and output of verifiers, and the errors they may raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response to be judged."""
+    """One response to judge."""
 
     prompt_id: str
     prompt_text: str
@@ -24,7 +24,7 @@ class RewardInput:
     """The prompt as a conversation."""
 
     def fields(self) -> dict[str, Any]:
-        """The values by the names under which a verifier's parameters ask for them (see `VERIFIER_FIELDS`)."""
+        """Return the values by the parameter names through which a verifier asks for them (see `VERIFIER_FIELDS`)."""
         return {
             "prompt": self.prompt_text,
             "response": self.response_text,
@@ -40,44 +40,46 @@ class RewardInput:
 
 
 VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())
-"""Names a verifier's parameters may have to be filled from the response under judgement."""
+"""Parameter names of a verifier that are filled from the judged response."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """A judgement: the raw score, and whatever else the verifier measured."""
+    """The raw score of a response, and the other numbers that the verifier measured."""
 
     score: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class PreparedVerifier:
-    """A verifier that is an object, made once in each process: of `verifier_args`, and of the reward's
-    `timeout_seconds` where its constructor has a parameter of that name. It raises `ValueError` for arguments that do
-    not fit together. Its calls take fields of the response only, as those of a function do (see `VERIFIER_FIELDS`).
+    """A verifier that is an object, created once in each process.
+
+    Its constructor takes `verifier_args`, and the reward's `timeout_seconds` if it has a parameter of that name. It
+    raises `ValueError` for arguments that do not fit together. Its calls take only fields of the response, as those of
+    a function do (see `VERIFIER_FIELDS`).
     """
 
     max_concurrency: int | None = None
-    """Responses judged at a time over all processes; ``None``: as many as the processes take."""
+    """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """Raise `ValueError` for one that nothing can be judged against. Before a run, each prompt's is shown here."""
+        """Raise `ValueError` for an unusable ground truth. Called before a run for each prompt."""
 
     def check_machine(self) -> None:
-        """Raise `VerifierUnavailable` if it cannot judge here. Called before a run on the machine that starts it."""
+        """Raise `VerifierUnavailable` if it cannot work here. Called before a run, on the starting machine."""
 
 
 class VerifierUnavailable(RuntimeError):
-    """A verifier cannot judge on this machine, whatever it is given. The message says what would have to change."""
+    """A verifier cannot work on this machine, whatever its input. The message says what has to change."""
 
 
 class RewardNonsense(ValueError):
-    """A verifier answered something that is no score. The message names the verifier and the value."""
+    """A verifier returned something that is not a score. The message names the verifier and the value."""
 
 
 class RewardGaveUp(RuntimeError):
-    """A verifier has tried again by itself as often as it was told to. The pool does not try once more."""
+    """A verifier has used up its own retries. The pool does not retry again."""
 
 
 class RewardFailed(RuntimeError):
-    """A response could not be judged, after all retries. The message names reward, prompt and cause."""
+    """A response could not be judged after all retries. The message names reward, prompt and cause."""

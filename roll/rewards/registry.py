@@ -1,9 +1,9 @@
 """Verifiers by name or import path, checked against their signature before anything starts.
 
-A verifier is a plain function (or coroutine function) whose parameter names say what it wants: any of
-`VERIFIER_FIELDS` is filled from the response under judgement, the others from `verifier_args`. It returns a number, or
-a mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is one, too: its constructor takes the
-`verifier_args`, its calls the fields. A new built-in verifier is one file and one line in `BUILT_IN`.
+A verifier is a plain function (or coroutine function). Its parameter names say what it needs: names in
+`VERIFIER_FIELDS` are filled from the judged response, the others from `verifier_args`. It returns a number, or a
+mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is a verifier too: its constructor takes
+the `verifier_args`, its calls take the fields. A new built-in verifier is one file and one line in `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,25 +34,25 @@ from roll.rewards.records import (
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A verifier of our own: where it is, and what it needs."""
+    """The import path and the requirements of a built-in verifier."""
 
     import_path: str
     requires: tuple[str, ...] = ()
-    """Modules it imports when it first judges; workers import them at their start."""
+    """Modules that it imports when it first judges; workers import them when they start."""
     timeout_score: float | None = None
-    """Score of a response that cannot be judged in time; ``None``: that is a failure of the reward."""
+    """Score of a response that cannot be judged in time; ``None`` makes that a failure of the reward."""
 
 
 BUILT_IN = {
     "exact": BuiltIn("roll.rewards.exact:exact"),
     "numeric": BuiltIn("roll.rewards.numeric:numeric"),
-    # An expression that takes ten seconds to evaluate is no answer. Were it a failure, the policy could make whole
-    # groups disappear by writing such expressions.
+    # An expression that takes ten seconds to evaluate is not an answer. If it were a failure, the policy could make
+    # whole groups disappear by writing such expressions.
     "math": BuiltIn("roll.rewards.math_answer:math_answer", ("math_verify",), timeout_score=0.0),
     "reasoning_gym": BuiltIn(
         "roll.rewards.reasoning_gym_task:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0
     ),
-    # It counts the time of programs itself, so what its own limit ends is a fault of the machine.
+    # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
     "code": BuiltIn("roll.rewards.code:CodeVerifier"),
 }
 
@@ -69,25 +68,25 @@ class Verifier:
     function: Callable[..., Any]
     arguments: dict[str, Any] = field(default_factory=dict)
     fields: tuple[str, ...] = ()
-    """Names of the fields the function is given."""
+    """Names of the fields passed to the function."""
     needs_ground_truth: bool = False
     is_async: bool = False
     requires: tuple[str, ...] = ()
     timeout_score: float | None = None
     max_concurrency: int | None = None
-    """Responses judged at a time over all processes; ``None``: as many as the processes take."""
+    """Number of responses judged at a time over all processes; ``None``: as many as the processes take."""
     secrets: tuple[str, ...] = ()
     """Environment variables that its processes need."""
     prepared: PreparedVerifier | None = None
-    """The function, if it is one of these."""
+    """The function as a `PreparedVerifier`, if it is one."""
 
     def __call__(self, record: RewardInput) -> Any:
-        """What the function answers, unchecked (see `checked_output`); a coroutine of it, if it is async."""
+        """Return the function's unchecked result (see `checked_output`), or its coroutine if it is async."""
         values = record.fields()
         return self.function(**{name: values[name] for name in self.fields}, **self.arguments)
 
     def fault_of(self, ground_truth: Any) -> str | None:
-        """Why nothing can be judged against a ground truth; None if something can, or the verifier does not say."""
+        """Return why a ground truth is unusable; None if it is usable or the verifier does not check it."""
         if self.prepared is None:
             return None
         try:
@@ -100,7 +99,7 @@ class Verifier:
 def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     """Find a verifier and check its arguments. ``path`` is the configuration path, for example ``rewards.math``.
 
-    Nothing heavy is imported but the module a user names. Raises `ConfigError` with every problem.
+    Imports nothing heavy except the module that a user names. Raises `ConfigError` with every problem.
     """
     name = config.verifier
     if not name:
@@ -135,7 +134,7 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
 
 
 def check_machine(verifier: Verifier, path: str) -> None:
-    """Raise `ConfigError` if a verifier cannot judge on this machine. ``path`` is that of its reward."""
+    """Raise `ConfigError` if a verifier cannot work on this machine. ``path`` is its reward's configuration path."""
     if verifier.prepared is None:
         return
     try:
@@ -157,7 +156,7 @@ def _prepared(
 
 
 def _checked_arguments(parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str) -> dict[str, Any]:
-    """The `verifier_args`, converted to the types that the parameters name. Raises `ConfigError`."""
+    """Return the `verifier_args`, converted to the types of the parameters. Raises `ConfigError`."""
     named = {
         key: each
         for key, each in parameters.items()
@@ -175,7 +174,7 @@ def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _judge(config: JudgeConfig, path: str) -> Verifier:
-    """A judge has a section of its own in place of arguments."""
+    """Return the verifier of a judge, which has its own configuration section instead of `verifier_args`."""
     _require(JUDGE_REQUIRES, "judge", path)
     from roll.rewards.judge import Judge
 
@@ -200,7 +199,7 @@ def _require(modules: Iterable[str], name: str, path: str) -> None:
 
 
 def checked_output(verifier_name: str, value: Any) -> RewardOutput:
-    """What a verifier answered, as a `RewardOutput`. Raises `RewardNonsense` if it is no finite number."""
+    """Convert a verifier's result to a `RewardOutput`. Raises `RewardNonsense` if a value is not a finite number."""
     if isinstance(value, RewardOutput):
         return RewardOutput(
             _number(verifier_name, value.score, value),
@@ -215,7 +214,7 @@ def checked_output(verifier_name: str, value: Any) -> RewardOutput:
 
 
 def route_domains(rewards: Mapping[str, RewardConfig], path: str = "rewards") -> dict[str, str]:
-    """Domain tag -> name of the reward that judges it. Raises `ConfigError` if two rewards claim a domain."""
+    """Return domain tag -> name of the reward that judges it. Raises `ConfigError` if two rewards claim a domain."""
     routes: dict[str, str] = {}
     problems = []
     for name, config in rewards.items():
@@ -232,10 +231,11 @@ def route_domains(rewards: Mapping[str, RewardConfig], path: str = "rewards") ->
 def check_prompts(
     routes: Mapping[str, str], verifiers: Mapping[str, Verifier], prompts: Iterable[Prompt], path: str
 ) -> list[ConfigProblem]:
-    """Prompts that no reward can judge: domains without one, and prompts without the ground truth it needs, or
-    with one that it cannot read.
+    """Return a problem for each kind of prompt that no reward can judge.
 
-    ``verifiers`` is by reward name (reward models have none), ``path`` the configuration path of the prompts.
+    These are prompts of a domain without a reward, prompts without the ground truth that their reward needs, and
+    prompts with an unusable ground truth. ``verifiers`` is by reward name (reward models have none), ``path`` the
+    configuration path of the prompts.
     """
     problems: dict[tuple[str, str], ConfigProblem] = {}
     for prompt in prompts:
@@ -254,13 +254,6 @@ def check_prompts(
             remedy = f"correct its `ground_truth` (docs/rewards.md), and those of other prompts of `{prompt.domain}`"
             problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))
     return list(problems.values())
-
-
-def make_importable(folders: Iterable[str]) -> None:
-    """Append folders to this process' import path, so that a user's module is found in the driver and in workers."""
-    for folder in folders:
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
 
 
 def _error(path: str, message: str, remedy: str) -> ConfigError:
@@ -285,7 +278,7 @@ def _import_function(import_path: str, path: str) -> Callable[..., Any]:
 def _parameters(function: Callable[..., Any], path: str) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except NameError:  # annotations that only a type checker can resolve: their values go unconverted
+    except NameError:  # annotations that only a type checker can resolve: their values are not converted
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as cause:
         raise _error(path, f"the signature cannot be read ({cause})", "wrap it in a Python function") from cause
@@ -298,7 +291,7 @@ def _argument_problems(
     takes_anything: bool,
     path: str,
 ) -> list[ConfigProblem]:
-    """Parameters that nothing fills, and `verifier_args` that fill nothing."""
+    """Return problems for required parameters that nothing fills, and for `verifier_args` that fill nothing."""
     problems = []
     for key, parameter in parameters.items():
         required = parameter.default is inspect.Parameter.empty
@@ -321,7 +314,7 @@ def _argument_problems(
 
 
 def _number(verifier_name: str, value: Any, answer: Any) -> float:
-    """``value`` as a float; numpy's numbers are numbers too, text is not."""
+    """Return ``value`` as a float. Numpy's numbers are accepted, text is not."""
     is_number = isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
     try:
         number = float(value) if is_number else math.nan

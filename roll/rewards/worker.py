@@ -1,8 +1,8 @@
-"""A reward worker: one process that judges responses, with a limit on the time of each.
+"""A reward worker: one process that judges responses, with a time limit for each.
 
-A plain verifier runs in the process' main thread, one response after the other, under an alarm: the way for anything
-that computes or uses signals itself. An async verifier has all its responses in flight at once: the way for anything
-that waits. What no alarm can end (a long C call) the driver ends, by replacing the process.
+A plain verifier runs in the process's main thread, one response after the other, under an alarm. This suits verifiers
+that compute or use signals themselves. An async verifier judges all its responses concurrently. This suits verifiers
+that wait. If no alarm can interrupt a call (a long C call), the driver replaces the process.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Literal
 
 from roll.configs.derived import reward_timeout
 from roll.configs.schema import RewardConfig
+from roll.data.imports import DriverFolders
 from roll.rewards.records import RewardGaveUp, RewardInput, RewardOutput
-from roll.rewards.registry import Verifier, checked_output, make_importable, resolve_verifier
+from roll.rewards.registry import Verifier, checked_output, resolve_verifier
 
 ALARM_REPEAT_SECONDS = 1.0
-"""A verifier that swallows the alarm gets another one."""
+"""Interval of repeated alarms, for a verifier that swallows the first one."""
 
 VerdictKind = Literal["judged", "error", "gave_up", "timeout", "unjudged"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How judging one response ended."""
+    """Outcome of judging one response."""
 
     kind: VerdictKind
-    """``gave_up``: an error after which another attempt is not worth it; ``unjudged``: the call ended before this
-    response had its turn."""
+    """``gave_up``: an error that a retry would not cure; ``unjudged``: the call ended before this response's turn."""
     output: RewardOutput | None = None
     cause: str = ""
     seconds: float = 0.0
 
 
 class _TimeIsUp(BaseException):
-    """Not an `Exception`: verifiers and the libraries they use catch those."""
+    """Raised by the alarm. Not an `Exception`, because verifiers and the libraries they use catch those."""
 
 
 def _ring(signal_number: int, frame: FrameType | None) -> None:
@@ -60,13 +60,13 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def judge_one(verifier: Verifier, record: RewardInput, timeout_seconds: float) -> Verdict:
-    """Judge a response with a plain verifier. Only in a main thread, whose alarm it takes."""
+    """Judge a response with a plain verifier. Works only in a main thread, whose alarm it uses."""
     started = time.perf_counter()
     try:
         with _alarm(timeout_seconds):
             output = checked_output(verifier.name, verifier(record))
     except _TimeIsUp:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have rung just as the alarm was being switched off
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have rung just as it was being switched off
         cause = f"no answer within {timeout_seconds:g} s"
         return Verdict("timeout", cause=cause, seconds=time.perf_counter() - started)
     except Exception as error:
@@ -77,8 +77,8 @@ def judge_one(verifier: Verifier, record: RewardInput, timeout_seconds: float) -
 def judge_all(verifier: Verifier, records: Sequence[RewardInput], timeout_seconds: float) -> list[Verdict]:
     """Judge responses one after the other.
 
-    No response is begun later than ``timeout_seconds`` after the first, so no call lasts longer than two limits,
-    however many responses it has: the driver can tell a stuck process from a long list.
+    No response is begun later than ``timeout_seconds`` after the first. So a call never lasts longer than two limits,
+    however many responses it has, and the driver can tell a stuck process from a long list.
     """
     started = time.perf_counter()
     verdicts = []
@@ -110,10 +110,8 @@ def _failed(cause: Exception, seconds: float) -> Verdict:
     return Verdict(kind, cause=f"{type(cause).__name__}: {cause}", seconds=seconds)
 
 
-def _prepare(
-    config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
-) -> Verifier:
-    make_importable(import_folders)
+def _prepare(config: RewardConfig, path: str, folders: DriverFolders, secrets: Mapping[str, str]) -> Verifier:
+    folders.enter()
     os.environ.update(secrets)
     verifier = resolve_verifier(config, path)
     for module in verifier.requires:
@@ -122,36 +120,32 @@ def _prepare(
 
 
 class RewardWorker:
-    """Body of the worker process of a plain verifier (a Ray actor; its methods run in the main thread)."""
+    """Body of a plain verifier's worker process (a Ray actor; its methods run in the main thread)."""
 
-    def __init__(
-        self, config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
-    ) -> None:
-        self._verifier = _prepare(config, path, import_folders, secrets)
+    def __init__(self, config: RewardConfig, path: str, folders: DriverFolders, secrets: Mapping[str, str]) -> None:
+        self._verifier = _prepare(config, path, folders, secrets)
         self._timeout_seconds = reward_timeout(config)
 
     def ready(self) -> None:
-        """Returns once the verifier is loaded."""
+        """Return once the verifier is loaded."""
 
     def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
-        """One verdict per response."""
+        """Return one verdict per response."""
         return judge_all(self._verifier, records, self._timeout_seconds)
 
 
 class AsyncRewardWorker:
-    """Body of the worker process of an async verifier (an async Ray actor: any number of calls at once)."""
+    """Body of an async verifier's worker process (an async Ray actor: any number of calls at once)."""
 
-    def __init__(
-        self, config: RewardConfig, path: str, import_folders: Sequence[str], secrets: Mapping[str, str]
-    ) -> None:
-        self._verifier = _prepare(config, path, import_folders, secrets)
+    def __init__(self, config: RewardConfig, path: str, folders: DriverFolders, secrets: Mapping[str, str]) -> None:
+        self._verifier = _prepare(config, path, folders, secrets)
         self._timeout_seconds = reward_timeout(config)
 
     async def ready(self) -> None:
-        """Returns once the verifier is loaded."""
+        """Return once the verifier is loaded."""
 
     async def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
-        """One verdict per response, all of them judged at once."""
+        """Judge all responses concurrently, and return one verdict per response."""
         return await asyncio.gather(
             *(judge_one_async(self._verifier, record, self._timeout_seconds) for record in records)
         )

@@ -1,6 +1,7 @@
-"""The asynchronous heart: which group starts when, what becomes of it, and which batch it is trained in.
+"""The asynchronous core: when each group starts, what becomes of it, and which batch it is trained in.
 
-Pure asyncio and standard library, so the very scheduler that drives a cluster runs under a virtual clock in tests.
+It uses only asyncio and the standard library. The scheduler that drives a cluster therefore also runs, unchanged, under
+a virtual clock in tests.
 """
 
 from roll.rollout.admission import TooManyRefunds

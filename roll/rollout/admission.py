@@ -1,8 +1,11 @@
-"""When a group may start, and when giving slots back has gone on for too long. Pure state machines: no task, no clock.
+"""Admission control: when a group may start, and the limit on drops in a row. Pure: no task, no clock.
 
 With B groups per step, ratio r, bound R, s steps done and engine version v, group number g starts iff
-``g < (s + 1) B + r B`` and ``v >= g // B - R``. The first line alone is a budget, not a bound: it is the second, with
-the consumption rule of `buffer.py`, that keeps every token within R versions. All arithmetic is exact.
+
+    g < (s + 1) B + r B    and    v >= g // B - R
+
+The first condition is only a budget. The second one, together with the consumption rule of `buffer.py`, keeps every
+token within R versions. All arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ Refusal = Literal["complete", "paused", "budget", "version"]
 
 
 class TooManyRefunds(RuntimeError):
-    """Group after group was dropped and none accepted. The message counts the reasons; the last cause is chained."""
+    """Too many groups in a row were dropped. The message counts the reasons; the last cause is chained."""
 
 
 def exact_ratio(ratio: float | Fraction) -> Fraction:
-    """The ratio as its decimal digits say: 0.1 is 1/10, not the binary number next to it.
+    """Return the ratio exactly as its decimal digits read: 0.1 is 1/10, not the binary number next to it.
 
     Raises `ValueError` if it is negative or not finite.
     """
-    if isinstance(ratio, float) and not math.isfinite(ratio):
+    if not math.isfinite(ratio):
         raise ValueError(f"the ratio must be a finite number >= 0, not {ratio}")
     exact = ratio if isinstance(ratio, Fraction) else Fraction(repr(ratio))
     if exact < 0:
@@ -35,7 +38,7 @@ def exact_ratio(ratio: float | Fraction) -> Fraction:
 
 
 class Admission:
-    """Decides whether the next group may start, from its number alone, in constant time."""
+    """Rule that decides in constant time, from the number of the next group alone, if that group may start."""
 
     def __init__(self, *, batch_size: int, max_steps: int, ratio: float | Fraction, max_staleness: int) -> None:
         self._batch_size = batch_size
@@ -47,10 +50,10 @@ class Admission:
         self.version = 0
 
     def refusal(self, number: int) -> Refusal | None:
-        """Why group ``number`` (issued minus refunded groups so far) may not start now; None if it may.
+        """Return why group ``number`` (issued minus refunded groups so far) may not start now; None if it may.
 
-        ``complete``: the run has all the groups it needs; ``paused``; ``budget``: enough is ahead of training;
-        ``version``: the engine's weights are too old for the step this group is meant for.
+        ``complete``: the run has all the groups it needs. ``paused``: admission is paused. ``budget``: enough groups
+        are ahead of training. ``version``: the engine's weights are too old for the step this group is meant for.
         """
         if number >= self._total:
             return "complete"
@@ -63,14 +66,16 @@ class Admission:
         return None
 
     def training_step_done(self, steps_done: int) -> None:
-        """``steps_done`` steps are complete. Raises `ValueError` unless it is one more than before."""
+        """Record that ``steps_done`` steps are complete. Raises `ValueError` unless it is one more than before."""
         if steps_done != self.steps_done + 1:
             raise ValueError(f"training step {steps_done} was reported done after step {self.steps_done}")
         self.steps_done = steps_done
 
     def weights_published(self, version: int) -> None:
-        """Every live replica now holds ``version`` or newer. Raises `ValueError` if that is older than before, or a
-        version that no training step has made yet."""
+        """Record that every live replica holds ``version`` or newer.
+
+        Raises `ValueError` if the version is older than before, or if no training step has produced it yet.
+        """
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}; versions never go back")
         if version > self.steps_done:
@@ -78,16 +83,16 @@ class Admission:
         self.version = version
 
     def resume_at(self, steps_done: int) -> None:
-        """Of a run that goes on: its engine will have the weights of the last step."""
+        """Continue a resumed run: its engine will hold the weights of the last step."""
         self.steps_done = self.version = steps_done
 
     @property
     def is_paused(self) -> bool:
-        """Whether no group may start, whatever the budget."""
+        """True if no group may start, whatever the budget."""
         return self._pauses > 0
 
     def pause(self) -> None:
-        """Start nothing until `resume`. Pauses add up, so that two owners do not resume each other's."""
+        """Start nothing until `resume`. Pauses are counted: a `resume` does not undo another owner's `pause`."""
         self._pauses += 1
 
     def resume(self) -> None:
@@ -98,19 +103,19 @@ class Admission:
 
 
 class RefundCap:
-    """Ends a run that drops group after group: each drop gives its slot back, so it would go on for ever."""
+    """Limit on drops in a row. Each drop gives its slot back, so without a limit a run could drop groups for ever."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_a_row: Counter[DropReason] = Counter()
 
     def accepted(self) -> None:
-        """A group was accepted: the row is over."""
+        """Reset the count: a group was accepted."""
         if self._in_a_row:
             self._in_a_row.clear()
 
     def dropped(self, reason: DropReason, cause: BaseException | None) -> None:
-        """A group was dropped. Raises `TooManyRefunds` at the ``limit``-th in a row."""
+        """Count a dropped group. Raises `TooManyRefunds` at the ``limit``-th drop in a row."""
         self._in_a_row[reason] += 1
         if self._in_a_row.total() < self._limit:
             return

@@ -1,16 +1,18 @@
-"""Which groups make the next batch, and whether it must still wait. A pure state machine: no task, no clock.
+"""Selection of the groups of the next batch, and of the moment it is ready. A pure state machine: no task, no clock.
 
-Batch ``t`` (counted from 0) is what training step ``t`` trains on, so a group started at version v may be in no batch
-after its deadline ``d = v + R``: then no token is more than R versions old. Waiting only for groups with ``d == t``
-comes too late: with R = 2 and B = 1, three groups start at version 0, the youngest finishes first and takes batch 0; if
-now a group of version 1 takes batch 1, two are due in the one place of batch 2. The rule that works is that of earliest
-deadlines. Let D_u be the groups not yet consumed (in flight or ready) with deadline <= u.
+Training step ``t`` trains on batch ``t`` (counted from 0). A group started at version v must be in no batch after its
+deadline ``d = v + R``; then no token is more than R versions old. Waiting only for groups with ``d == t`` comes too
+late. Example with R = 2 and B = 1: three groups start at version 0, and the youngest finishes first and takes batch 0.
+If a group of version 1 now takes batch 1, two groups are due in the single place of batch 2. Earliest deadline first is
+the rule that works. Let D_u be the groups not yet consumed (in flight or ready) with deadline <= u.
 
-- Invariant, before batch t: ``|D_u| <= (u - t + 1) B`` for all u >= t: the batches up to u have room for D_u.
-- Batch t is chosen so that it holds for t + 1: at least ``|D_u| - (u - t) B`` members of D_u are taken. The ready
-  groups allow this iff for every u at most ``(u - t) B`` members of D_u are still in flight; until then it waits.
-- Admission keeps it: when number g starts at v, ``d = v + R >= g // B``, and for u >= d all groups together are
-  ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes.
+- Invariant, before batch t: ``|D_u| <= (u - t + 1) B`` for all u >= t. The batches up to u have room for D_u.
+- Batch t is chosen so that the invariant holds for t + 1: it takes at least ``|D_u| - (u - t) B`` members of D_u. The
+  ready groups allow this iff, for every u, at most ``(u - t) B`` members of D_u are still in flight. Until then the
+  batch waits.
+- Admission keeps the invariant. When number g starts at v, ``d = v + R >= g // B``. For u >= d all groups together are
+  ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes
+  one.
 
 In issue order (`fifo`) the rule holds by itself, since the group at place p has ``d >= p // B``.
 """
@@ -31,13 +33,13 @@ ConsumptionOrder = Literal["ready_first", "fifo"]
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup(Generic[Item, Result]):
-    """A group whose rollout ended well."""
+    """A group whose rollout succeeded."""
 
     group_id: int
     item: Item
-    """What the source gave for this group."""
+    """The item that the source gave for this group."""
     result: Result
-    """What the rollout returned."""
+    """The return value of the rollout."""
     start_version: int
     """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
     attempts: int
@@ -49,7 +51,7 @@ class FinishedGroup(Generic[Item, Result]):
 
 
 class _InFlight:
-    """Groups in flight by deadline, deadlines ascending (a start is never due before an earlier start)."""
+    """Groups in flight by ascending deadline. No group's deadline is earlier than that of a group started before."""
 
     def __init__(self) -> None:
         self.by_deadline: dict[int, dict[int, None]] = {}
@@ -78,7 +80,7 @@ class _InFlight:
         return deadline
 
     def oldest(self) -> int | None:
-        """Id of the group issued first; amortised constant time."""
+        """Return the id of the group issued first, in amortised constant time."""
         while self._issue_order and self._issue_order[0] not in self._deadline_of:
             self._issue_order.popleft()
         return self._issue_order[0] if self._issue_order else None
@@ -113,7 +115,7 @@ class _ReadyFirst(Generic[Item, Result]):
     def take(
         self, batch_size: int, batch_index: int, in_flight: Mapping[int, Collection[int]]
     ) -> list[FinishedGroup[Item, Result]]:
-        """Earliest finished first, after those that no later batch would have room for."""
+        """Take the groups that no later batch would have room for, then those that finished first."""
         heads: list[tuple[int, int]] = []
         batch: list[FinishedGroup[Item, Result]] = []
         unconsumed = 0
@@ -142,7 +144,7 @@ class _ReadyFirst(Generic[Item, Result]):
 
 
 class _Fifo(Generic[Item, Result]):
-    """Ready groups in the order they were issued; a group in flight holds back all that came after it."""
+    """Ready groups in the order they were issued. A group in flight holds back all groups issued after it."""
 
     def __init__(self) -> None:
         self._held_back: list[tuple[int, FinishedGroup[Item, Result]]] = []
@@ -168,7 +170,8 @@ class _Fifo(Generic[Item, Result]):
 class GroupBuffer(Generic[Item, Result]):
     """Groups between their start and the batch that takes them.
 
-    The caller reports each start, retry, finish and drop; versions never go back. `take` returns batch after batch.
+    The caller reports each start, retry, finish and drop. Reported versions never decrease. `take` returns the batches
+    in order.
     """
 
     def __init__(self, *, batch_size: int, max_staleness: int, order: ConsumptionOrder) -> None:
@@ -179,7 +182,7 @@ class GroupBuffer(Generic[Item, Result]):
             _Fifo() if order == "fifo" else _ReadyFirst()
         )
         self.batches_taken = 0
-        """A run that goes on begins with as many as it has training steps behind it."""
+        """Number of batches taken. A resumed run starts with the number of its completed training steps."""
 
     @property
     def ready(self) -> int:
@@ -192,13 +195,15 @@ class GroupBuffer(Generic[Item, Result]):
         return self._in_flight.oldest()
 
     def has_room(self, version: int) -> bool:
-        """Whether the batches up to the deadline of a group that starts at this version can take one more."""
+        """Return True if the batches up to the deadline of a group that starts at ``version`` can take one more."""
         unconsumed = len(self._in_flight) + len(self._ready) + 1
         return unconsumed <= (version + self._max_staleness - self.batches_taken + 1) * self._batch_size
 
     def start(self, group_id: int, version: int) -> None:
-        """A group begins. Raises `ValueError` if the batches up to its deadline have no room for it, which admission
-        rules out."""
+        """Add a group that starts. Raises `ValueError` if it has no room before its deadline.
+
+        Admission rules that out.
+        """
         deadline = version + self._max_staleness
         if not self.has_room(version):
             unconsumed = len(self._in_flight) + len(self._ready) + 1
@@ -209,28 +214,30 @@ class GroupBuffer(Generic[Item, Result]):
         self._in_flight.add(group_id, deadline)
 
     def restart(self, group_id: int, version: int) -> None:
-        """A group in flight begins anew with a newer version (or the same)."""
+        """Restart a group in flight at the same or a newer version."""
         self._in_flight.postpone(group_id, version + self._max_staleness)
 
     def finish(self, group: FinishedGroup[Item, Result]) -> None:
-        """A group in flight is ready."""
+        """Move a group from in flight to ready."""
         self._ready.add(group, self._in_flight.remove(group.group_id))
 
     def drop(self, group_id: int) -> None:
-        """A group in flight will never be ready."""
+        """Forget a group in flight that will never be ready."""
         self._in_flight.remove(group_id)
 
     def batch_ready(self) -> bool:
-        """Whether `take` would return a batch."""
+        """Return True if `take` would return a batch."""
         return self._enough_ready() and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:
-        """Whether enough groups are ready, but the next batch is the last with room for some still in flight."""
+        """Return True if enough groups are ready, but taking them would make a group in flight miss its deadline."""
         return len(self._ready) >= self._batch_size and self._blocked_by_deadline()
 
     def overdue(self) -> list[int]:
-        """The fewest groups in flight that must end (or be dropped) before a batch that is `held_up` can be taken,
-        earliest deadline first."""
+        """Return the groups in flight that must finish (or be dropped) before a batch that is `held_up` can be taken.
+
+        The list is as short as possible, with the earliest deadline first.
+        """
         if not self.held_up():
             return []
         overdue: list[int] = []
@@ -242,7 +249,7 @@ class GroupBuffer(Generic[Item, Result]):
         return overdue
 
     def take(self) -> list[FinishedGroup[Item, Result]] | None:
-        """The next batch, sorted by group id, or None if it has to wait."""
+        """Return the next batch, sorted by group id, or None if it must wait."""
         if not self.batch_ready():
             return None
         batch = self._ready.take(self._batch_size, self.batches_taken, self._in_flight.by_deadline)
@@ -250,8 +257,6 @@ class GroupBuffer(Generic[Item, Result]):
         return sorted(batch, key=lambda group: group.group_id)
 
     def _enough_ready(self) -> bool:
-        if len(self._ready) < self._batch_size:
-            return False
         return self._ready.takeable(self._in_flight.oldest()) >= self._batch_size
 
     def _blocked_by_deadline(self) -> bool:

@@ -1,8 +1,8 @@
-"""An event loop whose time jumps instead of passing, so hours of rollouts run in milliseconds and always alike.
+"""An event loop whose time jumps instead of passing, so hours of rollouts run in milliseconds and repeatably.
 
-When nothing is ready the loop moves its clock to the next timer at once; when there is no timer either, nothing can
-ever happen again and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread:
-work done in threads or arriving from sockets takes no virtual time, and waiting for nothing but that is a deadlock.
+When nothing is ready, the loop moves its clock to the next timer at once. When there is no timer either, nothing can
+ever happen again, and it raises `Deadlock` with the tasks that wait. It serves tests and simulation on one thread. Work
+in threads or from sockets takes no virtual time, and waiting for nothing else is a deadlock.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LONGEST_RUN_SECONDS = 2**23
-"""97 days. Later, floats are coarser than the nanosecond that asyncio adds to see whether a timer is due."""
+"""97 days. Beyond that, floats are coarser than the nanosecond that asyncio adds to see if a timer is due."""
 
 
 class Deadlock(RuntimeError):
-    """No task can run and no timer is set. The message lists the pending tasks and where each one waits."""
+    """No task can run and no timer is set. The message lists the pending tasks and the place where each one waits."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never blocks: where a selector would sleep it reports how long, and returns at once."""
+    """A selector that never blocks: instead of sleeping, it reports for how long it would sleep and returns at once."""
 
     def __init__(self, skip: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self._skip))
 
     def time(self) -> float:
-        """Seconds of virtual time."""
+        """Return the virtual time in seconds."""
         return self._virtual_now
 
     def advance(self, seconds: float) -> None:
-        """Time passes in which nothing can happen, as for a process that is stopped."""
+        """Let time pass in which nothing can happen, as for a process that is stopped."""
         self._virtual_now += seconds
 
     def _skip(self, seconds: float | None) -> None:
@@ -73,7 +73,7 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 def _describe_pending(loop: asyncio.AbstractEventLoop) -> str:
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
-    return "\n".join(["nothing can run and no timer is set; pending tasks:", *(lines or ["  (none)"])])
+    return "\n".join(["nothing can run and no timer is set; pending tasks:", *lines])
 
 
 def _where(task: asyncio.Task[Any]) -> str:

@@ -1,9 +1,9 @@
-"""A log of what became of groups, so that a run that was killed need not make finished rollouts again.
+"""A log of what became of each group, so that a killed run does not repeat finished rollouts.
 
-Records are appended, never changed. Each carries the newest policy version it depends on, and the log also says where
-earlier runs went back to a checkpoint; from that alone follows what still counts: whatever depends on versions that
-came after the checkpoint belongs to a future that did not happen. What a torn record loses is made again, so a
-crash costs time and nothing else. Segments that only tell of ended groups are deleted, oldest first.
+Records are appended, never changed. Each record carries the newest policy version it depends on. The log also says
+where earlier runs went back to a checkpoint. Together they tell which records still count: those that depend on a
+version made after the checkpoint do not. A group whose record is torn is generated again, so a crash costs time and
+nothing else. Segments that mention only ended groups are deleted, oldest first.
 """
 
 from __future__ import annotations
@@ -18,76 +18,80 @@ from enum import IntEnum
 from pathlib import Path
 
 from roll.rollout.ledger import DROP_REASONS, DropReason
+from roll.tracking.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"rolljnl1"
 _FRAME = struct.Struct("<II")
-"""Bytes of the body, and their CRC-32."""
+"""Length of the body in bytes, and its CRC-32."""
 _BODY = struct.Struct("<Bqq")
-"""Kind, group, version; the payload follows."""
+"""Kind, group id and version; the payload follows."""
 
 
 class RecordKind(IntEnum):
-    """What a record tells."""
+    """The event that a record describes."""
 
     FINISHED = 1
     DROPPED = 2
     WENT_BACK = 3
-    """A run began again after training step ``version``; of what was before only that counts which does not depend on a
-    later version."""
+    """A restart after training step ``version``. Earlier records that depend on a later version no longer count."""
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One entry."""
+    """One entry of the journal."""
 
     kind: RecordKind
     group_id: int
     version: int
     """Newest policy version that the entry depends on."""
     payload: bytes = b""
-    """Of a finished group: the group, in whatever form the owner chose; of a dropped one: the reason."""
+    """The group in the owner's own format, if it finished; the drop reason, if it was dropped."""
 
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """Where the rollouts of a run stood when some training step was done; all that a checkpoint says of them."""
+    """The state of a run's rollouts at the end of a training step, which is all that a checkpoint says of them."""
 
     steps_done: int
     issued: int
-    """Groups issued: those with ids below this. A group is made of the source's item of the same number."""
+    """Number of issued groups: their ids are below this. Group n is made from item n of the source."""
     dropped: Mapping[DropReason, int]
-    """Reason -> groups."""
+    """Number of dropped groups by reason."""
     open_groups: tuple[int, ...]
-    """Ids of issued groups that no completed training step was on and that were not dropped, ascending."""
+    """Ids of issued groups that were not dropped and that no completed training step used, ascending."""
 
     @classmethod
     def at_start(cls) -> RolloutProgress:
-        """Of a run that has not begun."""
+        """Return the progress of a run that has not begun."""
         return cls(0, 0, {}, ())
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a journal adds to the progress of a checkpoint."""
+    """Information that a journal adds to the progress of a checkpoint."""
 
     issued: int
     finished: dict[int, bytes]
-    """Group that waits to be trained on -> its payload."""
+    """Payload of each finished group that waits to be trained on, by group id."""
     dropped: dict[int, DropReason]
-    """Groups that were dropped after the checkpoint."""
+    """Groups dropped after the checkpoint."""
     in_flight: tuple[int, ...]
-    """Groups to be made again, ascending."""
+    """Ids of the groups to generate again, ascending."""
 
 
 class Journal:
-    """The writing end. One writer; `append` is on the system's side when it returns, on the disk after `sync`."""
+    """Writer of a journal; only one at a time.
+
+    After `append` a record is in the operating system's hands; after `sync` it is on the disk.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Begins a new segment after those that are there. `OSError` if the folder cannot be written."""
+        """Begin a new segment after the existing ones. Raises `OSError` if the folder cannot be written."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
         self._members: dict[Path, set[int]] = {path: _groups_of(path) for path in segments(folder)}
         self._open_segment()
 
@@ -104,8 +108,11 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def prune(self, oldest: RolloutProgress) -> None:
-        """Begin a new segment, and delete the oldest ones as long as they tell of nothing that a return to ``oldest``
-        or anything later would need."""
+        """Begin a new segment and delete old ones.
+
+        Segments are deleted from the oldest on, as long as a return to ``oldest`` or anything later needs none of their
+        groups.
+        """
         self.sync()
         self._file.close()
         open_groups = set(oldest.open_groups)
@@ -117,7 +124,7 @@ class Journal:
         self._open_segment()
 
     def close(self) -> None:
-        """No more records."""
+        """Close the file; no more records can be appended."""
         self._file.close()
 
     def _open_segment(self) -> None:
@@ -127,24 +134,25 @@ class Journal:
         self._file.write(_MAGIC)
         self._file.flush()
         self._members[self._path] = set()
+        sync_folder(self._folder)
 
 
 def segments(folder: Path) -> list[Path]:
-    """The files of a journal, oldest first."""
+    """Return the files of a journal, oldest first."""
     return sorted(folder.glob("[0-9]" * 8 + ".log"))
 
 
 def read_journal(folder: Path) -> Iterator[JournalRecord]:
-    """All whole records, oldest first. What follows damage in a segment is left out with a warning."""
+    """Yield all whole records, oldest first. The rest of a segment after a damaged record is skipped with a warning."""
     for path in segments(folder):
         yield from _read_segment(path)
 
 
 def recover(records: Iterable[JournalRecord], progress: RolloutProgress) -> Recovered:
-    """What a run that goes back to ``progress`` need not make again.
+    """Return what a run that goes back to ``progress`` need not generate again.
 
-    Of several records of a group the last that counts is believed. Groups below the last one that is known of are
-    issued, as ids are given out in order.
+    If a group has several records that count, the last one is used. Ids are given out in order, so every group up to
+    the highest known id was issued.
     """
     latest: dict[int, JournalRecord] = {}
     for record in records:
@@ -158,7 +166,7 @@ def recover(records: Iterable[JournalRecord], progress: RolloutProgress) -> Reco
         for group_id, record in latest.items()
         if record.version <= progress.steps_done and (group_id >= progress.issued or group_id in open_groups)
     }
-    issued = max(progress.issued, max(kept, default=-1) + 1)
+    issued = max([progress.issued, *(group_id + 1 for group_id in kept)])
     open_groups.update(range(progress.issued, issued))
     return Recovered(
         issued=issued,
@@ -173,22 +181,25 @@ def recover(records: Iterable[JournalRecord], progress: RolloutProgress) -> Reco
 
 
 def finished_record(group_id: int, version: int, payload: bytes) -> JournalRecord:
-    """The group is ready to be trained on."""
+    """Return the record of a group that is ready to be trained on."""
     return JournalRecord(RecordKind.FINISHED, group_id, version, payload)
 
 
 def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRecord:
-    """The group will not be trained on."""
+    """Return the record of a group that will not be trained on."""
     return JournalRecord(RecordKind.DROPPED, group_id, version, reason.encode())
 
 
 def went_back_record(step: int) -> JournalRecord:
-    """A run begins again after training step ``step``."""
+    """Return the record of a run that restarts after training step ``step``."""
     return JournalRecord(RecordKind.WENT_BACK, -1, step)
 
 
 def made_anew_record() -> JournalRecord:
-    """From here on groups are made in another way: nothing before it counts, as there is no version below 0."""
+    """Return a record after which groups are made in another way.
+
+    No earlier record counts, since no version is below 0.
+    """
     return went_back_record(-1)
 
 
@@ -215,7 +226,7 @@ def _read_segment(path: Path) -> Iterator[JournalRecord]:
 
 
 def _read_record(read: Callable[[int], bytes], frame: bytes) -> JournalRecord | None:
-    """None: it is not whole."""
+    """Return the record, or None if it is not whole."""
     if len(frame) < _FRAME.size:
         return None
     size, crc = _FRAME.unpack(frame)

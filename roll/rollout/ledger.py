@@ -1,9 +1,9 @@
-"""Every group is accounted for: issued = consumed + dropped (by reason) + buffered + in flight, at every instant.
+"""The ledger of groups. At every instant: issued = consumed + dropped (by reason) + buffered + in flight.
 
-The ledger is the only place where groups are counted. Each transition is a method that takes constant time and
-rejects what may not happen (ending twice, consuming what never finished), so a lost or doubled group is an error at
-the line that caused it. Ended groups are forgotten: ids are handed out in order, so an id that is neither open nor
-new has ended.
+The ledger is the only place where groups are counted. Each transition is a method that takes constant time and rejects
+illegal moves (ending twice, consuming an unfinished group). A lost or doubled group is therefore an error at the line
+that caused it. Ended groups are forgotten: ids are handed out in order, so an id that is neither open nor new has
+ended.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Ledger:
 
     @property
     def net_issued(self) -> int:
-        """Issued groups whose slot was not given back. The next group's number for admission."""
+        """Number of issued groups whose slot was not given back; admission uses it as the number of the next group."""
         return self.issued - self._refunds
 
     def issue(self) -> int:
-        """A new group, in flight. Returns its id: 0, 1, 2, ... in order of issue, never used again."""
+        """Issue a new group, in flight, and return its id: 0, 1, 2, ... in order of issue, never used again."""
         group_id = self.issued
         self._open[group_id] = _State.IN_FLIGHT
         self.issued += 1
@@ -52,21 +52,24 @@ class Ledger:
         return group_id
 
     def finish(self, group_id: int) -> None:
-        """In flight -> buffered. Raises `LedgerError` if the group is not in flight."""
+        """Move a group from in flight to buffered. Raises `LedgerError` if it is not in flight."""
         self._require(group_id, _State.IN_FLIGHT, "finish")
         self._open[group_id] = _State.BUFFERED
         self.in_flight -= 1
         self.buffered += 1
 
     def consume(self, group_id: int) -> None:
-        """Buffered -> trained on. Raises `LedgerError` if the group is not buffered."""
+        """Move a group from buffered to consumed. Raises `LedgerError` if it is not buffered."""
         self._require(group_id, _State.BUFFERED, "consume")
         del self._open[group_id]
         self.buffered -= 1
         self.consumed += 1
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """In flight or buffered -> dropped; the slot is given back. Raises `LedgerError` if the group has ended."""
+        """Drop a group in flight or buffered and give its slot back.
+
+        Raises `LedgerError` if the group has ended or the reason is unknown.
+        """
         if reason not in DROP_REASONS:
             raise LedgerError(f"unknown drop reason {reason!r}; known are {', '.join(DROP_REASONS)}")
         if group_id not in self._open:
@@ -80,7 +83,11 @@ class Ledger:
 
     @classmethod
     def resumed(cls, issued: int, dropped: Mapping[DropReason, int], in_flight: Iterable[int]) -> Ledger:
-        """Of a run that goes on: groups below ``issued`` that are not in flight were consumed, or dropped."""
+        """Return the ledger of a resumed run.
+
+        Groups below ``issued`` that are not in flight were consumed or dropped. Raises `LedgerError` if more are
+        dropped and in flight than were issued.
+        """
         ledger = cls()
         ledger._open = {group_id: _State.IN_FLIGHT for group_id in sorted(in_flight)}
         ledger.issued, ledger.in_flight = issued, len(ledger._open)
@@ -92,11 +99,11 @@ class Ledger:
         return ledger
 
     def open_groups(self) -> list[int]:
-        """Ids of the groups that have not ended, in order of issue."""
+        """Return the ids of the groups that have not ended, in order of issue."""
         return list(self._open)
 
     def counts(self) -> dict[str, int]:
-        """The ledger as metrics: ``issued``, ``consumed``, ``buffered``, ``in_flight`` and ``dropped/<reason>``."""
+        """Return the counts as metrics: ``issued``, ``consumed``, ``buffered``, ``in_flight``, ``dropped/<reason>``."""
         counts = {
             "issued": self.issued,
             "consumed": self.consumed,

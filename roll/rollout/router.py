@@ -1,8 +1,8 @@
-"""Which engine replica a request goes to, and what is known about each replica.
+"""Routing of requests to engine replicas, and the known state of each replica.
 
 A request leases a replica: the least loaded live one, or the one its episode used before. Only leased requests count as
-load; those that still wait for a replica hold nothing, so that a weight update never waits for them. Waiting ends at
-a deadline with an error that says what became of each replica. Nothing here talks to an engine.
+load. Requests that still wait for a replica hold nothing, so a weight update never waits for them. Waiting ends at a
+deadline, with an error that names the state of each replica. This module never calls an engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll.tracking.waits import REPLICAS, waiting
 
 
 class NoReplica(RuntimeError):
-    """No live (and new enough) replica within the deadline. The message names the state or cause of each."""
+    """No live (and new enough) replica was found within the deadline. The message names the state or cause of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,22 @@ class Lease:
 
     replica_id: str
     incarnation: int
-    """A lease on a replica that has died since does not count against its successor."""
+    """Number that tells a replica from its successor. A lease on a dead replica does not count against the next one."""
 
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the router knows of one replica."""
+    """The known state of one replica."""
 
     live: bool = False
     version: int = -1
-    """Version of its weights; meaningful while live."""
+    """Version of its weights; meaningful only while live."""
     load: int = 0
-    """Leases held on it."""
+    """Number of leases held on it."""
     incarnation: int = 0
-    """Times it has become live."""
+    """Number of times it has become live."""
     cause: str | None = None
-    """Why it is not live, as reported first; None while it is, or has not started yet."""
+    """First reported reason why it is not live. None while it is live, or if it has not started yet."""
 
 
 class Router:
@@ -51,44 +51,45 @@ class Router:
         replica_ids: Iterable[str],
         limit: Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]] = asyncio.timeout,
     ) -> None:
-        """Replicas begin as not live; `mark_live` opens them. ``limit`` is the clock of `acquire`'s deadlines. Raises
-        `ValueError` without names or with equal ones."""
+        """Create the router with all replicas not live; `mark_live` opens them.
+
+        ``limit`` makes the timeouts of `acquire`. Raises `ValueError` if there are no names or if two are equal.
+        """
         names = list(replica_ids)
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a router needs distinct replica names, at least one; got {names}")
         self._replicas = {name: ReplicaState() for name in names}
         self._limit = limit
         self._sticky: dict[Hashable, Lease] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
 
     @property
     def oldest_live_version(self) -> int | None:
-        """Smallest version over the live replicas, which is the engine's for admission; None if none is live."""
+        """Smallest version over the live replicas, which admission uses; None if none is live."""
         return min((state.version for state in self._replicas.values() if state.live), default=None)
 
     def state(self, replica_id: str) -> ReplicaState:
-        """The replica's state, to be read only. Raises `KeyError` naming the known replicas."""
+        """Return the replica's state, to be read only. Raises `KeyError` naming the known replicas."""
         if replica_id not in self._replicas:
             raise KeyError(f"unknown replica {replica_id!r}; known are {', '.join(self._replicas)}")
         return self._replicas[replica_id]
 
     def mark_live(self, replica_id: str, version: int) -> None:
-        """The replica accepts requests, with weights of ``version``. Raises `ValueError` if it was live already."""
+        """Open a replica for requests, with weights of ``version``. Raises `ValueError` if it was live already."""
         state = self.state(replica_id)
         if state.live:
             raise ValueError(f"replica {replica_id} is live already, at version {state.version}")
         state.live = True
         state.cause = None
         state.version = version
-        state.load = 0
         state.incarnation += 1
-        self._wake_waiters()
+        self._wake_waiting()
 
     def mark_dead(self, replica_id: str, cause: str | BaseException, *, incarnation: int | None = None) -> None:
-        """The replica is gone (or failed to start): its leases are void, and its episodes will move.
+        """Close a replica that is gone or failed to start: its leases are void, and its episodes will move.
 
-        Each request on a dead replica may report it: the first cause stays, and a report about an earlier
-        ``incarnation`` than the present one (`Lease.incarnation`) is ignored.
+        Each request on a dead replica may report it. The first cause stays, and a report about another ``incarnation``
+        than the present one (`Lease.incarnation`) is ignored.
         """
         state = self.state(replica_id)
         if state.cause is not None or (incarnation is not None and incarnation != state.incarnation):
@@ -98,20 +99,23 @@ class Router:
         state.cause = cause if isinstance(cause, str) else repr(cause)
 
     def set_version(self, replica_id: str, version: int) -> None:
-        """The live replica has loaded ``version``. Raises `ValueError` if it is not live or the version goes back."""
+        """Record that a live replica has loaded ``version``.
+
+        Raises `ValueError` if it is not live or the version decreases.
+        """
         state = self.state(replica_id)
         if not state.live:
             raise ValueError(f"replica {_describe_state(replica_id, state)}")
         if version < state.version:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
-        self._wake_waiters()
+        self._wake_waiting()
 
     @asynccontextmanager
     async def lease(
         self, *, timeout: float, sticky_key: Hashable | None = None, min_version: int | None = None
     ) -> AsyncIterator[str]:
-        """`acquire` and `release` around a block; gives the replica's id."""
+        """Acquire a lease for the duration of a block and yield the replica's id."""
         lease = await self.acquire(timeout=timeout, sticky_key=sticky_key, min_version=min_version)
         try:
             yield lease.replica_id
@@ -123,17 +127,16 @@ class Router:
     ) -> Lease:
         """Lease a live replica that holds ``min_version`` or newer, waiting up to ``timeout`` seconds for one.
 
-        Requests with the same ``sticky_key`` go to the same replica while it lives and is new enough; end the episode
-        with `forget`. Raises `NoReplica` at the deadline. Cancelled while waiting, it holds nothing.
+        Requests with the same ``sticky_key`` go to the same replica while it lives and is new enough; call `forget`
+        when the episode ends. Raises `NoReplica` at the deadline. A caller that is cancelled while waiting holds
+        nothing.
         """
         try:
-            async with self._limit(timeout) as deadline:
+            async with self._limit(timeout):
                 while (replica_id := self._choose(sticky_key, min_version)) is None:
                     with waiting(REPLICAS, _wanted(min_version)):
-                        await self._wait_for_change()
+                        await self._changed.wait()
         except TimeoutError:
-            if not deadline.expired():
-                raise
             raise NoReplica(self._describe(min_version, timeout)) from None
         state = self._replicas[replica_id]
         state.load += 1
@@ -143,7 +146,7 @@ class Router:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back, once. On a replica that has died since, nothing is left to give back."""
+        """Give a lease back, once. If its replica has died since, this does nothing."""
         state = self.state(lease.replica_id)
         if not state.live or state.incarnation != lease.incarnation:
             return
@@ -152,7 +155,7 @@ class Router:
         state.load -= 1
 
     def forget(self, sticky_key: Hashable) -> None:
-        """The episode has ended; its replica need not be remembered."""
+        """Forget the replica of an episode that has ended."""
         self._sticky.pop(sticky_key, None)
 
     def _choose(self, sticky_key: Hashable | None, min_version: int | None) -> str | None:
@@ -164,20 +167,10 @@ class Router:
         usable = [name for name, state in self._replicas.items() if _usable(state, min_version)]
         return min(usable, key=lambda name: self._replicas[name].load, default=None)
 
-    async def _wait_for_change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    def _wake_waiters(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+    def _wake_waiting(self) -> None:
+        """Let every waiting caller look again, in the order of their requests."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _describe(self, min_version: int | None, timeout: float) -> str:
         states = [_describe_state(name, state) for name, state in self._replicas.items()]

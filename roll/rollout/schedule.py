@@ -1,4 +1,4 @@
-"""The words of the scheduler: what it is told, what it tells, and how it fails."""
+"""The scheduler's records, settings and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ StalenessPolicy = Literal["wait", "drop"]
 
 
 class FatalRolloutError(Exception):
-    """Raised by a rollout (alone or inside an exception group) to end the run at once, without a retry."""
+    """An error that ends the run at once, without a retry. A rollout raises it alone or inside an exception group."""
 
 
 class GroupTimeout(Exception):
@@ -30,27 +30,27 @@ class NoMoreBatches(Exception):
 
 
 class SchedulerStopped(RuntimeError):
-    """`next_batch` was called (or waited) on a scheduler whose `run` was cancelled."""
+    """`next_batch` was called (or was waiting) on a scheduler whose `run` was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """How far generation may run ahead of training. Raises `ValueError` on values that mean nothing."""
+    """Settings of how far generation may run ahead of training. Raises `ValueError` on impossible values."""
 
     batch_size: int
     """Groups per training step."""
     max_steps: int
     ratio: float | Fraction = 0
-    """Groups ahead of training, in batches."""
+    """Number of batches by which generation may be ahead of training."""
     max_staleness: int = 0
     """Batch t holds no group started at a version below t minus this."""
     order: ConsumptionOrder = "ready_first"
     staleness_policy: StalenessPolicy = "wait"
     max_group_retries: int = 2
     max_consecutive_refunds: int = 64
-    """This many drops in a row end the run."""
+    """Number of drops in a row that ends the run."""
     group_timeout: float | None = None
-    """Longest time of one attempt, seconds of the loop's clock. None: the rollout has deadlines of its own."""
+    """Longest time of one attempt, in seconds of the loop's clock. None: the rollout has deadlines of its own."""
 
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
@@ -74,14 +74,14 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True)
 class Ticket(Generic[Item]):
-    """What a rollout receives."""
+    """The request that a rollout receives."""
 
     group_id: int
     item: Item
     start_version: int
-    """No token of this attempt may come from an older version: lease replicas with ``min_version=start_version``."""
+    """Oldest version that a token of this attempt may come from. Lease replicas with ``min_version=start_version``."""
     attempt: int
-    """1 for the first."""
+    """Number of the attempt; 1 for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,38 +96,40 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """The state at one instant, for whoever asks how the run stands."""
+    """The state of the scheduler at one instant."""
 
     ledger: dict[str, int]
-    """As `Ledger.counts` gives it."""
+    """Counts in the form of `Ledger.counts`."""
     steps_done: int
     version: int
     batches_taken: int
     waiting: Refusal | Literal["source", "stopped"]
-    """Why no group is started now."""
+    """The reason why no group is started now."""
     consumer_waiting: bool
-    """Whether a `next_batch` waits."""
+    """True while a `next_batch` waits."""
     oldest_in_flight: int | None
     """Id of the group in flight that was issued first."""
     oldest_in_flight_age: float
     """Seconds since that group was issued; 0 if none is in flight."""
     holding_up: tuple[int, ...]
-    """Groups in flight that alone hold up the next batch, because it is the last that may take them."""
+    """Groups in flight that alone hold up the next batch, because it is the last one that may take them."""
 
 
 class SchedulerObserver(Protocol[Item, Result]):
-    """Is told what became of groups, at the moment it happens. What it raises ends the run."""
+    """Observer that is called when a group finishes or is dropped. An exception that it raises ends the run."""
 
     def group_finished(self, group: FinishedGroup[Item, Result]) -> None:
-        """A group waits to be trained on."""
+        """Handle a group that is ready to be trained on."""
 
     def group_dropped(self, group: DroppedGroup, version: int) -> None:
-        """A group will not be trained on; there was no newer policy than ``version``. Not told of groups cancelled at
-        the end."""
+        """Handle a group that will not be trained on; ``version`` was the newest policy version at that time.
+
+        Groups cancelled at the end of the run are not reported.
+        """
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether a rollout asked for the end of the run, alone or inside an exception group."""
+    """Return True if the error is a `FatalRolloutError`, alone or inside an exception group."""
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(FatalRolloutError) is not None
     return isinstance(error, FatalRolloutError)

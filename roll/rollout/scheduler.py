@@ -1,8 +1,9 @@
-"""Keeps as many groups in flight as the plan allows, and hands them out batch by batch.
+"""The scheduler: keeps as many groups in flight as the plan allows, and hands them out batch by batch.
 
-Decisions live in `admission.py`, `buffer.py` and `ledger.py`; this file owns the tasks. Every rollout runs inside
-`run`, so none outlives it. All groups that one event allows are started at once, in order, without an await in between:
-with ratio 0 nothing depends on timing. Whatever ends the run early is raised by `run` and by a waiting `next_batch`.
+The decisions are made in `admission.py`, `buffer.py` and `ledger.py`; this file owns the tasks. Every rollout runs
+inside `run`, so none outlives it. All groups that one event allows are started at once, in order, without an await in
+between. With ratio 0, therefore, nothing depends on timing. An error that ends the run early is raised by `run` and by
+a waiting `next_batch`.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class _Phase(Enum):
 
 
 class RolloutScheduler(Generic[Item, Result]):
-    """Turns a source of items into batches of finished groups.
+    """Scheduler that turns a source of items into batches of finished groups.
 
-    ``source`` gives the items, one per group, synchronously (a refunded group's successor gets the next item).
-    ``rollout`` is awaited once per attempt; what it raises is retried, then dropped as ``failed``. ``group_filter``
-    keeps a result by returning True, otherwise the group is dropped as ``filtered``; a filter that raises ends the run.
-
-    One task awaits `run`, one other task awaits `next_batch`; both on the same loop, as are all other calls.
+    ``source`` gives one item per group, synchronously; the group that replaces a dropped one gets the next item.
+    ``rollout`` is awaited once per attempt. If it raises, it is retried, and at last the group is dropped as
+    ``failed``. ``group_filter`` returns True to keep a result; otherwise the group is dropped as ``filtered``. A filter
+    that raises ends the run. One task awaits `run` and one other task awaits `next_batch`. Both run on the same loop,
+    and so do all other calls.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._refund_cap = RefundCap(plan.max_consecutive_refunds)
         self._in_flight: dict[int, _Running[Item]] = {}
         self._to_begin_again: deque[_Running[Item]] = deque()
-        """In flight since before the run was resumed; they begin before any new group does."""
+        """Groups that were in flight when the run was resumed; they start before any new group."""
         self._untrained: deque[tuple[int, ...]] = deque()
         """Groups of each batch that was handed out and whose training step is not done."""
         self._phase = _Phase.NEW
@@ -102,11 +103,11 @@ class RolloutScheduler(Generic[Item, Result]):
         recovered: Recovered,
         restored: Callable[[int, Item, bytes], FinishedGroup[Item, Result]],
     ) -> None:
-        """Go on where another scheduler with the same source and batch size was. To be called before `run`.
+        """Continue where another scheduler with the same source and batch size stopped. Call it before `run`.
 
-        ``restored`` makes a finished group of its id, its item and what the journal kept of it. Groups in flight begin
-        again, with their own ids and items; so do finished ones that this plan, if it allows less staleness, has no
-        room for. Raises `SourceExhausted` if the source does not reach as far as before.
+        ``restored`` rebuilds a finished group from its id, its item and its payload in the journal. Groups in flight
+        start again, with their own ids and items. Finished groups do too if this plan allows less staleness and has no
+        room for them. Raises `SourceExhausted` if the source does not reach as far as before.
         """
         if self._phase is not _Phase.NEW or self.ledger.issued:
             raise RuntimeError("a scheduler is resumed before it has done anything")
@@ -124,7 +125,7 @@ class RolloutScheduler(Generic[Item, Result]):
                 "neither open nor dropped"
             )
         finished = [restored(group_id, items[group_id], kept) for group_id, kept in recovered.finished.items()]
-        # In the order of their deadlines, which is how the buffer meets them in any run.
+        # Sorted by deadline, because the buffer requires starts in this order.
         for group in sorted(finished, key=lambda group: (group.start_version, group.group_id)):
             if self._buffer.has_room(group.start_version):
                 self._buffer.start(group.group_id, group.start_version)
@@ -137,7 +138,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self.ledger.check()
 
     def progress(self) -> RolloutProgress:
-        """Where the rollouts stand, as of the last training step that is done; for a checkpoint."""
+        """Return the state of the rollouts after the last completed training step, for a checkpoint."""
         untrained = [group_id for batch in self._untrained for group_id in batch]
         return RolloutProgress(
             steps_done=self._admission.steps_done,
@@ -147,11 +148,11 @@ class RolloutScheduler(Generic[Item, Result]):
         )
 
     async def run(self) -> None:
-        """Run rollouts until the last batch was handed out.
+        """Run rollouts until the last batch has been handed out.
 
-        Afterwards no rollout runs any more; groups that had not ended are dropped as ``cancelled``. Raises
-        `TooManyRefunds`, `SourceExhausted`, `FatalRolloutError` (or the exception group that holds it), or what the
-        source or the filter raised.
+        Afterwards no rollout is running, and groups that had not ended are dropped as ``cancelled``. Raises
+        `TooManyRefunds`, `SourceExhausted`, `FatalRolloutError` (or the exception group that holds it), or the error
+        that the source, the filter or the observer raised.
         """
         if self._phase is not _Phase.NEW:
             raise RuntimeError("a scheduler runs once")
@@ -186,7 +187,7 @@ class RolloutScheduler(Generic[Item, Result]):
         return batch
 
     def training_step_done(self, steps_done: int) -> None:
-        """``steps_done`` training steps are complete: more groups may start.
+        """Record that ``steps_done`` training steps are complete; more groups may start.
 
         Raises `ValueError` unless this is one more than before and the step's batch was handed out.
         """
@@ -197,13 +198,15 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def weights_published(self, version: int) -> None:
-        """The smallest version over the live replicas is now ``version``. Raises `ValueError` if it goes back, or is
-        ahead of the steps done."""
+        """Record that the smallest version over the live replicas is now ``version``.
+
+        Raises `ValueError` if the version decreases or is ahead of the steps done.
+        """
         self._admission.weights_published(version)
         self._start_admissible()
 
     def pause_admission(self) -> None:
-        """Start no group until `resume_admission`. Groups in flight go on, retries included. Pauses add up."""
+        """Start no group until `resume_admission`. Groups in flight continue, retries included. Pauses are counted."""
         self._admission.pause()
 
     def resume_admission(self) -> None:
@@ -212,7 +215,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._start_admissible()
 
     def snapshot(self) -> SchedulerSnapshot:
-        """The state now. Call it on the scheduler's loop."""
+        """Return the current state. Call it on the scheduler's loop."""
         oldest = self._buffer.oldest_in_flight if self._in_flight else None
         started_at = self._in_flight[oldest].started_at if oldest is not None else None
         return SchedulerSnapshot(
@@ -236,7 +239,7 @@ class RolloutScheduler(Generic[Item, Result]):
     # Starting
 
     def _start_admissible(self) -> None:
-        """Start every group that may start now. Never awaits, so the groups of one event begin in one iteration."""
+        """Start every group that may start now. There is no await, so the groups of one event start together."""
         if self._phase is not _Phase.RUNNING or self._failure is not None:
             return
         self._begin_again()
@@ -263,7 +266,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._begin(group)
 
     def _begin_again(self) -> None:
-        """Start groups of before the run was resumed: all at once, unless this plan allows less than the one before."""
+        """Start the groups that were in flight before the resume, as many as admission and the buffer allow."""
         version = self._admission.version
         while self._to_begin_again and not self._admission.is_paused and self._buffer.has_room(version):
             group = self._to_begin_again.popleft()
@@ -275,7 +278,7 @@ class RolloutScheduler(Generic[Item, Result]):
         group.task = self._tasks.create_task(self._attempt_until_done(group), name=f"group-{group.group_id}")
 
     def _items_again(self, issued: int, wanted: Collection[int]) -> dict[int, Item]:
-        """Draw what earlier groups were made of, and keep the items of those that are wanted."""
+        """Draw the items of earlier groups from the source and return those that are wanted, by group id."""
         items: dict[int, Item] = {}
         for group_id in range(issued):
             try:
@@ -295,8 +298,8 @@ class RolloutScheduler(Generic[Item, Result]):
             try:
                 result = await self._attempt(group)
             except asyncio.CancelledError as cancelled:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                # `Task.cancelling` does not tell: in Python 3.11 a failed `TaskGroup` inside leaves it set, too.
+                if not self._is_in_flight(group):
                     raise
                 failure = cancelled  # Something the rollout awaited was cancelled, not this group.
             except Exception as error:
@@ -360,7 +363,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._wake_consumer()
 
     def _observed(self, tell: Callable[..., None], *what: object) -> bool:
-        """False if the observer raised, which ends the run."""
+        """Call the observer. Return False, and end the run, if it raised."""
         try:
             tell(*what)
         except Exception as error:
@@ -369,7 +372,7 @@ class RolloutScheduler(Generic[Item, Result]):
         return True
 
     def _is_in_flight(self, group: _Running[Item]) -> bool:
-        """False once the group was dropped while its task was still unwinding, or the run is ending."""
+        """Return False once the group was dropped while its task was still unwinding, or the run is ending."""
         return self._phase is _Phase.RUNNING and self._failure is None and group.group_id in self._in_flight
 
     def _drop(self, group: _Running[Item], reason: DropReason, cause: BaseException | None = None) -> None:

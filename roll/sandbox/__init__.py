@@ -1,4 +1,4 @@
-"""Where untrusted programs run: those that a policy calls as a tool, and those that it answers with.
+"""The sandbox for untrusted programs: those that a policy calls as a tool, and those that it answers with.
 
-Uses no other room and nothing but the standard library: its supervisor starts anew for each program.
+It uses no other package of `roll` and only the standard library, since its supervisor starts anew for each program.
 """

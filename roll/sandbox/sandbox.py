@@ -1,9 +1,9 @@
-"""Untrusted Python code, run in a process of its own behind as many walls as the system allows.
+"""Untrusted Python code, run in a process of its own with as much isolation as the system allows.
 
-Promised everywhere: limits of time, memory, output, files and processes; an empty environment; no process and no file
-of the program left behind in its folder; an answer within the wall-clock limit and a short grace. Which further walls
-stand (network, files, users) depends on the system; each result says so, and where untrusted code could read the
-secrets of this user's other processes it is not run unless that is asked for. See docs/tools.md.
+Guaranteed everywhere: limits of time, memory, output, files and processes; an empty environment; no process and no file
+of the program left behind in its folder; an answer within the wall-clock limit and a short grace. Further isolation
+(network, files, users) depends on the system, and each result reports it. If untrusted code could read the secrets of
+this user's other processes, it is not run unless the caller accepts that. See docs/tools.md.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from roll.sandbox.jail.folders import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
-"""From strong to weak: new namespaces and a file system of its own; a user of its own (from root); neither."""
+"""From strong to weak: new namespaces and a private file system; a user of its own (from root); neither."""
 
 KilledBecause = Literal["time", "cpu_time", "memory", "processes", "disk", "output"]
 
 GRACE_SECONDS = 10.0
-"""How long after the program's limit the supervisor may take to clean up, on a busy machine."""
+"""Time that the supervisor may take to clean up after the program's limit, on a busy machine."""
 _MEBIBYTE = 2**20
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 _START = "import sys; sys.path.append(sys.argv[1]); from roll.sandbox.jail.supervisor import main; main()"
@@ -44,22 +44,22 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """Upper limits of what a program may use."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10
-    """Of one process."""
+    """Processor time of one process."""
     memory_bytes: int = 512 * _MEBIBYTE
-    """Address space of one process, and memory of all of them together."""
+    """Address space of one process, and memory of all processes together."""
     disk_bytes: int = 16 * _MEBIBYTE
-    """All files together."""
+    """Size of all files together."""
     file_bytes: int = 8 * _MEBIBYTE
-    """One file."""
+    """Size of one file."""
     processes: int = 16
-    """Processes and threads."""
+    """Number of processes and threads."""
     open_files: int = 64
     output_bytes: int = 64 * 1024
-    """Of standard output and of standard error; a program that writes more is ended."""
+    """Bytes of standard output and of standard error each; a program that writes more is killed."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -69,54 +69,59 @@ class Limits:
 
 @dataclass(frozen=True)
 class Protections:
-    """Which walls stood around a program."""
+    """The isolation that was in place around a program."""
 
     level: Level
     network: bool
-    """It could open no socket, or none that leads anywhere."""
+    """True if it could open no socket, or none that leads anywhere."""
     files: bool
-    """It saw no files but the interpreter's and its own, and nothing of it is left anywhere."""
+    """True if it saw only the interpreter's files and its own, and none of its files is left."""
     processes: bool
-    """It could neither see nor touch other processes: not their memory, their environment, or their lives."""
+    """True if it could neither see nor affect other processes: memory, environment or signals."""
     system_calls: bool
-    """Those it has no use for were closed."""
+    """True if system calls that it has no use for were blocked."""
     process_limit: bool
-    """The limit of processes counted this program's alone, exactly; otherwise it is watched."""
+    """True if the process limit counts exactly this program's processes; otherwise the supervisor watches the
+    number."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended. The outputs are decoded with replacement characters."""
+    """The end of a program. The outputs are decoded with replacement characters."""
 
     stdout: str
     stderr: str
     returncode: int
-    """Negative: the signal that ended it."""
+    """Exit status; a negative number is the signal that ended it."""
     timed_out: bool
-    """It ran into the limit of wall-clock time, or of processor time."""
+    """True if it reached the limit of wall-clock time or of processor time."""
     killed_because: KilledBecause | None
-    """The limit for which it was ended, if it was."""
+    """The limit for which it was killed, if any."""
     seconds: float
     protections: Protections
 
 
 class SandboxUnavailable(RuntimeError):
-    """Untrusted code cannot be run here safely. The message says what would have to change."""
+    """Raised if untrusted code cannot be run here safely. The message says what would have to change."""
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox itself, not the program in it, failed. The message has the cause."""
+    """Raised if the sandbox itself failed, not the program in it. The message has the cause."""
 
 
 class Sandbox:
-    """Runs programs at the strongest level that works on this machine, found at the first run and logged if weak."""
+    """A runner of programs at the strongest level that works on this machine.
+
+    The level is found at the first run, and logged if it is weak.
+    """
 
     def __init__(
         self, *, interpreter: str | None = None, levels: Sequence[Level] = LEVELS, accept_weak: bool = False
     ) -> None:
-        """``interpreter``: of the programs; default: the one that runs now, without its site-packages.
-        ``levels``: to be tried. ``accept_weak``: run code even as `same_user`, where it can read what this user can
-        read, such as the environment of the user's other processes.
+        """Choose the interpreter of the programs and the levels to try.
+
+        The default ``interpreter`` is the running one, without its site-packages. ``accept_weak``: run code even as
+        `same_user`, where it can read what this user can read, such as the environment of the user's other processes.
         """
         self._interpreter = os.path.realpath(interpreter or sys.executable)
         self._levels = [each for each in LEVELS if each in levels]
@@ -125,16 +130,17 @@ class Sandbox:
         self._choosing = threading.Lock()
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-        """Run a program to its end. Raises `SandboxUnavailable` and `SandboxFailed`, never for what the code does."""
+        """Run a program to its end. Raises `SandboxUnavailable` and `SandboxFailed`, but never for the program's own
+        errors."""
         return _run(self._interpreter, self._strongest_level(), code, stdin, limits or Limits())
 
     async def run_async(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-        """As `run`, without blocking the event loop. Cancelling ends the program."""
+        """Run a program like `run`, without blocking the event loop. Cancelling ends the program."""
         level = self._level if self._level is not None else await asyncio.to_thread(self._strongest_level)
         return await _run_async(self._interpreter, level, code, stdin, limits or Limits())
 
     def check(self) -> None:
-        """Raise `SandboxUnavailable` if no program could be run here. Takes a moment the first time."""
+        """Raise `SandboxUnavailable` if no program can be run here. The first call takes a moment."""
         self._strongest_level()
 
     def _strongest_level(self) -> Level:
@@ -159,7 +165,7 @@ class Sandbox:
         raise SandboxUnavailable(f"no sandbox for untrusted code here: {'; '.join(refused)}. Remedy: {remedy}")
 
     def _reason_against(self, level: Level) -> str | None:
-        """Why a level cannot be had; None if a program has run at it."""
+        """Return why a level is not available; None if a program has run at it."""
         if not sys.platform.startswith("linux"):
             return f"it is made for Linux, and this is {sys.platform}"
         root = os.geteuid() == 0
@@ -182,18 +188,18 @@ def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> S
 
 
 async def run_python_async(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-    """As `run_python`, without blocking the event loop. Cancelling ends the program."""
+    """Run a program like `run_python`, without blocking the event loop. Cancelling ends the program."""
     return await default_sandbox().run_async(code, stdin=stdin, limits=limits)
 
 
 @functools.cache
 def default_sandbox() -> Sandbox:
-    """One for the whole process, so that what the machine allows is found out, and logged, once."""
+    """Return the process-wide sandbox, so that the machine's level is found, and logged, once."""
     return Sandbox()
 
 
 class _Call:
-    """What both ways of running share: the folder, the task, and what the answer means."""
+    """The common part of both ways to run: the folder, the task, and the reading of the answer."""
 
     def __init__(self, interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> None:
         self._level = level
@@ -259,7 +265,7 @@ def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) 
 
 
 def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
-    """The supervisor's answer; its standard input stays open all the while, as the sign that it is waited for."""
+    """Return the supervisor's answer. Its standard input stays open meanwhile, as a sign that the caller waits."""
     if supervisor.stdin is None or supervisor.stdout is None:
         raise SandboxFailed("the supervisor of the sandbox has no pipes")
     try:
@@ -280,7 +286,7 @@ def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
 
 
 def _dismiss(supervisor: subprocess.Popen[bytes]) -> None:
-    """Tell it that nobody waits any more, so that it ends the program, and wait until it has; at last by force."""
+    """Close the supervisor's input so that it ends the program, and wait for it; kill it after the grace."""
     try:
         if supervisor.stdin is not None:
             supervisor.stdin.close()
@@ -323,7 +329,7 @@ async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -
 
 
 async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
-    """As `_dismiss`."""
+    """End the supervisor like `_dismiss`."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     waiting = asyncio.ensure_future(supervisor.wait())
@@ -337,7 +343,7 @@ async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
 
 @functools.cache
 def _shown_paths(interpreter: str) -> tuple[str, ...]:
-    """What a program needs to see of the file system: system libraries and the interpreter's installation."""
+    """Return the paths that a program must see: system libraries and the interpreter's installation."""
     code = "import sys; print(sys.base_prefix, sys.base_exec_prefix, sep='\\n')"
     asked = subprocess.run([interpreter, "-I", "-S", "-c", code], env={}, capture_output=True, text=True, check=True)
     own = [os.path.realpath(each) for each in asked.stdout.splitlines()] + [interpreter]

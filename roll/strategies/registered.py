@@ -1,4 +1,5 @@
-"""From a registered name to a strategy's class, imported only now: naming a strategy costs nothing."""
+"""Turns a registered name into a strategy's class. The class is imported only now, so naming a strategy costs
+nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from roll.data.imports import import_object
 
 
 def registered_class(registered: Mapping[str, str], name: str, own: str | None = None) -> type:
-    """The class under ``name`` in ``registered`` (name -> ``module:class``), or the one at the import path ``own``.
+    """Return the class under ``name`` in ``registered`` (name -> ``module:class``), or its subclass at the import path
+    ``own``.
 
-    ``ImportError`` if a module or class is missing; ``TypeError`` if ``own`` is not derived from the registered class.
+    Raises ``ImportError`` if a module or class is missing, ``TypeError`` if ``own`` is not derived from the registered
+    class.
     """
     module, _, class_name = registered[name].partition(":")
     base: type = getattr(importlib.import_module(module), class_name)

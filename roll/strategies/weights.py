@@ -1,8 +1,8 @@
-"""Model weights as bytes: how a trainer packs one publication into buckets and an engine reads them back.
+"""Model weights as bytes: a trainer packs one weight update into buckets, and an engine reads them back.
 
 Promises: a tensor is never split, the bytes arrive unchanged in any dtype, and both sides compute the same checksum of
-the same tensor. Packing copies each tensor once, cast on the way, straight into the memory it is given. Weights travel
-as raw bytes with a header, never as pickles.
+the same tensor. Packing copies each tensor once, casting on the way, straight into the given memory. Weights travel as
+raw bytes with a header, never as pickles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import xxhash
 from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMismatch
 
 ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes: every dtype can be viewed in place, and a view lies as torch's own
-memory does, so kernels whose sums depend on the alignment of their operands give the same bits."""
+"""Tensors start at multiples of this many bytes. Every dtype can then be viewed in place, and a view is aligned like
+torch's own memory, so kernels whose sums depend on the alignment of their operands give the same bits."""
 _CHUNK = 512 * 1024
-"""Bytes that are copied and then hashed before the next ones: they are still in the processor's cache."""
+"""Bytes copied and then hashed in one go, while they are still in the processor's cache."""
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -43,16 +43,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name under which a dtype travels. Raises ``KeyError`` for one that cannot."""
+    """Return the name under which a dtype travels. Raises ``KeyError`` for one that cannot travel."""
     return _NAMES[dtype]
 
 
 Allocate = Callable[[int, int], np.ndarray]
-"""``(index of the bucket, bytes) -> uint8 [at least as many bytes]``, writable and aligned to `ALIGNMENT`."""
+"""Function ``(index of the bucket, bytes) -> uint8 [at least as many bytes]``, writable and aligned to `ALIGNMENT`."""
 
 
 def fresh_memory(_: int, size: int) -> np.ndarray:
-    """New memory for a bucket."""
+    """Allocate new memory for a bucket."""
     return torch.empty(size, dtype=torch.uint8).numpy()
 
 
@@ -65,9 +65,9 @@ def pack_buckets(
 ) -> Iterator[WeightBucket]:
     """Pack tensors, in order, into buckets of at most ``bucket_bytes`` bytes.
 
-    A tensor larger than that gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: as
-    they are). Each tensor is copied before the next one is drawn (a trainer may reuse the memory of the last one).
-    Raises ``ValueError`` for a size below 1, a dtype that cannot travel, or a name that comes twice.
+    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: left unchanged).
+    Each tensor is copied before the next one is drawn, because a trainer may reuse the memory of the last one. Raises
+    ``ValueError`` for a ``bucket_bytes`` below 1, a dtype that cannot travel, or a name that comes twice.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket needs at least one byte")
@@ -98,8 +98,10 @@ def pack_buckets(
 
 
 def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket]:
-    """The same bytes in buckets of at most ``most_bytes`` (a larger tensor alone), without a copy. Raises
-    ``WeightMismatch`` as `tensor_spans` does."""
+    """Split a bucket into buckets of at most ``most_bytes`` (a larger tensor alone), without copying.
+
+    Raises ``WeightMismatch`` for the same reasons as `tensor_spans`.
+    """
     spans = tensor_spans(bucket)
     first, start = 0, 0
     for index, (begin, end) in enumerate(spans):
@@ -121,7 +123,7 @@ def _part(bucket: WeightBucket, first: int, last: int, start: int, end: int) -> 
 
 
 def tensor_spans(bucket: WeightBucket) -> list[tuple[int, int]]:
-    """First and last byte (exclusive) of each tensor in the bucket's data.
+    """Return the first and last byte (exclusive) of each tensor in the bucket's data.
 
     Raises ``WeightMismatch`` naming the tensor if its dtype is unknown or its bytes lie outside the bucket.
     """
@@ -139,33 +141,33 @@ def tensor_spans(bucket: WeightBucket) -> list[tuple[int, int]]:
 
 
 def views(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket where they lie, without a copy; they must not be written to.
+    """Yield the tensors of a bucket in place, without copying. The caller must not write to them.
 
     A tensor that does not start at a multiple of its element size cannot be viewed and is copied. Raises
-    ``WeightMismatch`` as `tensor_spans` does.
+    ``WeightMismatch`` for the same reasons as `tensor_spans`.
     """
     for (name, dtype_name, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
         yield name, _view(bucket.data[start:end], DTYPES[dtype_name], shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's elements in row-major order as uint8 ``[bytes]`` on the host (a view where that is possible)."""
+    """Return the tensor's elements in row-major order as uint8 ``[bytes]`` on the host (a view if possible)."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
 
 
 def checksum(data: np.ndarray) -> int:
-    """``xxh3_64`` of contiguous bytes, about twice as fast as copying them."""
+    """Return ``xxh3_64`` of contiguous bytes. It is about twice as fast as copying them."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Checksum of the tensor's bytes; equal on every machine for equal dtype, shape and values."""
+    """Return the checksum of the tensor's bytes, equal on every machine for equal dtype, shape and values."""
     return checksum(tensor_bytes(tensor))
 
 
 def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A copy of a contiguous host tensor and the checksum of what the copy holds, in one pass over the memory."""
+    """Copy a contiguous host tensor. Return the copy and the checksum of its bytes, in one pass over the memory."""
     copy = torch.empty_like(tensor)
     source, target = tensor_bytes(tensor), tensor_bytes(copy)
     digest = xxhash.xxh3_64()
@@ -177,7 +179,7 @@ def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
-    """Number of parameters, and the checksum of each tensor's bytes."""
+    """Return the number of parameters, and the checksum of each tensor's bytes."""
     parameter_count = 0
     checksums: dict[str, int] = {}
     for bucket in buckets:
@@ -188,14 +190,15 @@ def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
 
 
 def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """uint8 ``[bytes]`` as a tensor, in place where its alignment allows."""
+    """Return uint8 ``[bytes]`` as a tensor, in place if its alignment allows."""
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     if data.ctypes.data % dtype.itemsize:
         data = data.copy()
     if data.flags.writeable:
         return torch.from_numpy(data).view(dtype).view(shape)
-    # torch knows no read-only memory and warns of each; handed over by its address it keeps what it stands on alive.
+    # torch has no read-only memory and warns about each such array. Memory passed by its address keeps the object it
+    # belongs to alive.
     memory = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)
     memory.owner = data  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

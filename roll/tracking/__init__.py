@@ -1,5 +1,5 @@
-"""What a run leaves behind and shows while it runs: metrics, trackers, timeline, summary, samples, logs, console.
+"""Outputs of a run: metrics, trackers, timeline, summary, samples, logs, console.
 
-Plain data in, files and text out. This room uses no other room, and importing it loads no torch and no ray. Import
-from the modules; each file of a run is written by exactly one of them.
+The package takes plain data and writes files and text. It uses no other package of `roll`, and importing it loads
+neither torch nor ray. Import from the modules; each file of a run is written by exactly one of them.
 """

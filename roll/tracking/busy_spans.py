@@ -1,7 +1,7 @@
-"""When somebody worked, in wall-clock time, so that it can stand on the timeline of another process.
+"""Spans of work in wall-clock time, so that they fit on the timeline of another process.
 
-Only the recent past is kept: whoever asks once a step sees all of it, unless the step had more separate spans than are
-kept; of such a step the beginning is missing. Safe between threads.
+Only the recent past is kept. A reader that asks once per step sees all of it, unless a step has more separate spans
+than are kept; then the beginning of that step is missing. Safe between threads.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from threading import Lock
 
 JOINED_SECONDS = 0.005
-"""A shorter pause is none."""
+"""Shorter pauses are ignored."""
 KEPT_SPANS = 4000
 
 
 class BusySpans:
-    """Spans of work, in order. ``clock`` gives seconds since the epoch."""
+    """Spans of work, in order. ``clock`` returns seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, kept: int = KEPT_SPANS) -> None:
         self._clock = clock
@@ -28,8 +28,10 @@ class BusySpans:
         self._since = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Work from ``start`` to ``end``, which comes after what was added before. A clock that was set back, so that
-        it does not, makes the span shorter or empty."""
+        """Add work from ``start`` to ``end``, after all spans added before.
+
+        If a clock that was set back makes it begin earlier, the span is cut or left out.
+        """
         with self._lock:
             last_start, last_end = self._spans[-1] if self._spans else (start, start)
             start = max(start, last_end)
@@ -42,7 +44,7 @@ class BusySpans:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Something is worked on while this is open; it may be open several times at once. For one thread."""
+        """Record work while this is open. It may be open several times at once, in one thread."""
         if not self._working:
             self._since = self._clock()
         self._working += 1
@@ -54,7 +56,7 @@ class BusySpans:
                 self.add(self._since, self._clock())
 
     def recent(self) -> list[tuple[float, float]]:
-        """The last spans, one that is still open up to now."""
+        """Return the last spans; one that is still open ends now."""
         if self._working:
             now = self._clock()
             self.add(self._since, now)

@@ -1,8 +1,8 @@
-"""What libraries print goes to files, one for each process, whether it comes from Python or from native code.
+"""Captured native output: everything that libraries print goes to one file per process, from Python or native code.
 
-Engines, Ray and compilers write to the file descriptors of a process and of its children, around `logging`. A process
-of a role gives both descriptors away for good. The driver does so for the length of a run, and keeps a way to its
-terminal for Python: what our own lines, or a stage of the user's, print is still seen.
+Engines, Ray and compilers write to the file descriptors of a process and of its children, bypassing `logging`. A
+process of a role redirects both descriptors for good. The driver redirects them for the length of a run and keeps a way
+to its terminal for Python, so that output of our own code or of a user's stage is still seen.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ STDOUT, STDERR = 1, 2
 
 
 def give_away_output(log_dir: Path, role: str) -> Path:
-    """Send all that this process and its children print from now on to ``<log_dir>/<role>.out``. For processes of
-    their own; returns the file, raises `OSError` naming it."""
+    """Redirect all output of this process and its children to ``<log_dir>/<role>.out`` for good; return the file.
+
+    For worker processes only. Raises `OSError` naming the file.
+    """
     path = role_file(log_dir, role, ".out")
     target = _opened(path)
+    _flush((sys.stdout, sys.stderr))
     for descriptor in (STDOUT, STDERR):
         os.dup2(target, descriptor)
     os.close(target)
@@ -36,14 +39,16 @@ def give_away_output(log_dir: Path, role: str) -> Path:
 
 @contextmanager
 def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
-    """While this is open, what native code and children print, and libraries log, goes to ``<log_dir>/<role>.out``;
-    what Python prints still goes where it went. Raises `OSError` naming the file."""
+    """Redirect native output, children's output and library logs to ``<log_dir>/<role>.out`` while this is open.
+
+    Output of Python code still goes where it went. Raises `OSError` naming the file.
+    """
     target = _opened(role_file(log_dir, role, ".out"))
     before = {STDOUT: sys.stdout, STDERR: sys.stderr}
     kept = {descriptor: os.dup(descriptor) for descriptor in before}
     try:
         _flush(before.values())
-        # Only a stream that ends at the descriptor has to be led around it: tests and notebooks have put others there.
+        # Only a stream that ends at the descriptor has to bypass it: tests and notebooks have installed other streams.
         sys.stdout = _led_to(kept[STDOUT], STDOUT, before[STDOUT])
         sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
         for descriptor in before:
@@ -66,7 +71,7 @@ def _opened(path: Path) -> int:
 
 
 def _stream(descriptor: int, like: TextIO | None) -> TextIO:
-    """Line by line, so that what a process said before it died is there."""
+    """Return a line-buffered stream, so that the last lines of a process that dies are in the file."""
     encoding = like.encoding if like is not None else "utf-8"
     return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
@@ -84,8 +89,11 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 @contextmanager
 def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) -> Iterator[None]:
-    """Other handlers in place of those that libraries have attached to their own loggers and that write to the
-    terminal; the root's are the program's own. Replaced, because the stream of some (`logging.lastResort`) is fixed."""
+    """Replace handlers of library loggers that write to the terminal by handlers that write to ``file``.
+
+    The root logger's handlers are the program's own and stay. Handlers are replaced, not redirected, because the stream
+    of some (`logging.lastResort`) is fixed.
+    """
     loggers = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
     replaced = [
         (logger, handler, _like(handler, file))
@@ -105,7 +113,7 @@ def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) 
 
 
 def _like(handler: logging.Handler, file: TextIO) -> logging.Handler:
-    """Another handler of what this one handles."""
+    """Return a handler with the same level, formatter and filters that writes to ``file``."""
     stand_in = logging.StreamHandler(file)
     stand_in.setLevel(handler.level)
     stand_in.setFormatter(handler.formatter)

@@ -1,7 +1,7 @@
-"""What a person sees: a live view on a terminal, plain lines everywhere else.
+"""The console: a live view on a terminal, plain lines everywhere else.
 
-Both are drawn from one immutable record of progress, so the thread that redraws the terminal never meets a half
-updated one. Nothing that a terminal lacks (width, colours, Unicode, being there at all) stops a run.
+Both are drawn from one immutable progress record, so the thread that redraws the terminal never sees a half-updated
+one. A terminal without width, colours or Unicode, or no terminal at all, never stops a run.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _ROLE_BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known of a run at one moment."""
+    """The known facts of a run at one moment."""
 
     name: str
     max_steps: int
     started: float
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The latest value of each metric."""
+    """Latest value of each metric."""
     first_accuracy: Mapping[str, float] = field(default_factory=dict)
     last_accuracy: Mapping[str, float] = field(default_factory=dict)
     marks: tuple[tuple[float, int], ...] = ()
-    """Recent (time, steps completed)."""
+    """Recent pairs of time and completed steps."""
     message: str = ""
 
     def after(self, metrics: Mapping[str, float], step: int, now: float) -> Progress:
-        """Progress once ``step`` training steps are done."""
+        """Return the progress once ``step`` training steps are done."""
         accuracy = validation_accuracy(metrics)
         return replace(
             self,
@@ -63,7 +63,7 @@ class Progress:
         )
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimate from the recent steps; ``None`` until one step has been timed."""
+        """Return an estimate from the recent steps; ``None`` until one step has been timed."""
         if not self.marks or self.step >= self.max_steps:
             return 0.0 if self.step >= self.max_steps else None
         (first_time, first_step), (last_time, last_step) = self.marks[0], self.marks[-1]
@@ -74,11 +74,11 @@ class Progress:
 
 
 class Console:
-    """The run on a screen.
+    """The display of a run.
 
-    ``live`` forces or forbids the live view; by default it is used where ``stream`` (default: standard output) is a
-    terminal that can move its cursor. Otherwise a step is one plain line, every ``logging_steps`` steps, at the last
-    step and at each validation. `NO_COLOR` is respected.
+    ``live`` forces or forbids the live view. By default it is used if ``stream`` (default: standard output) is a
+    terminal that can move its cursor. Otherwise each reported step is one plain line: every ``logging_steps`` steps, at
+    the last step and at each validation. `NO_COLOR` is respected.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Console:
         self._live = self._start_live() if (_can_move_cursor(self._stream) if live is None else live) else None
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics after ``step`` completed training steps (0: before the first; a line if validated).
+        """Show the metrics after ``step`` completed training steps (0: before the first, a line only if validated).
 
-        Shown are ``reward/mean``, ``val/<domain>/accuracy``, ``lag/{mean,max}``, ``tokens_per_second/<role>`` and
-        ``idle/<role>``, each where present.
+        The shown metrics are ``reward/mean``, ``val/<domain>/accuracy``, ``lag/{mean,max}``,
+        ``tokens_per_second/<role>`` and ``idle/<role>``, each where present.
         """
         now = self._clock()
         metrics = {self._printable(name): value for name, value in metrics.items()}
@@ -113,18 +113,18 @@ class Console:
             self._print(plain_line(self._progress, now))
 
     def recall(self, metrics: Mapping[str, float], step: int) -> None:
-        """Know of a step of an earlier process, without a line."""
+        """Take over a step of an earlier process, without a line."""
         progress = self._progress.after({self._printable(name): value for name, value in metrics.items()}, step, 0.0)
         self._progress = replace(progress, marks=())
 
     def event(self, text: str) -> None:
-        """Say something worth a line of its own, such as a restarted worker."""
+        """Print something worth a line of its own, such as a restarted worker."""
         text = self._printable(text)
         self._progress = replace(self._progress, message=text.partition("\n")[0])
         self._print(text)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Give the terminal back and say how the run ended. ``summary`` has the keys of `summary.json`."""
+        """Release the terminal and print how the run ended. ``summary`` has the keys of `summary.json`."""
         if self._closed:
             return
         self._closed = True
@@ -146,7 +146,7 @@ class Console:
         return view
 
     def _print(self, text: str) -> None:
-        """A reader that went away (`| head`, a closed terminal) ends the output, not the training."""
+        """Print a text. If its reader is gone (`| head`, a closed terminal), only the output stops."""
         if self._broken:
             return
         try:
@@ -160,25 +160,27 @@ class Console:
             _logger.warning("no more console output: %s", error)
 
     def _printable(self, text: str) -> str:
-        """Text without control characters (they may come from a model) and without what the stream cannot encode."""
+        """Return the text without control characters (a model may write them) and what the stream cannot encode."""
         encoding = self._stream.encoding or "utf-8"
         return _without_control(text).encode(encoding, errors="replace").decode(encoding)
 
 
 def say_beside(text: str) -> None:
-    """A line of somebody else, on what `sys.stderr` is at the moment: above a live view, and not inside it. May come
-    from any thread; where nobody can read it, it is lost."""
+    """Print a line from outside the console on the present `sys.stderr`, so that it appears above a live view.
+
+    It may be called from any thread. If nothing can be printed, the line is lost.
+    """
     say(_without_control(text), error=True)
 
 
 def plain_line(progress: Progress, now: float) -> str:
-    """One step as a line of text."""
+    """Return one step as a line of text."""
     facts = " | ".join(f"{label} {text}" for label, text in _facts(progress))
     return f"step {progress.step}/{progress.max_steps} | {facts}{' | ' if facts else ''}{_times(progress, now)}"
 
 
 def live_view(progress: Progress, now: float) -> Group:
-    """The run as a few lines, cut to any width."""
+    """Return the run as a few lines, cut to any width."""
     head = Text(f"{progress.name}  step {progress.step}/{progress.max_steps}  {_times(progress, now)}", style="bold")
     bar = ProgressBar(total=max(1, progress.max_steps), completed=progress.step, width=_BAR_WIDTH)
     facts = [fact for fact in _facts(progress) if fact[0] not in ("tokens/s", "idle")]
@@ -191,7 +193,7 @@ def live_view(progress: Progress, now: float) -> Group:
 
 
 def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
-    """A line for each role, the numbers first: of a narrow terminal the end is cut off."""
+    """Return a line for each role, with the numbers first, because a narrow terminal cuts off the end."""
     idle, speed = ({name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
                    for prefix in ("idle/", "tokens_per_second/"))
     roles = list(dict.fromkeys([*speed, *idle]))
@@ -206,7 +208,7 @@ def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
 
 
 def _idle_bar(share: float | None) -> str:
-    """Work, as long as its share of the time."""
+    """Return a bar as long as the role's share of working time."""
     if share is None or not math.isfinite(share):
         return ""
     return "#" * round(_ROLE_BAR_WIDTH * (1 - min(1.0, max(0.0, share))))
@@ -217,7 +219,7 @@ def _without_control(text: str) -> str:
 
 
 def closing_text(summary: Mapping[str, Any]) -> str:
-    """The end of a run from its summary: one line, and the error below it where there is one."""
+    """Return the end of a run from its summary: one line, with the error below it if there is one."""
     first, last = summary.get("val/first") or {}, summary.get("val/last") or {}
     accuracy = [f"val {domain} {_change(first.get(domain), last[domain])}" for domain in last]
     lag = [] if summary.get("lag/max") is None else [f"lag max {summary['lag/max']:g}"]
@@ -227,14 +229,14 @@ def closing_text(summary: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``75`` -> ``1:15``, ``3675`` -> ``1:01:15``."""
+    """Return seconds as text: ``75`` -> ``1:15``, ``3675`` -> ``1:01:15``."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _facts(progress: Progress) -> list[tuple[str, str]]:
-    """Label and text of whatever the metrics tell, in the order of interest."""
+    """Return label and text of the present metrics, the most important first."""
     metrics, first, last = progress.metrics, progress.first_accuracy, progress.last_accuracy
     accuracy = [f"{domain} {_change(first[domain], last[domain])}" for domain in last]
     lag = [f"{metrics[f'lag/{kind}']:.3g} {kind}" for kind in ("mean", "max") if f"lag/{kind}" in metrics]

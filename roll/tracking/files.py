@@ -1,7 +1,7 @@
 """Files that stay readable after a crash, and errors that say which file could not be written.
 
-A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines,
-each flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it.
+A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines, each
+flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SYNC_PIECE = 64 * 1024 * 1024
-"""Bytes that are waited for at a time."""
+"""Bytes synced at a time."""
 
 
 @contextmanager
@@ -31,10 +31,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file by ``text`` (UTF-8); a reader sees the old content or the new, if ``durable`` also after a power
-    cut.
+    """Replace a file by ``text`` (UTF-8), in one step.
 
-    Raises `OSError` with the path; no temporary file is left behind.
+    A reader sees the old content or the new; if ``durable``, also after a power cut. Raises `OSError` with the path; no
+    temporary file is left behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with naming(path):
@@ -50,10 +50,10 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
-    """Wait until a file is on the disk; ``on_synced`` hears of its bytes, a large file's piece by piece. A single call
-    for all of it may take half an hour on a slow disk, in which nobody could tell it from a dead one.
+    """Wait until a file is on the disk; ``on_synced`` is called with the bytes synced, piece by piece for a large file.
 
-    Raises `OSError` with the path.
+    A single call for all of it may take half an hour on a slow disk, which would look like a dead one. Raises `OSError`
+    with the path.
     """
     with naming(path):
         size = path.stat().st_size
@@ -66,8 +66,17 @@ def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
     on_synced(size - synced)
 
 
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk: a new file that is synced may still lose its name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int:
-    """Bytes that are on the disk then: 0 where the file system has no shared mappings, whose parts could be synced."""
+    """Sync the file in pieces and return the bytes synced: 0 if the file system has no shared mappings."""
     with open(path, "r+b") as file:
         try:
             view = mmap.mmap(file.fileno(), size)
@@ -84,13 +93,13 @@ def _sync_pieces(path: Path, size: int, on_synced: Callable[[int], None]) -> int
 
 
 def remove_partials(path: Path) -> None:
-    """Delete what processes that were killed while they replaced this file left beside it."""
+    """Delete the temporary files of processes that were killed while they replaced this file."""
     for partial in path.parent.glob(f".{path.name}.*.partial"):
         partial.unlink(missing_ok=True)
 
 
 def json_number(value: object) -> float | int | None:
-    """A number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
+    """Return a number (numpy's too) as JSON can hold it: ``None`` for NaN and infinities.
 
     Raises `TypeError` for anything else.
     """
@@ -102,9 +111,9 @@ def json_number(value: object) -> float | int | None:
 
 
 class JsonLines:
-    """Appends one JSON object per line, each flushed before `append` returns.
+    """Writer that appends one JSON object per line, each flushed before `append` returns.
 
-    An existing file is continued: a line torn by a crash is cut off first, so that it cannot spoil the next one.
+    An existing file is continued. A line torn by a crash is cut off first, so that it cannot damage the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,9 +123,9 @@ class JsonLines:
             self._file = open(self.path, "ab")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. Numbers must be finite (`ValueError`); `OSError` names the path.
+        """Write one line. Raises `ValueError` for numbers that are not finite, and `OSError` with the path.
 
-        Text stays readable, not escaped; half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
+        Text stays readable, not escaped. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
         """
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         with naming(self.path):
@@ -129,13 +138,13 @@ class JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. Raises `OSError` with its path if what was written did not arrive."""
+        """Close the file. Raises `OSError` with its path if the last writes failed."""
         with naming(self.path):
             self._file.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file that `JsonLines` wrote; a torn last line is left out.
+    """Return all whole lines of a file that `JsonLines` wrote; a torn last line is left out.
 
     Raises `ValueError` with path and line number for a broken line anywhere else.
     """
@@ -153,8 +162,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(
     path: Path, wanted: Callable[[dict[str, Any]], bool], put_aside: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Rewrite a file of `JsonLines` with the records that are wanted, in one step; the lines of the others, if there
-    are any, are given to ``put_aside`` first. No file: nothing to do."""
+    """Rewrite a file of `JsonLines` with the wanted records, in one step.
+
+    The lines of the other records, if any, are passed to ``put_aside`` first. Without a file, nothing happens.
+    """
     if not path.is_file():
         return
     kept: list[str] = []

@@ -1,8 +1,8 @@
-"""What the console says of processes that have none: lines of the run's log files, with the role in front.
+"""Console output for processes that have no console: lines of the run's log files, with the role in front.
 
-Warnings and errors of this project, and errors of libraries; or, if asked, everything. A thread of the driver reads
-what the files have grown by. It reads and shows a bounded amount, and counts the rest: a role that complains a thousand
-times a second costs a few lines. Roles on other hosts are seen where they write to the same folder.
+It shows warnings and errors of this project and errors of libraries, or everything if asked. A thread of the driver
+reads the growth of the files. It reads and shows a bounded amount and counts the rest, so a role that logs a thousand
+times a second costs a few lines. Roles on other hosts are seen if they write to the same folder.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 MOST_LINES = 20
-"""Shown of one file at a look."""
+"""Most lines shown of one file at a look."""
 MOST_BYTES = 256 * 1024
-"""Read of one file at a look."""
+"""Most bytes read of one file at a look."""
 LONGEST_LINE = 2000
 
 Shown = Literal["warnings", "all"]
 
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<logger>\S+): ")
-"""How `roll.tracking.logs` begins a record."""
+"""The beginning of a record of `roll.tracking.logs`."""
 _PRINTED_ERROR = re.compile(
     r"""(?:\([^)]*\)\ ?)?\[?(?:ERROR|CRITICAL|FATAL)\b       # vLLM: (EngineCore pid=7) ERROR 06-01 12:00:00 ...
       | \[\d{4}-\d\d-\d\d[^\]]*\]\ \[(?:ERROR|CRITICAL)\]   # DeepSpeed: [2026-06-01 12:00:00,000] [ERROR] ...
@@ -39,26 +39,26 @@ _PRINTED_ERROR = re.compile(
     """,
     re.VERBOSE,
 )
-"""How libraries begin to say that something went wrong."""
+"""The beginnings of errors that libraries print."""
 
 
 @dataclass
 class _Grown:
-    """A file, as far as it has been read."""
+    """A log file, as far as it has been read."""
 
     path: Path
     offset: int = 0
     rest: bytes = b""
-    """A line without its end."""
+    """Beginning of a line whose end is not written yet."""
     showing: bool = False
-    """Whether the record that the last line belongs to is shown."""
+    """True if the record of the last line is shown."""
 
 
 class LogWatch:
-    """Shows the logs of a folder as they grow, until it is closed."""
+    """Thread that shows the logs of a folder as they grow, until it is closed."""
 
     def __init__(self, folder: Path, shown: Shown, show: Callable[[str], None]) -> None:
-        """``show`` takes a line, in a thread of its own. What the files have already is old."""
+        """Start the thread. It calls ``show`` with each new line; the present content of the files is not shown."""
         self._folder = folder
         self._shown = shown
         self._show = show
@@ -68,7 +68,7 @@ class LogWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Show what has come up to now, and no more."""
+        """Show what has been written up to now, then stop."""
         self._closed.set()
         self._thread.join(timeout=10 * LOOK_SECONDS)
 
@@ -83,7 +83,7 @@ class LogWatch:
                 return
 
     def look(self) -> None:
-        """Show what the files have grown by."""
+        """Show the new lines of all files."""
         for path in self._paths():
             file = self._files.setdefault(path, _Grown(path))
             lines = [line for line in self._new_lines(file) if self._is_shown(file, line)]
@@ -93,7 +93,10 @@ class LogWatch:
                 self._show(f"{path.stem}: {len(lines) - MOST_LINES} more lines in {path}")
 
     def _paths(self) -> list[Path]:
-        """The driver's own log is on the console already, and trackers' failures are told by the driver."""
+        """Return the files to watch: not the driver's own log, which is on the console already.
+
+        Trackers' files are left out unless everything is shown, since the driver reports their failures.
+        """
         paths = sorted([*self._folder.glob("*.log"), *self._folder.glob("*.out")])
         told = [path for path in paths if path.name != "driver.log"]
         return told if self._shown == "all" else [path for path in told if not path.name.startswith("tracker_")]

@@ -1,7 +1,7 @@
-"""Quiet, complete logging: every role writes its own file, the driver's terminal sees warnings only, secrets neither.
+"""Quiet, complete logging without secrets: a file per role, and only warnings on the driver's terminal.
 
-Masking looks at names (``api_key: …``, ``HF_TOKEN=…``) and at the values that such environment variables hold, in
-whatever text they turn up. It is a safety net for logs, not a reason to print secrets.
+Redaction looks for names (``api_key: …``, ``HF_TOKEN=…``) and for the values of such environment variables, wherever
+they occur in a text. It is a safety net for logs, not a reason to print secrets.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MASK = "***"
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORTEST_SECRET = 6
-"""Shorter values of environment variables are left alone: they would turn up in ordinary text by accident."""
+"""Shorter values of environment variables are not redacted: they would occur in ordinary text by accident."""
 
 _SECRET_WORD = re.compile(r"secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credential")
 _TOKENIZER_WORD = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop)_token")
-# Names are tried at their first character only and never given back: a long word costs no more than its length.
+# Names are matched from their first character only and never backtracked, so a long word costs only its length.
 _NAME = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]++)["']?[ \t]*+[:=][ \t]*+""")
 _VALUE = re.compile(r""""[^"\n]*"|'[^'\n]*'|[^\s,;&})\]]+""")
 _BEARER = re.compile(r"(?P<name>\bbearer\s+)[\w.~+/=-]+", re.IGNORECASE)
@@ -29,11 +29,11 @@ _URL_PASSWORD = re.compile(r"(?P<name>\w://[^\s:/@]*:)[^\s/@]+(?=@)")
 
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """``text`` with what looks like a secret replaced by ``***``.
+    """Return ``text`` with everything that looks like a secret replaced by ``***``.
 
-    Masked are: the value after a name that contains secret, password, api_key, access_key, private_key or credential,
-    or ends in token; bearer tokens; passwords in URLs; and the values of environment variables with such names.
-    ``environ`` defaults to the process environment.
+    These are redacted: the value after a name that contains secret, password, api_key, access_key, private_key or
+    credential, or ends in token; bearer tokens; passwords in URLs; and the values of environment variables with such
+    names. ``environ`` defaults to the process environment.
     """
     for value in _secret_values(os.environ if environ is None else environ):
         text = text.replace(value, MASK)
@@ -54,7 +54,10 @@ def _mask_assignments(text: str) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
-    """`token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer."""
+    """Return True for the name of a secret.
+
+    `token` counts at the end only (`max_new_tokens` is a number), and not in the words of a tokenizer.
+    """
     name = name.lower()
     if _SECRET_WORD.search(name):
         return True
@@ -62,7 +65,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Longest first, so that a secret inside a longer one does not leave the rest of it behind."""
+    """Return the secret values, longest first, so that a secret inside a longer one leaves no rest of it."""
     values = {
         value for name, value in environ.items() if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)
     }
@@ -70,14 +73,14 @@ def _secret_values(environ: Mapping[str, str]) -> list[str]:
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Masks the finished text, traceback included."""
+    """Formatter that redacts the finished text, traceback included."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment, so that lines appear above a live view and not inside it."""
+    """Handler that writes to the present `sys.stderr`, so that lines appear above a live view and not inside it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -89,9 +92,9 @@ class _TerminalHandler(logging.Handler):
 def configure_logging(log_dir: Path | None, role: str, console: bool = False) -> Path | None:
     """Send this process's log to ``<log_dir>/<role>.log`` and, with ``console``, warnings to the terminal as well.
 
-    Messages of this project count from INFO, those of libraries from WARNING; Python's own warnings go to the file
-    only. Calling again replaces what the call before has set up. Returns the file (``None`` without ``log_dir``);
-    raises `OSError` naming a file that cannot be opened.
+    Messages of this project are logged from INFO, those of libraries from WARNING. Python's own warnings go to the file
+    only. A second call replaces the handlers of the first. Returns the file (``None`` without ``log_dir``); raises
+    `OSError` naming a file that cannot be opened.
     """
     handlers: list[logging.Handler] = []
     file_path = None if log_dir is None else role_file(log_dir, role, ".log")
@@ -112,7 +115,7 @@ def configure_logging(log_dir: Path | None, role: str, console: bool = False) ->
 
 
 def _replace_handlers(handlers: list[logging.Handler]) -> None:
-    """Ours are known by their formatter; a handler that somebody else attached stays."""
+    """Replace our handlers, which are known by their formatter. Handlers of other code stay."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if isinstance(handler.formatter, _RedactingFormatter):
@@ -124,6 +127,6 @@ def _replace_handlers(handlers: list[logging.Handler]) -> None:
 
 
 def role_file(log_dir: Path, role: str, suffix: str) -> Path:
-    """``rewards.math/0`` -> ``rewards.math_0.log``: one file inside the folder, whatever the role is called."""
+    """Return one file inside the folder for any role name: ``rewards.math/0`` -> ``rewards.math_0.log``."""
     name = re.sub(r"[^\w.-]+", "_", role).strip(".") or "unnamed"
     return Path(log_dir) / f"{name}{suffix}"

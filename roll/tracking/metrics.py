@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per step, valid JSON whatever the training produced, readable after any crash."""
+"""`metrics.jsonl`: one JSON object per step, valid JSON for any metric values, readable after any crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from roll.tracking.files import JsonLines, json_number, read_json_lines
 
 NON_FINITE = "metrics/non_finite"
-"""How many values of a step were NaN or infinite (and stand as null); absent where all were finite."""
+"""Number of values of a step that were NaN or infinite (written as null); absent if all were finite."""
 
 
 class MetricsLog:
@@ -22,7 +22,7 @@ class MetricsLog:
         """Append the step; the line is in the file when this returns.
 
         Raises `TypeError` naming a metric that is no number, `ValueError` for a metric called ``step``, and `OSError`
-        with the path when the file cannot be written.
+        with the path if the file cannot be written.
         """
         self._lines.append(_as_record(metrics, step))
 
@@ -36,9 +36,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a `metrics.jsonl` in order, each with ``step`` and its metrics (``None`` where not finite).
+    """Return the steps of a `metrics.jsonl` in order, each with ``step`` and its metrics (``None`` where not finite).
 
-    A last line torn by a crash is left out; `ValueError` names any other line that is broken.
+    A last line torn by a crash is left out. Raises `ValueError` naming any other broken line.
     """
     return read_json_lines(path)
 

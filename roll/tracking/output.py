@@ -1,4 +1,4 @@
-"""What is printed for a reader who may have gone away (`| head`, a closed terminal) or a disk that is full."""
+"""Printing to a reader that may be gone (`| head`, a closed terminal) or to a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_PRINTED = {errno.EPIPE, errno.ENOSPC, errno.EIO}
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print ``text`` at once, on the standard output or ``error``. Where that is not possible nothing else happens."""
+    """Print ``text`` at once, on standard output or, with ``error``, on standard error. Failures are ignored."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -22,8 +22,7 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def silence(stream: TextIO | None) -> None:
-    """Lead a stream that cannot be written to nowhere, with what it still holds: else the interpreter fails when it
-    ends."""
+    """Redirect a broken stream to nowhere, with what it still buffers. Otherwise the interpreter fails at exit."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # None has no descriptor, as others that are no files
@@ -31,8 +30,10 @@ def silence(stream: TextIO | None) -> None:
 
 
 def printed(command: Callable[[], int]) -> int:
-    """The exit code of a command that prints what it found; 1 where that did not arrive. A reader who has read enough
-    is not told so."""
+    """Return the exit code of a command that prints its result; 1 if the output could not be written.
+
+    A reader that stops reading early (`| head`) gets no message.
+    """
     try:
         code = command()
         sys.stdout.flush()

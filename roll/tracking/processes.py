@@ -1,4 +1,4 @@
-"""Is that process still there, and is it the same one? As this host's kernel sees it."""
+"""Facts of a process on this host: if it still exists, and if it is the same one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class ProcessFacts:
     """A process that exists."""
 
     started: int | None
-    """In the kernel's clock ticks since it was booted; process ids are used again, this number hardly. None: the
-    system does not tell."""
+    """Start time in the kernel's clock ticks since boot. Process ids are reused, but this number hardly ever repeats.
+    None: the system does not report it."""
     stopped: bool
-    """By a signal (SIGSTOP) or a debugger."""
+    """True if stopped by a signal (SIGSTOP) or a debugger."""
 
 
 def look_at(pid: int) -> ProcessFacts | None:
-    """None: there is no such process on this host any more."""
+    """Return the facts of a process; None if it no longer exists on this host."""
     stat = Path("/proc") / str(pid) / "stat"
     if not Path("/proc/self/stat").exists():
         return ProcessFacts(None, stopped=False) if _answers(pid) else None
@@ -27,7 +27,7 @@ def look_at(pid: int) -> ProcessFacts | None:
         text = stat.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may hold anything, so fields are counted from its end.
+    # The name in parentheses may contain anything, so fields are counted from its end.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else ProcessFacts(int(fields[18]), stopped=state in "Tt")
 

@@ -1,6 +1,6 @@
-"""The folder of a run: where it is, that it is new, and what lies where inside it.
+"""The folder of a run: where it is, that it is new, and the paths inside it.
 
-Creating it claims it: two runs never share a folder, and the results of an earlier run are never written over.
+Creating it claims it: two runs never share a folder, and the results of an earlier run are never overwritten.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make and claim the folder of a new run.
 
-        That is ``output_dir`` where given, else ``<base>/<exp_name>/<time>``, and then the link ``latest`` beside it
-        points to it. ``now`` is the time in the name (default: the present, local time).
+        The folder is ``output_dir`` if given. Otherwise it is ``<base>/<exp_name>/<time>``, and the link ``latest``
+        beside it then points to it. ``now`` is the time in the name (default: the present, local time).
 
         Raises `RunExists` if ``output_dir`` holds a run already, `ValueError` for an ``exp_name`` that leads out of
-        ``base``, and `OSError` with the path where the folder cannot be made.
+        ``base``, and `OSError` with the path if the folder cannot be made.
         """
         if output_dir is not None:
             root = Path(output_dir)
@@ -62,7 +62,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, root: Path | str) -> RunDirectory:
-        """The folder of a run that is to go on. Raises `FileNotFoundError` if there is none."""
+        """Return the folder of a run to resume. Raises `FileNotFoundError` if it holds no run."""
         run = cls(Path(root))
         if not run.metrics.is_file():
             raise FileNotFoundError(f"{root} holds no run: there is no {run.metrics.name}")
@@ -70,14 +70,16 @@ class RunDirectory:
 
     @classmethod
     def latest(cls, exp_name: str, base: Path | str = "output") -> RunDirectory | None:
-        """The last run that got a folder of its own; None if there is none."""
+        """Return the last run that got a folder of its own; None if there is none."""
         link = Path(base) / _checked_name(exp_name) / "latest"
         return cls.existing(link.resolve()) if link.exists() else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Claim the run for this process as long as it lives. Raises `RunExists` if another process works on it,
-        `RunUnusable` if its folder cannot be written."""
+        """Claim the run for this process while this is open.
+
+        Raises `RunExists` if another process works on it, and `RunUnusable` if its folder cannot be written.
+        """
         path = self.root / ".lock"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -94,7 +96,7 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, secrets masked."""
+        """The resolved configuration, secrets redacted."""
         return self.root / "config.yaml"
 
     @property
@@ -104,7 +106,7 @@ class RunDirectory:
 
     @property
     def timeline(self) -> Path:
-        """Who worked and who waited; opens in Perfetto."""
+        """States of stages and workers over time; opens in Perfetto."""
         return self.root / "timeline.json"
 
     @property
@@ -114,17 +116,17 @@ class RunDirectory:
 
     @property
     def summary(self) -> Path:
-        """How the run ended, and what came of it."""
+        """End and results of the run."""
         return self.root / "summary.json"
 
     @property
     def status(self) -> Path:
-        """What the run does at this moment."""
+        """Present activity of the run."""
         return self.root / "status.json"
 
     @property
     def chaos(self) -> Path:
-        """What was done to the run on purpose."""
+        """Record of the injected faults."""
         return self.root / "chaos.jsonl"
 
     @property
@@ -134,17 +136,17 @@ class RunDirectory:
 
     @property
     def journal(self) -> Path:
-        """What became of groups."""
+        """Folder of the rollout journal."""
         return self.root / "journal"
 
     @property
     def weights(self) -> Path:
-        """Published weights on their way to the engines, where they travel as files."""
+        """Folder of published weights on their way to the engines, if they travel as files."""
         return self.root / "weights"
 
     @property
     def weights_note(self) -> Path:
-        """Where they are instead, if the configuration names another folder for them."""
+        """Note that names the other folder of published weights, if the configuration sets one."""
         return self.root / "weights.json"
 
     @property
@@ -154,12 +156,12 @@ class RunDirectory:
 
     @property
     def trackers(self) -> Path:
-        """Files of plug-in trackers, a folder each."""
+        """Folder with one folder per plug-in tracker."""
         return self.root / "trackers"
 
     @property
     def tracker_ids(self) -> Path:
-        """Under which id each plug-in tracker knows the run."""
+        """The run's id in each plug-in tracker."""
         return self.trackers / "ids.json"
 
     @property
@@ -173,11 +175,11 @@ class RunDirectory:
         return self.root / "logs"
 
     def write_config(self, text: str) -> None:
-        """Save the resolved configuration (its secrets already masked)."""
+        """Save the resolved configuration, whose secrets are already redacted."""
         write_atomically(self.config, text)
 
     def _claim(self) -> None:
-        """Create `metrics.jsonl` exclusively: of two runs that start at once in one folder, one fails here."""
+        """Create `metrics.jsonl` exclusively: if two runs start at once in one folder, one fails here."""
         try:
             with naming(self.metrics), open(self.metrics, "x"):
                 pass
@@ -196,7 +198,7 @@ def _checked_name(exp_name: str) -> str:
 
 
 def _make_timed_folder(parent: Path, now: datetime) -> Path:
-    """Two runs started within one second get different folders."""
+    """Make a folder named by the time. Two runs started within one second get different folders."""
     stamp = now.strftime("%Y-%m-%d_%H-%M-%S")
     attempt = 1
     while True:
@@ -213,7 +215,7 @@ def _make_timed_folder(parent: Path, now: datetime) -> Path:
 
 
 def _point_latest_to(root: Path) -> None:
-    """Replace the link in one step, so that it always leads somewhere. A run can do without it."""
+    """Replace the link in one step, so that it always points to a folder. The run continues if this fails."""
     link = root.parent / "latest"
     fresh = root.parent / f".latest.{root.name}"
     try:

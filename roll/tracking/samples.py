@@ -1,7 +1,7 @@
-"""`samples.jsonl`: a few readable rollouts per step and per validation, for the eye of whoever trains.
+"""`samples.jsonl`: a few readable rollouts per step and per validation, for users to read.
 
-Of each sample there is also a bounded number of single tokens, with the policy version that sampled each and what the
-training made of it; what neighbours share is written once.
+Each sample also has a bounded number of single tokens, with their policy versions and advantages. Equal neighbouring
+values are written once.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from roll.tracking.files import JsonLines, json_number, read_json_lines
 
 @dataclass(frozen=True)
 class ReadableTokens:
-    """Single tokens, from the first that the policy sampled on; lists of equal length."""
+    """Single tokens, starting at the first one that the policy sampled; lists of equal length."""
 
     texts: Sequence[str]
-    """Joined they read as the text; a token that is a part of a character may be empty."""
+    """Texts that join to the whole text; a token that is part of a character may be empty."""
     versions: Sequence[int | None]
-    """Policy version that sampled the token; None: it was given (by an environment), not sampled."""
+    """Policy version that sampled the token; None for a token that was given (by an environment)."""
     advantages: Sequence[float | None]
-    """None where it was given, and in validation."""
+    """Advantage of the token; None for a given token, and in validation."""
     turns: Sequence[int | None]
-    """Turn of the episode; None where it was given, and outside episodes."""
+    """Turn of the episode; None for a given token, and outside episodes."""
     left_out: int = 0
-    """Tokens that are missing, for shortness, after the first ``left_out_after``."""
+    """Number of tokens left out, after the first ``left_out_after``, to keep the record short."""
     left_out_after: int = 0
 
 
 @dataclass(frozen=True)
 class ReadableSample:
-    """One response as text, with what the training made of it."""
+    """One response as text, with its score and advantage."""
 
     step: int
     group_id: int
@@ -50,17 +50,17 @@ class ReadableSample:
     domain: str = ""
     split: Literal["train", "val"] = "train"
     tokens: ReadableTokens | None = None
-    """Of an episode whose turns are samples of their own: of all of them, one after the other."""
+    """Tokens of the sample. For an episode whose turns are separate samples: of all of them, in order."""
 
 
 class SampleLog:
-    """Appends readable samples, one JSON object a line."""
+    """Writer of readable samples, one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
     def write(self, samples: Iterable[ReadableSample]) -> None:
-        """Append samples. `OSError` names the path."""
+        """Append samples. Raises `OSError` with the path."""
         for sample in samples:
             self._lines.append(_as_record(sample))
 
@@ -70,7 +70,7 @@ class SampleLog:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a run in order; a last line torn by a crash is left out."""
+    """Return the samples of a run in order; a last line torn by a crash is left out."""
     return read_json_lines(path)
 
 
@@ -92,7 +92,7 @@ def _as_record(sample: ReadableSample) -> dict[str, Any]:
 
 
 def _tokens_record(tokens: ReadableTokens) -> dict[str, Any]:
-    """Versions, advantages and turns as ``[how many tokens, value]``."""
+    """Return the tokens with versions, advantages and turns as pairs of run length and value."""
     advantages = [None if value is None else json_number(value) for value in tokens.advantages]
     return {
         "texts": list(tokens.texts),

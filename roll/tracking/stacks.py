@@ -1,6 +1,6 @@
-"""Where threads and tasks are, as one line of the program: the innermost one that is not a library's.
+"""Positions of threads and tasks as one line of the program: the innermost frame outside of libraries.
 
-That line says more about a hang than the library's own depths do; what it calls there is said with it.
+That line says more about a hang than the frames inside the library. The function that hangs in the library is added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def thread_place(ident: int) -> str | None:
-    """The line that a thread is in; None if it is a pool's and has nothing to do, or there is no such thread."""
+    """Return the line that a thread is in; None for an idle pool thread, or if there is no such thread."""
     inner = sys._current_frames().get(ident)
     if inner is None or inner.f_code.co_filename.endswith(_POOL_THREAD):
         return None
@@ -32,26 +32,26 @@ def thread_place(ident: int) -> str | None:
 
 
 def busy_threads() -> list[str]:
-    """Each thread that has something to do and whose end the process waits for, with the line that it is in."""
+    """Return each thread that is busy and that the process waits for at exit, with its line."""
     threads = [each for each in threading.enumerate() if not each.daemon]
     places = {each.name: thread_place(each.ident) for each in threads if each.ident is not None}
     return [f"{name} in {place}" for name, place in places.items() if place is not None]
 
 
 def working_place(thread_name: str) -> str | None:
-    """The line that a thread is in whose name begins so; None if all of them have nothing to do."""
+    """Return the line of a busy thread whose name begins with ``thread_name``; None if all of them are idle."""
     idents = [thread.ident for thread in threading.enumerate() if thread.name.startswith(thread_name)]
     places = (thread_place(ident) for ident in idents if ident is not None)
     return next((place for place in places if place is not None), None)
 
 
 def task_place(task: asyncio.Task[object]) -> str | None:
-    """The line in which a task waits; None if that cannot be seen."""
+    """Return the line in which a task waits; None if that cannot be seen."""
     return _place(list(_frames_of(task))[::-1])
 
 
 def _frames_of(task: asyncio.Task[object]) -> Iterator[FrameType]:
-    """Of the coroutines that await each other, the outermost first."""
+    """Yield the frames of the coroutines that await each other, the outermost first."""
     awaited: object = task.get_coro()
     while awaited is not None:
         coroutine = _awaiting(awaited)
@@ -63,7 +63,7 @@ def _frames_of(task: asyncio.Task[object]) -> Iterator[FrameType]:
 
 
 def _awaiting(awaited: object) -> tuple[FrameType | None, object] | None:
-    """Frame of a coroutine or generator, and what it awaits; None for anything else."""
+    """Return the frame of a coroutine or generator, and what it awaits; None for anything else."""
     if hasattr(awaited, "cr_frame") and hasattr(awaited, "cr_await"):
         return awaited.cr_frame, awaited.cr_await
     if hasattr(awaited, "ag_frame") and hasattr(awaited, "ag_await"):
@@ -74,7 +74,7 @@ def _awaiting(awaited: object) -> tuple[FrameType | None, object] | None:
 
 
 def _place(outwards: list[FrameType]) -> str | None:
-    """``outwards``: frames, the innermost first."""
+    """Return the line of the innermost own frame. ``outwards``: frames, the innermost first."""
     if not outwards:
         return None
     own = next((frame for frame in outwards if _is_own(frame.f_code.co_filename)), outwards[0])

@@ -1,10 +1,10 @@
-"""`status.json`: what a run is doing at this moment, for a reader in another process.
+"""`status.json`: the present state of a run, for a reader in another process.
 
-A thread of its own rewrites the file every second, so it tells a driver that is busy, whose event loop is stuck (and
-where) or that is gone from one that works. No watch on the event loop can end a run whose event loop is stuck, and the
-disk that the file lies on may be what hangs, so a second thread does that (`driver_watch`). The file holds what was
-last known, bounded however large the run is, and stays behind when the run ends. A run can do without it: if it cannot
-be written, that is logged and tried again.
+A thread of its own rewrites the file every second. The file therefore tells a working driver from one that is busy,
+that is gone, or whose event loop is stuck (and where). A watch on the event loop cannot end a run whose event loop is
+stuck, and the file's own disk may hang, so a second thread does that (`driver_watch`). The file holds the last known
+state, bounded however large the run is, and stays when the run ends. It is not essential: a failed write is logged and
+tried again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DriverStatus:
 
     @classmethod
     def of_this_process(cls) -> DriverStatus:
-        """The facts of the process that asks."""
+        """Return the status of the calling process."""
         facts = look_at(os.getpid())
         return cls(os.getpid(), socket.gethostname(), facts.started if facts is not None else None)
 
@@ -58,12 +58,12 @@ class StageStatus:
     since: float
     details: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = None
-    """The line in which it waits."""
+    """Line of code in which it waits."""
 
 
 @dataclass(frozen=True)
 class ChannelStatus:
-    """Who puts into a channel and who takes out of it."""
+    """A channel with its producer and its consumer."""
 
     name: str
     producer: str
@@ -80,7 +80,7 @@ class WorkerStatus:
     pid: int
     on_driver_host: bool
     asked_since: float
-    """When its last sign of life came, or the process was first asked for one."""
+    """Time of its last sign of life, or of the first request for one."""
     started: int | None = None
     """See `ProcessFacts.started`; None: on another host."""
     has_answered: bool = True
@@ -90,57 +90,57 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """How rollouts stand."""
+    """The state of the rollouts."""
 
     in_flight: int
     buffered: int
     refusal: str
-    """Why no group starts now."""
+    """Reason why no group starts now."""
     holding_up: tuple[str, ...]
-    """Groups that the next batch cannot do without; none: any will do."""
+    """Groups that the next batch needs; empty: any groups will do."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Everything in the file. Times are seconds since 1970."""
+    """Content of the file. Times are seconds since 1970."""
 
     driver: DriverStatus
     phase: Phase
     written: float
-    """When this was written: the driver's sign of life."""
+    """Time of writing, which is the driver's sign of life."""
     loop_beat: float
-    """When the driver's event loop last came round."""
+    """Time when the driver's event loop last came round."""
     moved_at: float
-    """When anything last made progress."""
+    """Time when anything last made progress."""
     stall_timeout_seconds: float
     step: int = 0
     max_steps: int = 0
     loop_place: str | None = None
-    """Where the event loop is stuck, if it is."""
+    """Line in which the event loop is stuck; None if it is not."""
     ending_since: float | None = None
     ending_threads: tuple[str, ...] = ()
-    """What is still done while a run does not come to its end."""
+    """Threads that are still busy while a run takes long to end."""
     stages: tuple[StageStatus, ...] = ()
     channels: tuple[ChannelStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     scheduler: SchedulerStatus | None = None
     memory_holders: tuple[str, ...] = ()
-    """Who needs the halves of the publication's memory."""
+    """Holders of the weight buffers."""
     waits: tuple[Wait, ...] = ()
     holdings: tuple[Wait, ...] = ()
     groups_by_wait: Mapping[str, int] = field(default_factory=dict)
-    """What groups in flight wait for -> how many do; ``waits`` has the oldest of them only."""
+    """Number of groups in flight by what they wait for; ``waits`` has only the oldest of them."""
 
 
 _RECORD = TypeAdapter(RunStatus)
 
 
 class DamagedStatus(ValueError):
-    """The file is there and says nothing that can be understood."""
+    """The file exists but cannot be understood."""
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """None: there is no such file. Raises `DamagedStatus`, and `OSError` if it cannot be read."""
+    """Read the status; None if there is no such file. Raises `DamagedStatus`, and `OSError` if it cannot be read."""
     try:
         return _RECORD.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 class StatusFile:
-    """Keeps the file up to date with what `update` was last given, until `close`."""
+    """Keeper of the file: writes what `update` last received, until `close`."""
 
     def __init__(
         self,
@@ -159,14 +159,17 @@ class StatusFile:
         interrupt: Callable[[], None] = lambda: None,
         end: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """To be made in the thread that the event loop will run in. As ``watch`` decides, ``interrupt`` ends what runs
-        there, and ``end``, with a reason, the process."""
+        """Start the threads. Call this in the thread that will run the event loop.
+
+        If ``watch`` decides so, ``interrupt`` is called to interrupt that thread, or ``end``, with a reason, to end the
+        process.
+        """
         self._path = path
         self._interrupt = interrupt
         self._end = end
         self._watch = watch
         self.stuck_because: str | None = None
-        """Why the run was interrupted from here."""
+        """Reason why this object interrupted the run; None if it did not."""
         self._loop_thread = threading.get_ident()
         now = time.time()
         limit = watch.stall_timeout_seconds
@@ -181,14 +184,14 @@ class StatusFile:
         threading.Thread(target=self._look_again_and_again, name="status watch", daemon=True).start()
 
     def update(self, status: RunStatus, *, at_once: bool = False) -> None:
-        """What the run does now: the event loop has come round."""
+        """Take over the present state, which also shows that the event loop has come round."""
         self._status = status
         self._rounds += 1
         if at_once:
             self._changed.set()
 
     def ending(self) -> None:
-        """Something is ended now that the event loop does not watch over; it has its own time for that."""
+        """Enter the phase "ending", which the event loop does not watch over, with its full time limit."""
         self._watch.ending = 0.0
         self._status = replace(self._status, phase="ending", ending_since=time.time())
 
@@ -199,7 +202,7 @@ class StatusFile:
         self.close()
 
     def close(self) -> None:
-        """Say that the run has ended; what was last known stays."""
+        """Write that the run has ended; the last known state stays."""
         self._closed.set()
         self._changed.set()
         self._thread.join(timeout=10 * WRITE_SECONDS)
@@ -246,7 +249,7 @@ class StatusFile:
         return f"the run had not come to its end after {self._watch.ending:.0f} s; still at work: {threads}"
 
     def _write(self, current: RunStatus) -> None:
-        # Texts come from exceptions, and may hold what UTF-8 cannot: halves of surrogate pairs.
+        # Texts come from exceptions and may contain what UTF-8 cannot hold: halves of surrogate pairs.
         text = json.dumps(asdict(current), indent=1, ensure_ascii=False, default=str)
         try:
             write_atomically(self._path, text.encode("utf-8", "replace").decode() + "\n", durable=False)

@@ -1,7 +1,7 @@
-"""`summary.json`: how the run stands, in one small file that is true at every moment.
+"""`summary.json`: the state of the run in one small file that is true at every moment.
 
-It says ``running`` from the start, so a run that is killed without a chance to speak never looks like a success; and
-once a failure is recorded nothing turns it into one.
+It says ``running`` from the start, so a run that is killed at once never looks like a success. Once a failure is
+recorded, nothing turns it into a success.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ACCURACY = re.compile(r"val/(?P<domain>.+)/accuracy")
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics ``val/<domain>/accuracy`` by domain."""
+    """Return the metrics ``val/<domain>/accuracy`` by domain."""
     matches = {name: _ACCURACY.fullmatch(name) for name in metrics}
     return {match["domain"]: metrics[name] for name, match in matches.items() if match}
 
 
 def describe_error(error: BaseException) -> str:
-    """One line per root failure: type and message, and what caused it.
+    """Return one line per root failure: type, message and cause.
 
-    An exception group (a stage engine's `TaskGroup`) is shown as the failures inside it.
+    An exception group (of a `TaskGroup`, for example) is shown as the failures inside it.
     """
     if isinstance(error, BaseExceptionGroup):
         return "\n".join(describe_error(inner) for inner in error.exceptions)
@@ -40,7 +40,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def fail_unfinished(path: Path, reason: str) -> None:
-    """Record, in place of a process that cannot any more, that its run failed; an end that is on record stands."""
+    """Record a run as failed on behalf of a process that no longer can. An end that is on record stays."""
     summary = json.loads(path.read_text())
     if summary["status"] == "running":
         text = json.dumps(summary | {"status": "failed", "error": redact(reason)}, indent=2, ensure_ascii=False)
@@ -61,7 +61,7 @@ class _State:
 
 
 class Summary:
-    """Writes `summary.json` at the start, at each update and at the end, each time as a whole.
+    """Writer of `summary.json`: at the start, at each update and at the end, each time as a whole.
 
     ``clock`` counts seconds; ``started`` is its value when the run began (default: now).
     """
@@ -73,8 +73,11 @@ class Summary:
         started: float | None = None,
         earlier: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """``earlier``: of a resumed run, what `metrics.jsonl` has of the steps that still count. Seconds are those of
-        all processes of the run together."""
+        """Write the first summary.
+
+        ``earlier``: for a resumed run, the records of `metrics.jsonl` that still count. Seconds are those of all
+        processes of the run together.
+        """
         self._path = path
         self._clock = clock
         self._started = clock() if started is None else started
@@ -94,10 +97,10 @@ class Summary:
         state.resumed_at = [*before["resumed_at"], state.steps]
 
     def update(self, metrics: Mapping[str, float], step: int, ledger: Mapping[str, Any] | None = None) -> None:
-        """Take over what the summary reports from the metrics of a step: ``val/<domain>/accuracy`` and ``lag/max``.
+        """Update the summary from the metrics of a step: ``val/<domain>/accuracy`` and ``lag/max``.
 
-        ``step`` is the number of training steps completed (0: the validation before the first one). ``ledger``, where
-        given, replaces the one before.
+        ``step`` is the number of training steps completed (0: the validation before the first one). ``ledger``, if
+        given, replaces the previous one.
         """
         state = self._state
         if step > 0 and state.first_step_seconds is None:
@@ -122,7 +125,7 @@ class Summary:
         error: BaseException | str | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the end. The first failure or interruption stands; a success may still turn into a failure."""
+        """Record the end. The first failure or interruption stays; a success may still turn into a failure."""
         state = self._state
         if state.status in ("running", "success"):
             state.status = status
@@ -133,7 +136,7 @@ class Summary:
         self._write()
 
     def as_dict(self) -> dict[str, Any]:
-        """What stands in the file (``seconds`` up to now)."""
+        """Return the content of the file (``seconds`` up to now)."""
         state = self._state
         return {
             "status": state.status,

@@ -1,8 +1,8 @@
-"""Who did what when: one record from which come the timeline file, the idle shares and since when each is in its state.
+"""The timeline: one record of states over time, for the timeline file, idle shares and the present states.
 
 Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
-the file as they end, and the file is whole, valid JSON after every write, so a killed run leaves a picture that
-opens. In memory only the recent past is kept. Not thread-safe: the driver's event loop is the one writer.
+the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Only
+the recent past is kept in memory. Not thread-safe: the driver's event loop is the one writer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECONDS_PER_WRITE = 1.0
 
 @dataclass(frozen=True)
 class Span:
-    """An actor's stay in a state, times in seconds of the timeline's clock."""
+    """An actor's stay in a state, with times in seconds of the timeline's clock."""
 
     actor: str
     state: str
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ActorState:
-    """The state an actor is in now."""
+    """The present state of an actor."""
 
     state: str
     since: float
@@ -51,10 +51,10 @@ class BusyIntervals:
         self._starts: list[float] = []
         self._ends: list[float] = []
         self.forgotten_until = float("-inf")
-        """Nothing is known of the time before."""
+        """End of the forgotten time."""
 
     def add(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Add an interval; returns the parts of it that no earlier one covered, in order."""
+        """Add an interval; return the parts of it that no earlier one covered, in order."""
         start = max(start, self.forgotten_until)
         if end <= start:
             return []
@@ -70,22 +70,22 @@ class BusyIntervals:
         return uncovered
 
     def seconds_within(self, start: float, end: float) -> float:
-        """Covered seconds of a window."""
+        """Return the covered seconds of a window."""
         touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
         covered = zip(self._starts[touched], self._ends[touched], strict=True)
         return sum(min(end, right) - max(start, left) for left, right in covered)
 
     def items(self) -> list[tuple[float, float]]:
-        """(start, end) of each, in their order."""
+        """Return (start, end) of each interval, in order."""
         return list(zip(self._starts, self._ends, strict=True))
 
 
 class Timeline:
-    """Takes state changes and busy intervals; answers who is where, who was idle, and draws the picture.
+    """Recorder of state changes and busy intervals, with queries for states, idle shares and spans.
 
     ``path``: the Chrome trace file that spans are streamed to (opens in Perfetto); without it nothing is written.
-    ``clock``: seconds. The default is the wall clock, because intervals measured by workers on other hosts must fit in;
-    a clock that is set back never gives negative or overlapping spans. ``remembered``: spans, and intervals of each
+    ``clock``: seconds. The default is the wall clock, because intervals measured by workers on other hosts must fit in.
+    A clock that is set back never gives negative or overlapping spans. ``remembered``: spans, and intervals of each
     worker, that stay in memory.
     """
 
@@ -103,11 +103,11 @@ class Timeline:
         self._last_write = self._origin
 
     def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
-        """The actor enters ``state`` at time ``at`` (default: now), which ends its span in the state before.
+        """Record that the actor enters ``state`` at time ``at`` (default: now), which ends its previous span.
 
-        ``details`` (a step, a group, what is waited for) go with the span. Saying the same state with the same details
-        again changes nothing, so "since when" stays true. A time before the actor's last change counts as that time.
-        `OSError` names a timeline file that cannot be written.
+        ``details`` (a step, a group, what is waited for) go with the span. Repeating the same state with the same
+        details changes nothing, so the start of the state stays true. A time before the actor's last change counts as
+        that time. Raises `OSError` naming a timeline file that cannot be written.
         """
         now = self._clock() if at is None else at
         current = self._current.get(actor)
@@ -120,9 +120,9 @@ class Timeline:
         self._write_if_due(now)
 
     def busy(self, role: str, start: float, end: float, worker: str | int = 0) -> None:
-        """A worker of ``role`` computed from ``start`` to ``end``.
+        """Record that a worker of ``role`` computed from ``start`` to ``end``.
 
-        Intervals may overlap and come in any order; one that ends before it starts (a clock was set back) is empty.
+        Intervals may overlap and come in any order. One that ends before it starts (a clock was set back) is empty.
         """
         intervals = self._busy.setdefault(role, {}).setdefault(str(worker), BusyIntervals(self._remembered))
         for left, right in intervals.add(start, end):
@@ -131,10 +131,10 @@ class Timeline:
         self._write_if_due(end)
 
     def idle_share(self, role: str, window: tuple[float, float], workers: int | None = None) -> float:
-        """Share of a window, 0 to 1, in which the role's workers did not compute; their mean.
+        """Return the share of a window, 0 to 1, in which the role's workers did not compute (mean over the workers).
 
-        ``workers`` is how many the role has (default: those that were ever busy). A role that never was is wholly idle.
-        Time so long ago that it is forgotten is left out of the window; an empty window has no idle time.
+        ``workers`` is the number of the role's workers (default: those that were ever busy). A role that never was is
+        wholly idle. Forgotten time is left out of the window; an empty window has no idle time.
         """
         start, end = window
         if end <= start:
@@ -144,15 +144,18 @@ class Timeline:
         return 1.0 - sum(_busy_share(intervals, start, end) for intervals in known) / total
 
     def spans(self) -> list[Span]:
-        """The ended spans in memory, in the order in which they ended."""
+        """Return the ended spans in memory, in the order in which they ended."""
         return list(self._spans)
 
     def last_states(self) -> dict[str, ActorState]:
-        """The present state of each actor, and since when."""
+        """Return the present state of each actor, with its start."""
         return dict(self._current)
 
     def write(self, path: Path) -> None:
-        """Write what is in memory, the present states up to now included, as a trace file of its own."""
+        """Write everything in memory, with the present states up to now, to a separate trace file.
+
+        Raises `ValueError` for the file that is being streamed to.
+        """
         if path == self._path and self._trace is not None:
             raise ValueError(f"{path} is being streamed to; `close` completes it")
         trace = _TraceFile(path, self._origin)
@@ -197,9 +200,9 @@ class Timeline:
 class _TraceFile:
     """A Chrome trace (array of events) that is complete after every write.
 
-    Each write overwrites the closing bracket by new events and a new bracket, in one go, so the file never lacks it.
+    Each write replaces the closing bracket by new events and a new bracket, in one go, so the file never lacks it.
     Processes are the tracks "stages" and "roles"; each actor or worker is a thread. Times are whole microseconds since
-    ``origin``, rounded at both ends of a span, so rounding makes no overlap.
+    ``origin``. Both ends of a span are rounded, so rounding makes no overlap.
     """
 
     def __init__(self, path: Path, origin: float) -> None:
@@ -213,7 +216,7 @@ class _TraceFile:
             self._file.write(b"[\n]")
             self._file.flush()
         self._end = 1
-        """Where the next event begins: behind the last one, or behind the opening bracket."""
+        """Position of the next event: after the last one, or after the opening bracket."""
 
     @property
     def pending(self) -> int:
@@ -249,7 +252,7 @@ class _TraceFile:
             self._file.close()
 
     def _track(self, process: str, thread: str) -> tuple[int, int]:
-        """Numbers of a track, which is named in the file when it is first used."""
+        """Return the numbers of a track, which is named in the file when it is first used."""
         if (process, thread) not in self._tracks:
             if process not in self._processes:
                 self._processes[process] = len(self._processes) + 1
@@ -278,7 +281,7 @@ def _busy_share(intervals: BusyIntervals, start: float, end: float) -> float:
 
 
 def _plain(value: Any) -> str | int | float | None:
-    """A detail as JSON can hold it; anything but text and finite numbers as text."""
+    """Return a detail as JSON can hold it: everything except text and finite numbers becomes text."""
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

@@ -1,7 +1,7 @@
-"""Trackers that the driver writes itself, and that a run cannot do without: files, on disk when `log` returns.
+"""Trackers that the driver writes itself, and that a run needs: files, on disk when `log` returns.
 
-TensorBoard events are written with TensorBoard's own writer, so that the driver needs no torch. Libraries of others,
-which may hang or fail, are `roll.tracking.plugins`.
+TensorBoard events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or
+fail are run by `roll.tracking.plugins`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TensorBoardTracker:
     """Scalars in a TensorBoard event file under ``folder``. ``clock`` gives the wall time of a point in seconds."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time, after_step: int | None = None) -> None:
-        """``after_step``: of a resumed run; what an earlier process wrote of later steps is not shown any more."""
-        # Imported here: it takes half a second that a run without TensorBoard need not spend.
+        """Open the event file. ``after_step``: last step that counts in a resumed run; later events are hidden."""
+        # Imported here, because it takes half a second that a run without TensorBoard need not spend.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder = folder
@@ -57,7 +57,7 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.log`. Raises `OSError` with the folder."""
+        """Write the metrics of a step; see `Tracker.log`. Raises `OSError` with the folder."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -67,12 +67,12 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def picture(self, name: str, path: Path, step: int) -> None:
-        """Shown under images, animated."""
+        """Write a GIF, shown under images and animated."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         data = path.read_bytes()
-        # Width and height stand behind the six letters of the format's name and version.
+        # Width and height follow the six letters of the format's name and version.
         width, height = (int.from_bytes(data[start : start + 2], "little") for start in (6, 8))
         image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
         values = [Summary.Value(tag=name, image=image)]
@@ -81,30 +81,30 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Close the event file; see `Tracker.close`."""
         with naming(self._folder):
             self._writer.close()
 
 
 class Trackers:
-    """Several trackers as one. A tracker that fails to log stops the run; closing reaches all of them in any case."""
+    """Several trackers as one. A tracker that fails to log stops the run. Closing reaches all of them in any case."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker.log`: to all of them."""
+        """Pass the metrics of a step to all trackers; see `Tracker.log`."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
     def picture(self, name: str, path: Path, step: int) -> None:
-        """Show a GIF in those that can."""
+        """Pass a GIF to the trackers that take pictures."""
         for tracker in self._trackers:
             if isinstance(tracker, PictureTracker):
                 tracker.picture(name, path, step)
 
     def close(self) -> None:
-        """See `Tracker.close`: all of them, also if one fails."""
+        """Close all trackers, even if one fails; see `Tracker.close`."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)

@@ -1,10 +1,10 @@
-"""Who waits for what, and who has it: the edges of the wait-for graph that `roll doctor` reads.
+"""Waits and holdings: the edges of the wait-for graph that `roll doctor` reads.
 
-An actor is whoever does one thing after another (a stage, the checkpointer), or several at once that take nothing from
-each other (a group's requests). `acting` says who the code below it works for; tasks that it starts belong to the same
-actor. `part` is for several things at once that do, `apart` for what goes on when it has ended. Whatever can wait says
-so with `waiting`, and what others may have to wait for is said with `holding`. Outside `acting` both do nothing, so
-parts can be used without a board. Names that both a wait and the doctor's graph know are below.
+An actor does one thing after another (a stage, the checkpointer), or several at once that do not wait for each other's
+resources (a group's requests). `acting` names the actor of the code inside it; tasks that start there belong to the
+same actor. `part` is for concurrent work that does compete, and `apart` for work that outlives the actor. Code that can
+wait says so with `waiting`. Code that holds something that others may wait for says so with `holding`. Outside `acting`
+both do nothing, so the code can be used without a board. The names shared by waits and the doctor's graph are below.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 START = "start"
-"""Whoever starts the roles and publishes the first version."""
+"""The code that starts the roles and publishes the first version."""
 TRAIN = "stage/train"
 PUBLISHER = "stage/param_update"
 """The stage that brings weights to the engines."""
 ENGINE = "engine"
-"""Whoever looks after the engine's replicas."""
+"""The task that looks after the engine's replicas."""
 GROUP = "group/"
-"""Before a group's number: its rollout."""
+"""Prefix of a group's number: its rollout."""
 WORKER = "worker/"
-"""Before a worker's name: a process that is called."""
+"""Prefix of a worker's name: a process that is called."""
 SCHEDULER = "scheduler"
-"""A batch: what a wait for the scheduler is for."""
+"""The wait for a batch."""
 REPLICAS = "replicas"
 """Any engine that may take a request."""
 REWARD_MODEL = "rewards."
-"""Before the name of a reward that has processes on devices: any of these."""
+"""Prefix of the name of a reward that has processes on devices: any of these."""
 PUBLICATION_MEMORY = "publication memory"
 PUBLISHING = "the publication under way"
-"""Holds publication memory."""
+"""Holder of publication memory while a weight update is under way."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An edge from an actor to what it waits for, or to what it has."""
+    """An edge from an actor to what it waits for, or to what it holds."""
 
     who: str
     on: str
-    """An actor, or something that actors have or answer for, such as ``devices/...`` or ``worker/...``."""
+    """An actor, or something that actors hold or serve, such as ``devices/...`` or ``worker/...``."""
     what: str
-    """In words."""
+    """Description for a user."""
     since: float
 
 
 class WaitBoard:
-    """All waits and holdings of a process as of now. Belongs to one event loop."""
+    """All present waits and holdings of a process. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -60,11 +60,11 @@ class WaitBoard:
         self._holdings: dict[int, Wait] = {}
 
     def waits(self) -> list[Wait]:
-        """In the order in which they began."""
+        """Return the waits in the order in which they began."""
         return list(self._waits.values())
 
     def holdings(self) -> list[Wait]:
-        """In the order in which they began."""
+        """Return the holdings in the order in which they began."""
         return list(self._holdings.values())
 
     @contextmanager
@@ -78,13 +78,13 @@ class WaitBoard:
 
     @contextmanager
     def wait(self, who: str, on: str, what: str) -> Iterator[None]:
-        """An actor waits while this is open."""
+        """List a wait of an actor while this is open."""
         with self._listed(self._waits, who, on, what):
             yield
 
     @contextmanager
     def hold(self, who: str, on: str, what: str) -> Iterator[None]:
-        """An actor has something while this is open."""
+        """List a holding of an actor while this is open."""
         with self._listed(self._holdings, who, on, what):
             yield
 
@@ -100,7 +100,7 @@ _ACTING: ContextVar[_Actor | None] = ContextVar("acting", default=None)
 
 @contextmanager
 def acting(name: str, board: WaitBoard) -> Iterator[None]:
-    """What is done here, and in tasks begun here, is done by this actor."""
+    """Attribute the waits of this block, and of tasks started in it, to an actor."""
     token = _ACTING.set(_Actor(name, board))
     try:
         yield
@@ -110,7 +110,10 @@ def acting(name: str, board: WaitBoard) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """One of several things that the present actor does at the same time: an actor of its own, which it waits for."""
+    """Make this block an actor of its own, which the present actor waits for.
+
+    It is for one of several things that the present actor does at the same time.
+    """
     whole = _ACTING.get()
     if whole is None:
         yield
@@ -122,7 +125,7 @@ def part(name: str) -> Iterator[None]:
 
 @contextmanager
 def apart(name: str) -> Iterator[None]:
-    """Tasks begun here go on by themselves: an actor of its own, which the present one does not wait for."""
+    """Make this block, and tasks started in it, an actor of its own, which the present actor does not wait for."""
     whole = _ACTING.get()
     if whole is None:
         yield
@@ -133,7 +136,7 @@ def apart(name: str) -> Iterator[None]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Waits in here mean nothing: somebody listens all the time."""
+    """Ignore the waits of this block, such as those of a task that always waits for the next event."""
     token = _ACTING.set(None)
     try:
         yield
@@ -143,7 +146,7 @@ def unobserved() -> Iterator[None]:
 
 @contextmanager
 def waiting(on: str, what: str) -> Iterator[None]:
-    """The present actor waits while this is open."""
+    """List a wait of the present actor while this is open."""
     actor = _ACTING.get()
     if actor is None:
         yield
@@ -154,7 +157,7 @@ def waiting(on: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def holding(on: str, what: str) -> Iterator[None]:
-    """The present actor has something while this is open."""
+    """List a holding of the present actor while this is open."""
     actor = _ACTING.get()
     if actor is None:
         yield

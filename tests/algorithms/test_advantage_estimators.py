@@ -26,6 +26,7 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.kl import sequence_token_rewards
 from roll.algorithms.registry import KnobError
+from tests.tiers import examples
 
 NAMES = ADVANTAGE_ESTIMATORS.names()
 EVERY_FILL = st.sampled_from([float("nan"), float("inf"), -float("inf")])
@@ -265,7 +266,7 @@ def test_every_estimator_has_a_closed_form():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 10_000), fill=EVERY_FILL)
 def test_what_stands_outside_the_mask_is_never_read(name, seed, fill):
     case = random_case(seed)
@@ -289,7 +290,7 @@ def test_what_stands_outside_the_mask_is_never_read(name, seed, fill):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 10_000))
 def test_order_of_samples_and_names_of_groups_do_not_matter(name, seed):
     case = random_case(seed)
@@ -300,7 +301,7 @@ def test_order_of_samples_and_names_of_groups_do_not_matter(name, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 10_000), left=st.integers(0, 3), right=st.integers(0, 3))
 def test_padding_on_either_side_and_groups_without_tokens_change_nothing(name, seed, left, right):
     case = random_case(seed)
@@ -455,7 +456,7 @@ def test_equal_rewards_and_groups_of_one_are_exactly_zero(name, reward):
 reward_lists = st.lists(st.tuples(st.integers(0, 2), st.integers(-5, 5), st.integers(1, 5)), min_size=1, max_size=9)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=reward_lists)
 def test_group_relative_advantages_cancel_within_a_group(data):
     groups, rewards, lengths = ([item[i] for item in data] for i in range(3))
@@ -472,7 +473,7 @@ def test_group_relative_advantages_cancel_within_a_group(data):
         assert abs((weights * first["opo"])[rows].sum().item()) < 1e-9
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=reward_lists)
 def test_rloo_is_the_centred_reward_stretched_by_the_size_of_its_group(data):
     groups, rewards = [item[0] for item in data], [float(item[1]) for item in data]
@@ -483,7 +484,7 @@ def test_rloo_is_the_centred_reward_stretched_by_the_size_of_its_group(data):
     torch.testing.assert_close(rloo * (sizes - 1), centred * sizes, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=reward_lists, shift=st.floats(-100, 100), scale=st.floats(0.01, 100))
 def test_grpo_ignores_the_shift_and_with_the_deviation_the_scale_of_rewards(data, shift, scale):
     groups, rewards = [item[0] for item in data], np.array([float(item[1]) for item in data])
@@ -505,7 +506,7 @@ def test_a_reward_after_a_tool_answer_reaches_the_tokens_before_it():
         assert make_advantage_estimator(name)(rewards, mask, [0]).tolist() == [[0, 2, 2, 0, 0, 2]]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), gamma=st.floats(0, 1))
 def test_gae_with_lambda_one_is_the_return_minus_the_value(seed, gamma):
     case = random_case(seed)
@@ -514,7 +515,7 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value(seed, gamma):
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), gamma=st.floats(0, 1))
 def test_gae_with_lambda_zero_is_the_error_of_one_step(seed, gamma):
     case = random_case(seed)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.kl import AdaptiveKLController, FixedKLController, make_kl_controller
+from tests.tiers import examples
 
 
 def test_a_fixed_weight_stays():
@@ -41,7 +42,7 @@ def test_nan_leaves_the_weight_as_it_was_and_the_next_measurement_counts():
     assert controller.coef == pytest.approx(0.1 * 1.02)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     kl=st.floats(allow_nan=True, allow_infinity=True),
     samples=st.integers(0, 10**9),

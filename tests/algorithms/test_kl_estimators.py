@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.kl import KL_ESTIMATORS, kl_penalised_token_rewards, sequence_token_rewards, token_kl
+from tests.tiers import examples
 
 VALUES_AND_GRADIENTS = {
     "k1": (lambda d: d, lambda d: 1.0),
@@ -38,7 +39,7 @@ def test_every_estimator_has_its_formula_here():
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 10_000))
 def test_values_and_gradients_follow_the_formula(estimator, seed):
     logprobs, reference, mask = random_tensors(seed)
@@ -65,7 +66,7 @@ def test_extreme_ratios_and_ties_follow_the_formula(estimator, d):
     assert logprobs.grad.item() == pytest.approx(gradient(d), rel=1e-10)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(d=st.one_of(st.floats(-80, 80), st.floats(-1e-6, 1e-6)), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_k2_and_both_k3_are_never_negative(d, dtype):
     difference = torch.full((1, 16), d, dtype=dtype)

@@ -210,6 +210,8 @@ def test_a_new_variant_needs_one_line_and_a_knob_without_default_must_be_set():
 
     function, knobs = registry.build("one", {"size": 3})
     assert function(knobs) == 3
+    with pytest.raises(KnobError, match="'size' is True, a bool"):
+        registry.build("one", {"size": True})
     with pytest.raises(KnobError, match="needs the knob 'size'"):
         registry.build("one", {})
     with pytest.raises(ValueError, match="twice"):

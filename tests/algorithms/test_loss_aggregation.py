@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
+from tests.tiers import examples
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [9.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
 MASK = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
@@ -28,7 +29,7 @@ def test_value_is_the_closed_form_and_empty_sequences_count_nowhere(mode, expect
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 5))
 def test_parts_add_up_to_the_whole_in_any_order(mode, seed, cut):
     generator = torch.Generator().manual_seed(seed)

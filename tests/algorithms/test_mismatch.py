@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.mismatch import BINS_PER_DECADE, MISMATCH_SUMS, mismatch_metrics, mismatch_sums
 from roll.algorithms.objective import PolicyObjective
+from tests.tiers import examples
 
 NAMES = {"mean", "abs_mean", "std", "p50", "p99", "max", "tokens"}
 RESOLUTION = 10 ** (1 / BINS_PER_DECADE)
@@ -110,7 +111,7 @@ def test_only_response_tokens_of_the_trainers_own_version_count():
     assert mismatch_of(metrics_of(objective, data)) == pytest.approx(found)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 1000), labels=st.lists(st.integers(0, 3), min_size=ROWS, max_size=ROWS))
 def test_the_figures_do_not_depend_on_how_the_batch_is_split(seed, labels):
     data = tensors(seed)

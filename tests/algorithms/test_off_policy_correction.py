@@ -19,6 +19,7 @@ from roll.algorithms.correction import (
     parse_correction,
 )
 from roll.algorithms.registry import KnobError
+from tests.tiers import examples
 
 ROWS, WIDTH = 7, 6
 LEVELS = ("token", "sequence", "geometric")
@@ -128,7 +129,7 @@ def assert_equal_to_loop(tensors, correction):
     assert {name: result.metrics[name] for name in metrics} == pytest.approx(metrics, rel=1e-10, abs=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(correction=st.sampled_from(CORRECTIONS), seed=st.integers(0, 10_000))
 def test_weights_rejection_and_metrics_follow_their_definitions(correction, seed):
     assert_equal_to_loop(random_tensors(seed), correction)
@@ -139,7 +140,7 @@ def test_every_combination_follows_its_definition():
         assert_equal_to_loop(random_tensors(11), correction)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(correction=st.sampled_from(CORRECTIONS), fill=st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_what_stands_outside_the_mask_is_never_read(correction, fill):
     proximal, behaviour, mask = random_tensors(5)
@@ -150,7 +151,7 @@ def test_what_stands_outside_the_mask_is_never_read(correction, fill):
     assert dirty.weights[~mask].eq(0).all() and not (dirty.kept & ~mask).any()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(correction=st.sampled_from(CORRECTIONS), seed=st.integers(0, 10_000))
 def test_permuting_samples_permutes_the_result_and_inputs_stay_as_they_were(correction, seed):
     tensors = random_tensors(seed)
@@ -172,7 +173,7 @@ def test_nothing_carries_a_gradient_and_the_mask_is_not_shared():
     assert mask.any()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000), level=st.sampled_from(LEVELS), upper=st.floats(1.001, 10.0), scale=st.floats(0.0, 30.0)
 )
@@ -184,7 +185,7 @@ def test_truncation_never_raises_a_weight(seed, level, upper, scale):
     assert (bounded <= free).all() and (bounded <= upper).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(correction=st.sampled_from(CORRECTIONS), sign=st.sampled_from([1.0, -1.0]))
 def test_a_thousand_tokens_with_ratios_of_e_to_20_overflow_nowhere(correction, sign):
     proximal = torch.full((2, 1000), 20.0 * sign, dtype=torch.float64)
@@ -237,7 +238,7 @@ def test_a_masked_weight_stays_in_the_normaliser_and_a_rejected_token_does_not()
     assert masked.metrics["rejected_share"] == rejected.metrics["clipped_share"] == 0.0
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 10_000), level=st.sampled_from(LEVELS))
 def test_normalised_weights_have_mean_one_over_the_tokens_that_stay(seed, level):
     tensors = random_tensors(seed)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roll.algorithms.metrics import combine, policy_metrics
 from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
+from tests.tiers import examples
 
 ROWS, WIDTH = 6, 5
 MU = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
@@ -70,7 +71,7 @@ def everything_by_loop(tensors, max_lag, last):
     return expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), max_lag=st.integers(0, 5), capped=st.booleans())
 def test_metrics_follow_their_definitions_overall_and_per_lag(seed, max_lag, capped):
     tensors = random_tensors(seed)
@@ -79,7 +80,7 @@ def test_metrics_follow_their_definitions_overall_and_per_lag(seed, max_lag, cap
     assert off_policy_metrics(sums) == pytest.approx(everything_by_loop(tensors, max_lag, last), rel=1e-10, abs=1e-10)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_sums_of_any_split_add_up_to_those_of_the_whole(seed, labels):
     tensors = random_tensors(seed)
@@ -151,7 +152,7 @@ def test_a_log_probability_that_is_nan_is_seen():
     assert math.isnan(whole_row(math.nan, 0.0)["ess"]) and math.isnan(whole_row(math.nan, 0.0)["k3"])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(log_ratios=st.lists(st.floats(-30, 30) | st.floats(-1e-7, 1e-7), min_size=1, max_size=12))
 def test_k3_is_never_negative_and_the_effective_sample_size_is_a_share(log_ratios):
     metrics = whole_row(*log_ratios)
@@ -197,7 +198,7 @@ def part_metrics(tensors, rows, **options):
     return policy_metrics({"loss": total}, token_metrics, max_lag=3, **part, **options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_metrics_of_a_loss_are_the_same_for_any_split(seed, labels):
     tensors = random_tensors(seed)

@@ -34,6 +34,11 @@ def gradient_of(inputs, name, args=None):
     return torch.autograd.grad(losses.sum(), logprobs)[0]
 
 
+def test_a_token_at_the_bound_of_the_unified_mask_keeps_its_gradient():
+    inputs = one_row([0.0, -1e-3], [-1.0, -1.0])
+    assert gradient_of(inputs, "cispo", {"epsilon_low": 0.0, "use_unified_mask": True}).tolist() == [[1.0, 0.0]]
+
+
 def test_every_variant_has_a_reference():
     assert {variant for variant, _, _ in CASES.values()} == set(POLICY_LOSSES.names())
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
 from roll.algorithms.policy_losses import PolicyInputs, make_policy_loss
 from tests.algorithms.policy_loss_reference import CASES, random_inputs
+from tests.tiers import examples
 
 LOSSES = {label: (name, args) for label, (name, args, _) in CASES.items()}
 ROWS = 5
 TENSORS = ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs")
 ANCHORS = st.sampled_from(["behaviour", "proximal"])
 SEEDS = st.integers(0, 10_000)
-some = settings(max_examples=12)
+some = settings(max_examples=examples(12))
 """Examples for each loss; there are enough losses for some hundred of them."""
 
 

@@ -13,6 +13,7 @@ from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.objective import PolicyObjective
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
+from tests.tiers import examples
 
 ROWS, WIDTH = 5, 6
 
@@ -74,7 +75,7 @@ def assert_no_split_matters(objective, tensors, labels):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_any_split_gives_the_same_loss_gradients_and_metrics(mode, seed, labels):
     objective = PolicyObjective(9, "tis", {"upper": 2.0}, mode, use_kl_loss=True, entropy_loss_coef=0.1)
@@ -196,7 +197,7 @@ def full_tensors(seed):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_no_variant_depends_on_the_split_whatever_is_left_of_the_batch(name, seed, labels):
     objective = PolicyObjective(9, name, anchor="proximal", corrected=True, max_lag=2, lags_capped=True)

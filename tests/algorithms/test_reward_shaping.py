@@ -23,6 +23,7 @@ from roll.algorithms.reward_shaping import (
     truncated_mask,
     zero_variance_mask,
 )
+from tests.tiers import examples
 
 PLACES = ("none", "batch", "group", "running")
 
@@ -53,7 +54,7 @@ def loop_moments(place, data, row, running):
 
 @pytest.mark.parametrize("mean", PLACES)
 @pytest.mark.parametrize("std", PLACES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=batches)
 def test_mean_and_deviation_each_come_from_their_own_place(mean, std, data):
     rewards, groups = tensors(data)
@@ -78,7 +79,7 @@ def test_a_group_of_one_and_equal_rewards_are_exactly_zero_after_scaling(mean, v
     assert normalize_rewards(rewards, [5, 5, 5, 2], "group").eq(0).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=batches, seed=st.integers(0, 1000))
 def test_order_of_samples_does_not_matter(data, seed):
     rewards, groups = tensors(data)
@@ -130,7 +131,7 @@ def test_an_overlong_penalty_that_cannot_be_meant_is_refused(buffer, factor):
 lengths_lists = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), min_size=1, max_size=10)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=lengths_lists, weight=st.floats(0, 3))
 def test_the_relative_length_reward_compares_within_the_group(data, weight):
     groups, lengths, correct = (torch.tensor([item[i] for item in data]) for i in range(3))

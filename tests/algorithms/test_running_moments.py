@@ -20,11 +20,12 @@ from roll.algorithms.moments import (
     group_sizes,
     group_tensor,
 )
+from tests.tiers import examples
 
 values_lists = st.lists(st.floats(-100, 100, allow_subnormal=False), max_size=30)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(parts=st.lists(values_lists, min_size=1, max_size=6), offset=st.sampled_from([0.0, 1e4, -1e6]))
 def test_batches_merge_to_the_moments_of_all_values(parts, offset):
     running = RunningMoments()
@@ -96,7 +97,7 @@ def test_an_impossible_state_is_refused(state):
         RunningMoments().restore(state)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.lists(st.tuples(st.integers(-2, 2), st.floats(-10, 10, allow_subnormal=False)), max_size=20))
 def test_group_moments_are_those_of_the_members(data):
     groups = torch.tensor([group for group, _ in data], dtype=torch.int64)

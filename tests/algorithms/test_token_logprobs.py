@@ -20,6 +20,7 @@ from roll.algorithms.logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
+from tests.tiers import examples
 
 VOCABULARY, WIDTH = 13, 5
 
@@ -202,7 +203,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen):
         assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, expected[i])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data())
 def test_splitting_and_permuting_positions_splits_and_permutes_the_results(data):
     count = data.draw(st.integers(2, 9), "positions")
@@ -303,3 +304,17 @@ def test_a_temperature_that_is_not_positive_is_refused_for_hidden_states_too(tem
     for function in (linear_logprobs, linear_logprobs_and_entropy):
         with pytest.raises(ValueError, match="above 0"):
             function(*leaves, targets, temperature, chunk_elements=chunk_elements)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_given_logits_are_widened_a_chunk_at_a_time_and_no_copy_waits_for_the_backward_pass(entropy_gradient):
+    positions, chunk = 512, 8000
+    logits = random_logits(positions, 1000, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.zeros(positions, dtype=torch.int64)
+    memory = LiveMemory()
+    with memory:
+        logprobs, entropy = token_logprobs_and_entropy(logits, targets, 0.9, entropy_gradient, chunk)
+        assert memory.now < 10 * positions and memory.most < 5 * chunk + 10 * positions
+        before = memory.most
+        (logprobs.sum() + entropy.sum()).backward()
+    assert before <= memory.most < 3 * logits.numel()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LossNormalizers, aggregate
 from roll.algorithms.value_loss import value_loss
+from tests.tiers import examples
 
 ROWS, WIDTH = 5, 7
 
@@ -44,7 +45,7 @@ def evaluate(tensors, clip):
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 10_000))
 def test_values_and_gradients_follow_the_formula(clip, seed):
     tensors = random_tensors(seed)
@@ -98,7 +99,7 @@ def test_targets_get_no_gradient():
     assert leaves["old_values"].grad is None and leaves["returns"].grad is None
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, ROWS - 1))
 def test_parts_in_any_order_add_up_to_the_whole(seed, cut):
     tensors = random_tensors(seed)

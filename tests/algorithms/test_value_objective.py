@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.value_objective import ValueObjective
+from tests.tiers import examples
 
 
 def make_part(seed, rows=3, width=5):
@@ -38,7 +39,7 @@ def run(objective, parts):
     return sum(losses), torch.cat(gradients), metrics[0].from_vectors(sums.tolist(), maxima.tolist())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(LOSS_AGG_MODES), st.none() | st.floats(0.05, 2.0), st.integers(0, 1000))
 def test_parts_add_up_to_the_whole(mode, clip, seed):
     parts = [make_part(seed + number) for number in range(3)]

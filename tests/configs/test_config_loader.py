@@ -16,6 +16,7 @@ from roll.configs.schema import AgenticConfig, CustomEnvConfig, RewardConfig, RL
 from roll.configs.structure import alternatives, walk
 from roll.configs.wording import MASK
 from roll.configs.yaml_text import parse_yaml
+from tests.tiers import examples
 
 
 def problems_of(path: Path | str, *overrides: str) -> dict[str, ConfigProblem]:
@@ -288,7 +289,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(write, tree):
     assert load_config(write(dump_config(config))) == config
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.text(st.characters(codec="utf-8"), max_size=20) | st.text("$\\{}?:a.~", max_size=12))
 @example("\x85")
 @example("a\u2028b")
@@ -306,20 +307,18 @@ def test_secrets_are_masked_in_dumps_and_messages(write):
     assert "abc123" not in str(found["actor_infer.password"])
 
 
-def test_loading_is_light_and_fast(write, tree):
+def test_loading_is_light(write, tree):
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "import roll.configs.plan, roll.configs.reference\n"
         "from roll.configs import check_config, load_config\n"
         "check_config(load_config(sys.argv[1], ['max_steps=3', 'exp_name=x-${max_steps}']))\n"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "print(time.perf_counter() - start)"
+        "assert not heavy, heavy"
     )
     command = [sys.executable, "-c", code, str(write(tree))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 5
 
 
 @pytest.mark.parametrize("root", PIPELINES.values())

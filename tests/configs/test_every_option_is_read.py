@@ -26,6 +26,8 @@ from roll.configs.rules_envs import groups_are_enough
 from roll.configs.schema import ROLL_KNOBS, ActorTrainConfig, AgenticConfig, EnvManagerConfig, RLVRConfig
 from roll.configs.structure import alternatives, field_types
 
+pytestmark = pytest.mark.tier("all")  # mypy looks at the whole package, as in `make check`
+
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "roll"
 
 Option = tuple[str, str]

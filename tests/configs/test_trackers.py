@@ -16,6 +16,8 @@ def config(tree, monkeypatch):
     """A function from keys to a configuration that is right but for them."""
     for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
+    # As on a machine that has every tracker.
+    monkeypatch.setattr("roll.configs.rules_trackers.is_installed", lambda package: True)
     return lambda **keys: config_from_tree({**tree, **keys})
 
 
@@ -90,7 +92,7 @@ def test_trackio_needs_a_key_for_a_space_only(config):
 
 
 def test_a_package_that_is_missing_is_named_with_the_way_to_get_it(config, monkeypatch):
-    monkeypatch.setattr("roll.configs.rules_trackers.find_spec", lambda package: None)
+    monkeypatch.setattr("roll.configs.rules_trackers.is_installed", lambda package: False)
     chosen = config(track_with="wandb", tracker_kwargs=OFFLINE)
     problem = problems(chosen)["track_with"]
     assert "not installed" in problem.message and "pip install 'roll[wandb]'" in problem.remedy

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, require_append_only
 from tests.data.chat_templates import FORMATS, make_tokenizer
+from tests.tiers import examples
 
 SYSTEM = {"role": "system", "content": "You play a game."}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -51,7 +52,7 @@ def after_in(tokenizer, sampled_text: str, observation: str = "a wall", **option
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     has_system=st.booleans(),
     first=plain_text,

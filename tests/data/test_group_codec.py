@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roll.data.group_codec import decode_group, encode_group
 from roll.data.records import Group, Prompt, Sample
+from tests.tiers import examples
 
 FLOATS = st.floats(allow_nan=True, width=64)
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -58,7 +59,7 @@ def assert_same(one, other) -> None:
             assert repr(mine) == repr(theirs), field.name
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(groups())
 def test_a_group_comes_back_with_the_same_bits(group):
     back = decode_group(encode_group(group))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import roll
-from roll.data.imports import import_object
+from roll.data.imports import DriverFolders, driver_folders, import_object
 
 ROOT = Path(roll.__file__).parents[1]
 
@@ -49,6 +49,40 @@ def test_what_cannot_be_imported_says_which_part(folder, path, reason):
     (folder / "broken_in_the_working_folder.py").write_text("1 / 0\n")
     with pytest.raises(ImportError, match=reason):
         import_object(path)
+
+
+def test_workers_find_modules_and_files_where_the_driver_does(folder, tmp_path_factory, monkeypatch):
+    """Names in the driver's order: what hides a module there hides it in workers. The folder itself hides nothing."""
+    (folder / "beside.txt").write_text("here")
+    (folder / "below").mkdir()
+    monkeypatch.setattr(sys, "path", ["/of/the/user", "below", "a key of a path hook"])
+    driver = driver_folders()
+    assert driver.imports == ("/of/the/user", str(folder / "below"), "a key of a path hook", str(folder))
+    monkeypatch.chdir(tmp_path_factory.mktemp("where Ray was started"))
+    monkeypatch.setattr(sys, "path", ["/of/the/worker", "a key of a path hook", "/of/the/user"])
+    driver.enter()
+    assert Path("beside.txt").read_text() == "here"
+    assert sys.path == [*driver.imports, "/of/the/worker"]
+
+
+def test_a_folder_that_was_deleted_disturbs_nobody_who_needs_none(folder, monkeypatch, caplog):
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", ["", "/of/the/user"])
+    gone.rmdir()
+    assert import_object("json:loads") is json.loads
+    driver = driver_folders()
+    assert driver == DriverFolders(None, ("/of/the/user",))
+    assert "the working folder has been deleted" in caplog.text
+    monkeypatch.chdir(folder)
+    driver.enter()
+    assert Path.cwd() == folder
+
+
+def test_a_worker_on_a_host_without_the_drivers_folder_stays_where_it_is(folder):
+    DriverFolders(str(folder / "elsewhere"), ("/of/the/user",)).enter()
+    assert (Path.cwd(), sys.path[0]) == (folder, "/of/the/user")
 
 
 PARTS = """\

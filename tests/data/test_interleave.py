@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roll.data.interleave import DomainSchedule, PromptStream
 from roll.data.records import Prompt
+from tests.tiers import examples
 
 SHARE = st.integers(0, 1000) | st.floats(1e-3, 1.0)
 SHARES = st.lists(SHARE, min_size=1, max_size=12).filter(lambda each: sum(each) > 0)
@@ -29,7 +30,7 @@ def draw(stream: PromptStream, count: int) -> list[Prompt]:
     return [next(stream) for _ in range(count)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SHARES, st.integers(1, 300))
 def test_no_domain_is_ever_a_whole_prompt_from_its_share(values, turns):
     shares = {str(index): value for index, value in enumerate(values)}
@@ -55,7 +56,7 @@ def test_impossible_shares_are_refused(shares):
         DomainSchedule(shares)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SIZES, st.integers(0, 3), st.booleans(), st.data())
 def test_each_prompt_comes_exactly_once_per_epoch_of_its_domain(sizes, seed, shuffle, data):
     shares = data.draw(st.none() | st.lists(st.floats(0.05, 1), min_size=len(sizes), max_size=len(sizes)))
@@ -73,7 +74,7 @@ def test_each_prompt_comes_exactly_once_per_epoch_of_its_domain(sizes, seed, shu
 
 
 @given(SIZES, st.integers(0, 1000), st.integers(0, 50))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_restored_stream_goes_on_where_the_other_stopped(sizes, seed, drawn):
     first = PromptStream(make_prompts(sizes), seed=seed)
     draw(first, drawn)

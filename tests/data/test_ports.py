@@ -22,7 +22,7 @@ def test_they_differ_and_can_be_opened():
 
 
 def test_a_port_in_use_is_not_given(monkeypatch):
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("", free_port())) as taken:  # where no outgoing connection takes it afterwards
         port = taken.getsockname()[1]
         monkeypatch.setattr("roll.data.ports.PORTS", [port])
         monkeypatch.setattr("roll.data.ports._TRIALS", 1)

@@ -26,6 +26,7 @@ from roll.strategies.infer.base import (
     TokenChunk,
     WeightReceipt,
 )
+from tests.witness import Witness
 
 TOKEN_SECONDS = 1.0
 LOAD_SECONDS = 2.0
@@ -50,8 +51,10 @@ class RunningRequest:
 class ScriptedEngine:
     """An `InferStrategy` whose tokens take a second each and whose loads take two."""
 
-    def __init__(self, *_args, in_place=True, **_options):
+    def __init__(self, *_args, in_place=True, witness=None, **_options):
         self.version = 0
+        self.witness = witness or Witness()
+        """Of calls in an order that no engine allows: the pool replaces an engine that fails."""
         self.running: dict[str, RunningRequest] = {}
         self.seen: list[GenerateRequest] = []
         self.stuck = asyncio.Event()
@@ -83,7 +86,8 @@ class ScriptedEngine:
                 await self.unstuck()
                 if self.fail_next is not None:
                     raise self.fail_next
-                assert not self.asleep
+                with self.witness.watching():
+                    assert not self.asleep
                 mine.versions.append(self.version)
         finally:
             del self.running[request.request_id]
@@ -116,25 +120,29 @@ class ScriptedEngine:
         self.going.set()
 
     async def prepare_weights(self, buckets, version):
-        assert not list(buckets)
+        with self.witness.watching():
+            assert not list(buckets)
         self.preparing = version
         await self.unstuck()
         await asyncio.sleep(LOAD_SECONDS / 2)
         return self.receipt(version)
 
     async def load_weights(self, version):
-        assert version == self.preparing and not self.going.is_set()
+        with self.witness.watching():
+            assert version == self.preparing and not self.going.is_set()
         await asyncio.sleep(LOAD_SECONDS / 2)
         self.version = version
         return self.receipt(version)
 
     async def transfer_step(self, step, payload):
-        assert not self.going.is_set()
+        with self.witness.watching():
+            assert not self.going.is_set()
         await asyncio.sleep(LOAD_SECONDS)
         self.pushed = payload
 
     async def weights_pushed(self, version, layout):
-        assert self.pushed == version
+        with self.witness.watching():
+            assert self.pushed == version
         self.version = version
         return self.receipt(version)
 
@@ -170,7 +178,7 @@ class LocalHandle:
         """Method whose call the process does not survive."""
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = WorkerPlace(0, "cpu", (index,), 1)
-        self.worker = LocalWorker(WorkerIdentity("actor_infer", index, 1, place, None, ()))
+        self.worker = LocalWorker(WorkerIdentity("actor_infer", index, 1, place, None))
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -246,7 +254,8 @@ class LocalPool:
     """A pool over scripted engines. ``handles`` holds every process ever started, in order."""
 
     def __init__(self, monkeypatch, replicas: int = 1, *, in_place: bool = True, **settings):
-        engine = partial(ScriptedEngine, in_place=in_place)
+        self.witness = Witness()
+        engine = partial(ScriptedEngine, in_place=in_place, witness=self.witness)
         monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name, own: engine)
         monkeypatch.setitem(TRANSPORTS, "nothing", WeightTransport(nothing_to_send, NothingToCarry))
         self.handles: list[LocalHandle] = []
@@ -293,3 +302,4 @@ class LocalPool:
     async def __aexit__(self, *_):
         self._running.cancel()
         await asyncio.wait([self._running])
+        self.witness.testify()

@@ -49,12 +49,12 @@ class Actor:
 
 def handle(actor: Actor, rank: int = 0) -> WorkerHandle:
     place = WorkerPlace(0, "cpu", (rank,), 1)
-    return WorkerHandle(WorkerIdentity("actor_train", rank, 2, place, None, ()), "module:Class", actor)
+    return WorkerHandle(WorkerIdentity("actor_train", rank, 2, place, None), "module:Class", actor)
 
 
 def failure(work: Callable[[], object]) -> Exception:
     async def main() -> Exception:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             try:
                 await work()
             except Exception as error:

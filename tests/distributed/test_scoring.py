@@ -13,11 +13,14 @@ from roll.distributed.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.distributed.scoring import ScorePool, ScoreSettings
 from roll.pipeline.device_lock import DeviceLock
 from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
+from roll.rollout.clock import run_virtual
 from roll.strategies.score.base import Scored, ScorerSetup
 from roll.tracking.waits import WaitBoard, acting
 
 ROLE = "rewards.chat"
 T = TypeVar("T")
+TICK = 0.001
+"""Seconds of virtual time, after which something is looked at again."""
 
 
 class Process:
@@ -139,7 +142,7 @@ def run(
                 await pool.shutdown()
                 assert all(not process.alive for process in machine.processes)
 
-    return asyncio.run(main())
+    return run_virtual(main())
 
 
 def group(*responses: str) -> list[RewardInput]:
@@ -291,7 +294,7 @@ def test_its_processes_are_actors_of_their_own_and_nobody_who_started_them_waits
         async with lock.hold("actor_train"):
             asking = asyncio.create_task(pool.score(group("x")))
             while not lock.contended:
-                await asyncio.sleep(0)
+                await asyncio.sleep(TICK)
             waits, holdings = board.waits(), board.holdings()
         await asking
         return waits, holdings, pool.handles() == machine.processes
@@ -307,7 +310,7 @@ def test_replicas_work_at_the_same_time():
         machine.may_score.clear()
         calls = [asyncio.create_task(pool.score(group(letter * 2))) for letter in "ab"]
         while len(machine.calls) < 2:
-            await asyncio.sleep(0)
+            await asyncio.sleep(TICK)
         machine.may_score.set()
         return [scores(await call) for call in calls]
 
@@ -319,7 +322,7 @@ def test_devices_go_to_who_waits_between_two_batches_and_come_back():
         machine.may_score.clear()
         calls = [asyncio.create_task(pool.score(group(letter))) for letter in "abc"]
         while not machine.calls:
-            await asyncio.sleep(0)
+            await asyncio.sleep(TICK)
 
         async def train() -> list[list[str]]:
             async with lock.hold("actor_train"):
@@ -327,7 +330,7 @@ def test_devices_go_to_who_waits_between_two_batches_and_come_back():
 
         training = asyncio.create_task(train())
         while not lock.contended:
-            await asyncio.sleep(0)
+            await asyncio.sleep(TICK)
         machine.may_score.set()
         seen = await training
         await asyncio.gather(*calls)
@@ -366,7 +369,7 @@ def test_a_shutdown_cancels_who_waits():
         machine.may_score.clear()
         waiting = [asyncio.create_task(pool.score(group(letter))) for letter in "ab"]
         while not machine.calls:
-            await asyncio.sleep(0)
+            await asyncio.sleep(TICK)
         await pool.shutdown()
         await asyncio.wait(waiting)
         with pytest.raises(RewardFailed, match="no longer"):

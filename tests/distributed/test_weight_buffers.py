@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from roll.distributed.weight_buffers import WeightBuffers
 from roll.rollout.clock import run_virtual
+from tests.tiers import examples
 
 
 def buffers_with(halves: int = 2):
@@ -48,6 +49,7 @@ def test_versions_take_turns_and_the_older_one_is_freed_when_the_last_replica_ha
         assert await third == 0
         assert freed == [0]
         assert not buffers.has(0) and buffers.has(1) and buffers.has(2)
+        assert buffers.holders().keys() == {1, 2}
 
     run_virtual(scenario())
 
@@ -171,7 +173,7 @@ def test_those_who_wait_are_served_in_order():
     run_virtual(scenario())
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     halves=st.integers(1, 2),
     in_place=st.booleans(),

@@ -4,17 +4,21 @@ import asyncio
 import logging
 import os
 import signal
-import time
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from roll.configs.schema import ClusterConfig
+from roll.distributed import group as distributed_group
 from roll.distributed.errors import PlacementError, WorkerDied, WorkerFailed, WorkerTimeout
-from roll.distributed.group import start_group, start_worker
+from roll.distributed.group import WorkerGroup, start_group, start_worker
 from roll.distributed.placement import Placement, RaySession, link_to_logs
 from roll.distributed.worker import Worker, split_devices
+
+pytestmark = pytest.mark.tier("all")
 
 
 class Probe(Worker):
@@ -23,6 +27,9 @@ class Probe(Worker):
 
     async def fail(self):
         raise ValueError("the probe was told to fail")
+
+    async def folder(self):
+        return os.getcwd()
 
     async def time_out(self):
         raise TimeoutError("the store did not answer")
@@ -43,9 +50,6 @@ class Probe(Worker):
         os.system("echo child error >&2")
         logging.getLogger("roll.probe").warning("worn out")
 
-    async def parent_of_thread(self):
-        return await self.in_thread(os.getpid)
-
 
 @pytest.fixture(scope="module")
 def two_nodes():
@@ -59,83 +63,62 @@ def two_nodes():
     cluster.shutdown()
 
 
-async def start_probes(config, placement, devices, per_worker=1, log_dir=None):
-    places = split_devices(devices, per_worker)
-    return await start_group(
-        lambda rank: start_worker(
-            Probe, placement, role="probe", rank=rank, world_size=len(places), devices=places[rank],
-            log_dir=log_dir,
-        ),
-        len(places),
-        config.worker_start_timeout_seconds,
-    )
+@dataclass
+class Probes:
+    """Workers of one run: one on each of four devices, and beside them one that owns two and one that shares one."""
+
+    placement: Placement
+    each: WorkerGroup
+    owner: WorkerGroup
+    guest: WorkerGroup
+    logs: Path
+    folder: Path
+    """Where the driver was when they were started; Ray had been started elsewhere."""
 
 
-def test_devices_of_different_nodes_are_in_different_places_and_a_death_is_named(two_nodes):
-    async def scenario():
+@pytest.fixture(scope="module")
+def probes(two_nodes, tmp_path_factory):
+    logs, folder = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("folder of the run")
+
+    async def start():
         placement = Placement(two_nodes)
         await placement.reserve()
-        group = await start_probes(two_nodes, placement, [0, 1, 2, 3])
-        try:
-            first, second, third, fourth = group.workers
-            assert first.node == second.node != third.node == fourth.node
-            assert len({worker.pid for worker in group.workers}) == 4
-            assert await group.call_all("add", 1, 2) == [3, 3, 3, 3]
-            with pytest.raises(WorkerFailed, match=r"probe/0\.fail failed: ValueError: the probe was told to fail"):
-                await first.call("fail")
-            with pytest.raises(WorkerFailed, match=r"probe/0\.time_out failed: TimeoutError: the store did not answer"):
-                await first.call("time_out")
-            with pytest.raises(WorkerTimeout, match=r"probe/0\.sleep_for_ever .* 0\.2 s"):
-                await first.call("sleep_for_ever", timeout=0.2)
 
-            watching = asyncio.create_task(group.watch())
-            hanging = asyncio.create_task(third.call("sleep_for_ever"))
-            await asyncio.sleep(0.2)
-            os.kill(third.pid, signal.SIGKILL)
-            killed_at = time.monotonic()
-            with pytest.raises(WorkerDied, match=rf"worker probe/2 died: process {third.pid}"):
-                await asyncio.wait_for(watching, 20)
-            with pytest.raises(WorkerDied, match="probe/2"):
-                await asyncio.wait_for(hanging, 20)
-            with pytest.raises(WorkerDied, match="probe/2"):
-                await group.call_all("add", 1, 2, timeout=20)
-            assert time.monotonic() - killed_at < 20
-        finally:
-            group.kill()
-            placement.release()
+        def group(role, devices, per_worker=1):
+            places = split_devices(devices, per_worker)
 
-    asyncio.run(scenario())
+            def build(rank):
+                return start_worker(
+                    Probe, placement, role=role, rank=rank, world_size=len(places), devices=places[rank],
+                    log_dir=str(logs),
+                )  # fmt: skip
+
+            return start_group(build, len(places), two_nodes.worker_start_timeout_seconds)
+
+        groups = await asyncio.gather(group("probe", [0, 1, 2, 3]), group("owner", [0, 1], 2), group("guest", [1]))
+        return Probes(placement, *groups, logs, folder)
+
+    with chdir(folder):
+        started = asyncio.run(start())
+    yield started
+    for group in (started.each, started.owner, started.guest):
+        group.kill()
+    started.placement.release()
 
 
-def test_a_dead_rank_is_named_rather_than_the_peer_that_stumbled_over_it(two_nodes):
+def test_devices_taken_by_another_run_end_in_an_error_at_the_deadline(two_nodes):
     async def scenario():
-        placement = Placement(two_nodes)
-        await placement.reserve()
-        group = await start_probes(two_nodes, placement, [0, 1])
+        first = Placement(two_nodes)
+        await first.reserve()
         try:
-            with pytest.raises(WorkerDied, match="probe/1"):
-                await group.call_all("fail_because_of_a_dying_peer", timeout=20)
+            late = ClusterConfig(num_devices_per_node=2, num_nodes=2, worker_start_timeout_seconds=1)
+            with pytest.raises(PlacementError, match="partly in use"):
+                await Placement(late).reserve()
         finally:
-            group.kill()
-            placement.release()
-
-    asyncio.run(scenario())
-
-
-def test_several_workers_share_one_device_and_a_worker_can_own_several(two_nodes):
-    async def scenario():
-        placement = Placement(two_nodes)
-        await placement.reserve()
-        owner = await start_probes(two_nodes, placement, [0, 1], per_worker=2)
-        guest = await start_probes(two_nodes, placement, [1])
-        try:
-            assert owner.workers[0].node == guest.workers[0].node
-            assert owner.workers[0].identity.place.local_devices == (0, 1)
-            assert await guest.call_all("add", 1, 1) == [2]
-        finally:
-            owner.kill()
-            guest.kill()
-            placement.release()
+            first.release()
+        after = Placement(two_nodes)
+        await after.reserve()  # nothing of the failed attempt waits in line
+        after.release()
 
     asyncio.run(scenario())
 
@@ -150,56 +133,43 @@ def test_devices_that_the_cluster_does_not_have_are_refused_at_once_with_what_it
     asyncio.run(scenario())
 
 
-def test_devices_taken_by_another_run_end_in_an_error_at_the_deadline(two_nodes):
+def test_devices_of_different_nodes_are_in_different_places_and_failures_are_named(probes):
     async def scenario():
-        first = Placement(two_nodes)
-        await first.reserve()
-        try:
-            late = ClusterConfig(num_devices_per_node=2, num_nodes=2, worker_start_timeout_seconds=2)
-            with pytest.raises(PlacementError, match="partly in use"):
-                await Placement(late).reserve()
-        finally:
-            first.release()
-        after = Placement(two_nodes)
-        await after.reserve()  # nothing of the failed attempt waits in line
-        after.release()
+        first, second, third, fourth = probes.each.workers
+        assert first.node == second.node != third.node == fourth.node
+        assert len({worker.pid for worker in probes.each.workers}) == 4
+        assert await probes.each.call_all("add", 1, 2) == [3, 3, 3, 3]
+        with pytest.raises(WorkerFailed, match=r"probe/0\.fail failed: ValueError: the probe was told to fail"):
+            await first.call("fail")
+        with pytest.raises(WorkerFailed, match=r"probe/0\.time_out failed: TimeoutError: the store did not answer"):
+            await first.call("time_out")
+        with pytest.raises(WorkerTimeout, match=r"probe/0\.sleep_for_ever .* 0\.2 s"):
+            await first.call("sleep_for_ever", timeout=0.2)
 
     asyncio.run(scenario())
 
 
-def test_a_worker_never_spans_nodes(two_nodes):
-    async def scenario():
-        placement = Placement(two_nodes)
-        await placement.reserve()
-        try:
-            with pytest.raises(PlacementError, match="several nodes"):
-                placement.place([1, 2])
-        finally:
-            placement.release()
-
-    asyncio.run(scenario())
+def test_workers_work_in_the_folder_of_the_driver(probes):
+    assert asyncio.run(probes.each.call_all("folder")) == 4 * [str(probes.folder)]
 
 
-def test_the_session_leaves_an_existing_cluster_running(two_nodes):
-    assert ray.is_initialized()
-    assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+def test_several_workers_share_one_device_and_a_worker_can_own_several(probes):
+    (owner,), (guest,) = probes.owner.workers, probes.guest.workers
+    assert owner.node == guest.node == probes.each.workers[1].node
+    assert owner.identity.place.local_devices == (0, 1)
+    assert asyncio.run(probes.guest.call_all("add", 1, 1)) == [2]
 
 
-def test_what_a_worker_prints_is_in_a_file_of_its_own_and_not_on_the_drivers_console(two_nodes, tmp_path, capfd):
-    async def scenario():
-        placement = Placement(two_nodes)
-        await placement.reserve()
-        group = await start_probes(two_nodes, placement, [0, 1], log_dir=str(tmp_path))
-        try:
-            await group.workers[1].call("chatter")
-        finally:
-            group.kill()
-            placement.release()
+def test_a_worker_never_spans_nodes(probes):
+    with pytest.raises(PlacementError, match="several nodes"):
+        probes.placement.place([1, 2])
 
-    asyncio.run(scenario())
-    assert (tmp_path / "probe_1.out").read_text().splitlines() == ["printed", "native", "child error"]
-    assert "WARNING roll.probe: worn out" in (tmp_path / "probe_1.log").read_text()
-    assert (tmp_path / "probe_0.out").read_text() == ""
+
+def test_what_a_worker_prints_is_in_a_file_of_its_own_and_not_on_the_drivers_console(probes, capfd):
+    asyncio.run(probes.each.workers[1].call("chatter"))
+    assert (probes.logs / "probe_1.out").read_text().splitlines() == ["printed", "native", "child error"]
+    assert "WARNING roll.probe: worn out" in (probes.logs / "probe_1.log").read_text()
+    assert (probes.logs / "probe_0.out").read_text() == ""
     assert capfd.readouterr() == ("", "")
 
 
@@ -207,3 +177,27 @@ def test_rays_own_logs_are_linked_to(two_nodes, tmp_path):
     link_to_logs(tmp_path / "ray")
     link_to_logs(tmp_path / "ray")
     assert (tmp_path / "ray").is_symlink() and list((tmp_path / "ray").glob("raylet*"))
+
+
+def test_a_dead_rank_is_named_rather_than_the_peer_that_stumbled_over_it(probes, monkeypatch):
+    monkeypatch.setattr(distributed_group, "DEATH_REPORT_SECONDS", 60.0)  # on a busy machine
+    with pytest.raises(WorkerDied, match="probe/1"):
+        asyncio.run(WorkerGroup(probes.each.workers[:2]).call_all("fail_because_of_a_dying_peer", timeout=60))
+
+
+def test_a_death_is_named_to_all_who_wait(probes):
+    async def scenario():
+        group = WorkerGroup(probes.each.workers[2:])
+        dying = group.workers[0]
+        watching = asyncio.create_task(group.watch())
+        hanging = asyncio.create_task(dying.call("sleep_for_ever"))
+        await asyncio.sleep(0.2)
+        os.kill(dying.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"worker probe/2 died: process {dying.pid}"):
+            await asyncio.wait_for(watching, 60)
+        with pytest.raises(WorkerDied, match="probe/2"):
+            await asyncio.wait_for(hanging, 60)
+        with pytest.raises(WorkerDied, match="probe/2"):
+            await group.call_all("add", 1, 2, timeout=60)
+
+    asyncio.run(scenario())

@@ -105,7 +105,7 @@ def test_a_failure_is_raised_as_it_is():
 def trainer_rank(strategy: object) -> TrainWorker:
     """A worker in this process, around something that can be saved."""
     place = SimpleNamespace(device="cpu", device_ids=(0,))
-    worker = TrainWorker(WorkerIdentity("actor_train", 0, 1, place, None, ()))
+    worker = TrainWorker(WorkerIdentity("actor_train", 0, 1, place, None))
     worker._trainer, worker._writing = strategy, []
     return worker
 
@@ -113,8 +113,8 @@ def trainer_rank(strategy: object) -> TrainWorker:
 class Saved:
     """As much of a trainer as a worker saves."""
 
-    def __init__(self, may_write: threading.Event) -> None:
-        self.may_write = may_write
+    def __init__(self) -> None:
+        self.half_written, self.may_write = threading.Event(), threading.Event()
         self.model = np.arange(3)
 
     def snapshot(self) -> StateSnapshot:
@@ -127,25 +127,24 @@ class Saved:
         path = Path(folder, "model.safetensors")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half")
+        self.half_written.set()
         assert self.may_write.wait(60)
         path.write_bytes(b"half and half")
 
 
 def test_a_worker_says_what_is_not_on_the_disk_yet_and_how_much_of_it_is(tmp_path):
     async def scenario():
-        may_write = threading.Event()
-        worker = trainer_rank(Saved(may_write))
+        trainer = Saved()
+        worker = trainer_rank(trainer)
         model, state = str(tmp_path / "model"), str(tmp_path / "model" / "state")
         await worker.snapshot(state)
         assert await worker.written([state], 60) == []
         await worker.export(model)
         assert await worker.written([state], 60) == [], "nobody asked for the export"
-        file = tmp_path / "model" / "model.safetensors"
-        while not (file.is_file() and file.stat().st_size):
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(trainer.half_written.wait, 60)
         (unfinished,) = await worker.written([model, state], 0.01)
         assert (unfinished.path, unfinished.size, unfinished.synced) == (model, 4, 0)
-        may_write.set()
+        trainer.may_write.set()
         assert await worker.written([model, state], 60) == []
 
     asyncio.run(scenario())
@@ -156,7 +155,7 @@ def test_a_worker_says_what_is_not_on_the_disk_yet_and_how_much_of_it_is(tmp_pat
 def test_a_worker_whose_disk_refuses_says_why(tmp_path):
     async def scenario():
         (tmp_path / "file").touch()
-        worker = trainer_rank(Saved(threading.Event()))
+        worker = trainer_rank(Saved())
         await worker.snapshot(str(tmp_path / "file" / "state"))
         with pytest.raises(OSError, match="file"):
             await worker.written([str(tmp_path / "file" / "state")], 60)

@@ -81,6 +81,7 @@ def test_the_algorithms_of_the_page_train(sit_down):
     assert {abs(step["advantage/max"]) for step in steps} == {1.0}
 
 
+@pytest.mark.tier("all")
 def test_a_loss_reaches_a_process_that_has_never_heard_of_it(sit_down):
     """As trainers get it: they find the function by the name of its module."""
     folder = sit_down(page("docs/howto/algorithm.md"))
@@ -119,8 +120,10 @@ def test_the_trainer_of_the_page_learns_and_goes_on_from_its_state(sit_down):
         trainer.shutdown()
 
 
-def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is_started(sit_down):
-    """`roll train` as a console command calls it: nothing puts the working folder on the import path (`-P`)."""
+@pytest.mark.tier("all")
+def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is_started(sit_down, ray_cluster):
+    """`roll train` as a console command calls it: nothing puts the working folder on the import path (`-P`). Relative
+    paths are relative to it also for workers of a cluster that was started elsewhere."""
     folder = sit_down(page("docs/howto/algorithm.md"))
     for name in ("docs/howto/stage.md", "docs/howto/strategy.md"):
         for file, text in page(name).saved_files().items():
@@ -130,6 +133,7 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
         "stages": {"advantage": "my_stages:SurprisedAdvantages"},
         "actor_train__worker_cls": "my_workers:CountingTrainWorker",
         "actor_train__strategy_args__strategy_cls": "fsdp2_radam:Fsdp2RAdamTrainStrategy",
+        "cluster__address": ray_cluster,
     }
     config = tiny_config(folder, max_steps=2, response_length=2, **parts, **ALGORITHMS)
     write_config(folder, config | {"output_dir": "out"}, "run.yaml")

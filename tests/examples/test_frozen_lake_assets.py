@@ -65,6 +65,7 @@ def test_lessons_are_the_pupils_and_right_moves_lead_nearer(lake):
     assert (nearer[reachable] >= (right[reachable] > 0)).all()
 
 
+@pytest.mark.tier("all")
 def test_equal_seeds_make_equal_models_and_a_finished_one_is_kept(lake, tmp_path):
     first, second = (lake.make(tmp_path / name, seed=3, steps=2) for name in ("a", "b"))
     assert first == second

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,10 +34,9 @@ TOKENIZER = make_model.make_tokenizer()
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the command line leaves after a shortened warm-up."""
+    """What a shortened warm-up leaves."""
     out = tmp_path_factory.mktemp("quickstart")
-    command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(out), "--seed", "3", "--steps", "4"]
-    subprocess.run(command, check=True, timeout=120)
+    make_model.make(out, 3, make_model.WarmUp(steps=4))
     return out
 
 

@@ -1,7 +1,7 @@
 """Parts of a user's own, named in the configurations of tests as `custom_parts:Name`."""
 
 import asyncio
-import resource
+import os
 import time
 from dataclasses import replace
 
@@ -50,12 +50,21 @@ class OwnEngine(HFInferStrategy):
         return await super().generate(replace(request, sampling=replace(request.sampling, max_new_tokens=2)))
 
 
-class TightTrainWorker(TrainWorker):
-    """A trainer that may write no large files, as if the disk were full."""
+class ClosesFolder(AdvantageStage):
+    """Lets nobody write into a folder that the environment names, once the checkpoint of the fourth step is whole."""
 
-    async def snapshot(self, folder):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
-        await super().snapshot(folder)
+    async def process(self, batch):
+        folder = os.environ.get("CLOSED_FOLDER")
+        if folder is not None and batch.step == 5:
+            await whole_checkpoint(self.context, 4)
+            os.chmod(folder, 0o555)
+        return await super().process(batch)
+
+
+async def whole_checkpoint(context, step):
+    """Return when the checkpoint of this step is whole."""
+    while step not in saved_steps(context.recorder.run.checkpoints):
+        await asyncio.sleep(0.05)
 
 
 class NotAStage:
@@ -79,8 +88,7 @@ class FailsAlways(AdvantageStage):
 
     async def process(self, batch):
         if self.fails(batch):
-            while 2 not in saved_steps(self.context.recorder.run.checkpoints):
-                await asyncio.sleep(0.05)
+            await whole_checkpoint(self.context, 2)
             raise RuntimeError("the fourth step is one too many")
         return await super().process(batch)
 

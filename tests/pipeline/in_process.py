@@ -68,7 +68,8 @@ class Judge:
 
 
 def train_in_process(folder: Path, tree: dict[str, Any], reward) -> list[dict[str, float]]:
-    """The metrics of each step. ``tree``: a whole configuration, checked as by the command line."""
+    """The metrics of each step, and ``moved``: whether any weight is another one after it. ``tree``: a whole
+    configuration, checked as by the command line."""
     prepared = prepare(check_config(load_config(str(write_config(folder, tree)), [])))
     return asyncio.run(_train(prepared, reward))
 
@@ -113,6 +114,8 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
             plan = TrainPlan(step, config.ppo_epochs, len(batch.data), 1.0)
             for rows in optimizer_batches(len(batch.data), plan, config.seed):
                 batch.metrics.update(trainer.train_step(batch.data.select(rows), prepared.objective, plan.temperature))
+            after = dict(trainer.named_weights())
+            batch.metrics["moved"] = float(any(not torch.equal(weight, after[name]) for name, weight in before))
             # What it trained on in this step is what the engine samples the next step from: a lag of one.
             await engine.load(before, step)
             metrics.append(batch.metrics)

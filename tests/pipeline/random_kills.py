@@ -166,6 +166,11 @@ class DisturbedRun:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
+    def looks_well(self) -> bool:
+        """Whether its summary says so."""
+        path = self.out / "summary.json"
+        return path.exists() and json.loads(path.read_text())["status"] == "success"
+
     def wait(self, reached: Callable[[], bool], what: str) -> bool:
         """Until something is reached, or the run ends: then False."""
         give_up = time.monotonic() + PATIENCE_SECONDS
@@ -225,7 +230,7 @@ def disturb(run: DisturbedRun, kills: Sequence[Kill], dice: random.Random, repor
             run.wait(lambda: run.steps() > run.started_steps, "a step")
         if kill.victim in ENDS_THE_RUN or run.ended():
             code = run.wait_for_the_end()
-            assert code != 0, f"the run looks well after the death of {kill.victim}"
+            assert code != 0 and not run.looks_well(), f"the run looks well after the death of {kill.victim}"
             report.checkpoints_cut_short += kill.moment == "in a checkpoint" and run.has_partial_checkpoint()
             run.start()
             report.starts += 1

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fake_cluster import IN_THIS_PROCESS, FakeCluster
 from tiny import write_config
 
 from roll.pipeline.cli import main
@@ -49,22 +51,32 @@ def run_pipeline(
     expect: int = 0,
     before: Callable[[Path], None] = lambda out: None,
 ) -> FinishedRun:
-    """Run a configuration on the shared cluster. ``expect`` is the exit code; ``before`` is told the run directory."""
+    """Run a configuration on the shared cluster at an address, or `IN_THIS_PROCESS`. ``expect`` is the exit code;
+    ``before`` is told the run directory."""
     out = folder / f"out-{uuid.uuid4().hex[:8]}"
     before(out)
-    config = {**config, "output_dir": str(out), "cluster": {**config["cluster"], "address": address}}
-    path = write_config(folder, config, f"{out.name}.yaml")
-    exit_code = main(["--config", str(path)])
+    path = write_config(folder, {**placed(config, address), "output_dir": str(out)}, f"{out.name}.yaml")
+    exit_code = command(address, "--config", str(path))
     assert exit_code == expect, (out / "summary.json").read_text() if out.exists() else "no run directory"
     return FinishedRun(out, exit_code)
+
+
+def placed(config: dict[str, Any], address: str) -> dict[str, Any]:
+    """A configuration for the cluster at an address."""
+    return config if address == IN_THIS_PROCESS else {**config, "cluster": {**config["cluster"], "address": address}}
+
+
+def command(address: str, *arguments: str) -> int:
+    """The command line, in this process; ``address`` says where its workers are. Returns the exit code."""
+    with FakeCluster() if address == IN_THIS_PROCESS else nullcontext():
+        return main(arguments)
 
 
 def go_on_from(step: int, run: FinishedRun, folder: Path, address: str, config: dict[str, Any]) -> FinishedRun:
     """As if the run had been interrupted before it had its last checkpoint."""
     shutil.rmtree(run.folder / "checkpoints" / f"step-{config['max_steps']}")
-    cluster = {**config["cluster"], "address": address}
-    resumed = {**config, "resume_from_checkpoint": str(run.folder), "cluster": cluster}
-    assert main(["--config", str(write_config(folder, resumed, f"{run.folder.name}-again.yaml"))]) == 0
+    resumed = {**placed(config, address), "resume_from_checkpoint": str(run.folder)}
+    assert command(address, "--config", str(write_config(folder, resumed, f"{run.folder.name}-again.yaml"))) == 0
     assert run.summary["resumed_at"] == [step]
     return run
 
@@ -73,7 +85,12 @@ def start_command(folder: Path, config: dict[str, Any]) -> tuple[subprocess.Pope
     """Start a run as a command of its own, with its own Ray. Returns the process and its run directory."""
     out = folder / f"out-{uuid.uuid4().hex[:8]}"
     path = write_config(folder, {**config, "output_dir": str(out)}, f"{out.name}.yaml")
-    process = subprocess.Popen(
+    return start_process(path), out
+
+
+def start_process(path: Path) -> subprocess.Popen[str]:
+    """Start the command that trains as a file says, with a Ray of its own."""
+    return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), "--config", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,4 +98,3 @@ def start_command(folder: Path, config: dict[str, Any]) -> tuple[subprocess.Pope
         cwd=TESTS,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
     )
-    return process, out

@@ -96,7 +96,8 @@ def without_sglang(monkeypatch):
     """As on a machine where SGLang is not installed."""
     monkeypatch.setattr(sglang_options, "server_argument_names", lambda: None)
     installed = needs._installed
-    monkeypatch.setattr(needs, "_installed", lambda package: package != "sglang" and installed(package))
+    there = {"sglang": False, "megatron": True}
+    monkeypatch.setattr(needs, "_installed", lambda package: there.get(package, installed(package)))
 
 
 def test_what_only_a_missing_package_could_tell_is_said_to_be_unchecked(without_sglang, capsys):

@@ -6,37 +6,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import ENGINES, Finished, run_here
+from fake_cluster import IN_THIS_PROCESS
 from runs import ROOT, TESTS, run_pipeline, start_command
 from tiny import make_task, tiny_config, write_config
 
 from roll.configs.loader import config_from_tree, load_config
-from roll.pipeline.cli import main
 
-ENGINES = {"ray", "vllm", "sglang", "deepspeed", "megatron", "reasoning_gym", "accelerate", "peft"}
-"""What takes seconds to load, and what nobody needs to see that a key is wrong."""
 HANG_SECONDS = 120.0
-AT_A_TIME = 2
 LATE = {"no such stage", "worker class that is none", "output that cannot be made"}
 """What is seen only beside our own stages and workers, which are made of Ray's."""
-IMPORT = "import time:"
-"""How the interpreter begins a line about an import, where `PYTHONPROFILEIMPORTTIME` is set."""
+EARLY = {"no file", "not YAML", "malformed override", "unknown key"}
+"""What the loader refuses."""
 GYM = {"dataset": "chain_sum", "domain": "addition"}
-
-
-@dataclass
-class Finished:
-    exit_code: int
-    stdout: str
-    stderr: str
-    packages: set[str]
-    """That it imported, by their first names."""
 
 
 @dataclass(frozen=True)
@@ -199,20 +187,43 @@ def task(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def refusals(task: Path) -> Iterator[dict[str, Future[Finished]]]:
-    """The commands, a few at a time."""
-    pool = ThreadPoolExecutor(AT_A_TIME)
-    yield {name: pool.submit(refused, task, name, wrong) for name, wrong in WRONG.items()}
-    pool.shutdown(cancel_futures=True)
+def refusals(task: Path) -> Mapping[str, Finished]:
+    """What the command says of each, one after the other in a process that has done nothing else: of what takes longest
+    to load last."""
+    commands = {name: written(task, name, WRONG[name]) for name in sorted(WRONG, key=loads)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "RAY_TMPDIR": str(task / "ray"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "command_lines.py")],
+        input=json.dumps(commands),
+        cwd=task,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: Finished(**finished) for name, finished in json.loads(done.stdout).items()}
 
 
-def refused(task: Path, name: str, wrong: Wrong) -> Finished:
+def loads(name: str) -> int:
+    """How much has to be loaded to see what is wrong."""
+    return 2 * (name in LATE) + (name not in EARLY)
+
+
+def written(task: Path, name: str, wrong: Wrong) -> list[str]:
+    """The command's arguments, once its file is there."""
     path = task / (name.replace(" ", "-") + ".yaml")
     if wrong.text is not None:
         path.write_text(filled(wrong.text, task))
     elif wrong.names_file:
         write_config(task, tiny_config(task, **filled(wrong.changes, task)), path.name)
-    return run_command(task, "--config", str(path), *wrong.overrides)
+    return ["--config", str(path), *wrong.overrides]
 
 
 def filled(value: Any, task: Path) -> Any:
@@ -221,27 +232,9 @@ def filled(value: Any, task: Path) -> Any:
     return value.replace("{folder}", str(task)) if isinstance(value, str) else value
 
 
-def run_command(task: Path, *arguments: str) -> Finished:
-    """Run the example's script in the folder of the task, with no GPU to see and a Ray folder of its own."""
-    command = [sys.executable, str(ROOT / "examples" / "start_pipeline.py"), *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "RAY_TMPDIR": str(task / "ray"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPROFILEIMPORTTIME": "1",
-    }
-    done = subprocess.run(command, cwd=task, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
-    lines = done.stderr.splitlines(keepends=True)
-    packages = {line.rpartition("|")[2].strip().split(".")[0] for line in lines if line.startswith(IMPORT)}
-    said = "".join(line for line in lines if not line.startswith(IMPORT))
-    return Finished(done.returncode, done.stdout, said, packages)
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_work_is_refused_with_path_and_remedy(refusals, name):
-    finished, wrong = refusals[name].result(), WRONG[name]
+    finished, wrong = refusals[name], WRONG[name]
     assert finished.exit_code == 2, finished.stderr
     assert "Traceback" not in finished.stderr
     problems = problems_in(finished.stderr)
@@ -255,23 +248,16 @@ def problems_in(stderr: str) -> list[tuple[str, str]]:
 
 
 def test_a_refusal_starts_nothing_and_executes_nothing(refusals, task):
-    for refusal in refusals.values():
-        refusal.result()
     assert not list((task / "ray").iterdir())
     assert not (task / "mark").exists()
     assert not (task / "output").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in WRONG if name not in LATE])
-def test_a_refusal_loads_no_engine(refusals, name):
-    packages = refusals[name].result().packages
-    assert "pydantic" in packages or not WRONG[name].names_file
-    assert packages & ENGINES == set()
-
-
-@pytest.mark.parametrize("name", ["no file", "not YAML", "malformed override", "unknown key"])
-def test_what_the_loader_refuses_does_not_even_load_torch(refusals, name):
-    assert "torch" not in refusals[name].result().packages
+def test_a_refusal_loads_no_engine_and_what_the_loader_refuses_does_not_even_load_torch(refusals):
+    loaded = {name: set(refusal.loaded) for name, refusal in refusals.items()}
+    assert all(loaded[name] == set() for name in EARLY), loaded
+    assert all(loaded[name] <= {"torch"} for name in WRONG.keys() - LATE), loaded
+    assert "torch" in loaded["unknown policy loss"] and loaded["no such stage"] & ENGINES, "they would be seen"
 
 
 def test_problems_of_all_kinds_are_reported_together(task):
@@ -281,7 +267,7 @@ def test_problems_of_all_kinds_are_reported_together(task):
         "actor_train__pg_variant_args": {"upper": 2.0, "lower": 0.1},
         "rewards__addition__verifier": "nowhere:reward",
     }
-    finished = run_command(task, "--config", str(write_config(task, tiny_config(task, **changes), "many.yaml")))
+    finished = run_here(written(task, "many", Wrong("", "", changes)))
     assert finished.exit_code == 2
     assert "5 problems" in finished.stderr
     assert [path for path, _ in problems_in(finished.stderr)] == [
@@ -294,9 +280,9 @@ def test_problems_of_all_kinds_are_reported_together(task):
 
 
 def test_the_arithmetic_is_printed_before_anything_loads(refusals):
-    assert PLAN in refusals["prompt longer than allowed"].result().stdout
-    assert PLAN in refusals["unknown engine option"].result().stdout
-    assert refusals["impossible bound"].result().stdout == ""
+    assert PLAN in refusals["prompt longer than allowed"].stdout
+    assert PLAN in refusals["unknown engine option"].stdout
+    assert refusals["impossible bound"].stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -310,57 +296,45 @@ def test_the_arithmetic_is_printed_before_anything_loads(refusals):
         (("--config", "run.yaml", "--max_steps=3"), "unrecognized arguments: --max_steps=3"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(arguments, complaint, capsys):
-    try:
-        exit_code = main(arguments)
-    except SystemExit as end:
-        exit_code = end.code
-    said = capsys.readouterr()
-    assert exit_code == 2
-    assert complaint in said.err and said.out == ""
+def test_wrong_usage_is_exit_code_2(arguments, complaint):
+    finished = run_here(arguments)
+    assert finished.exit_code == 2
+    assert complaint in finished.stderr and finished.stdout == ""
 
 
+def test_help_and_version_are_told():
+    assert (version := run_here(["--version"])).exit_code == 0 and version.stdout.startswith("roll ")
+    finished = run_here(["--help"])
+    assert finished.exit_code == 0
+    for lesson in ("--config FILE", "key=value", "docs/configuration.md", "max_steps=20", "exit codes"):
+        assert lesson in finished.stdout
+
+
+def test_an_unforeseen_error_in_the_check_is_no_configuration_error(task, monkeypatch):
+    """The interpreter ends with 1 and a traceback."""
+    monkeypatch.chdir(task)
+    with pytest.raises(RuntimeError, match="nobody thought of this"):
+        run_here(written(task, "unforeseen", Wrong("", "", {"rewards__addition__verifier": "unforeseen:reward"})))
+
+
+def test_code_that_ends_the_process_during_the_check_does_not_choose_the_exit_code(task, monkeypatch):
+    monkeypatch.chdir(task)
+    finished = run_here(written(task, "leaves", Wrong("", "", {"rewards__addition__verifier": "leaves:reward"})))
+    assert finished.exit_code == 1
+    assert "SystemExit(2)" in finished.stderr and "nothing was started" in finished.stderr
+
+
+def test_a_run_prints_its_plan_first_and_saves_a_configuration_that_loads_again(task, capsys):
+    tree = tiny_config(task, max_steps=1)
+    run = run_pipeline(task, IN_THIS_PROCESS, tree)
+    assert capsys.readouterr().out.startswith("run          tiny: 1 training step")
+    assert load_config(run.folder / "config.yaml") == config_from_tree({**tree, "output_dir": str(run.folder)})
+
+
+@pytest.mark.tier("all")
 def test_a_reader_that_went_away_does_not_fail_the_run(task):
     process, out = start_command(task, tiny_config(task, max_steps=1))
     assert process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=HANG_SECONDS) == 0
     assert json.loads((out / "summary.json").read_text())["status"] == "success"
-
-
-def test_the_version_is_told(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("roll ")
-
-
-def test_help_teaches_the_command(task):
-    finished = run_command(task, "--help")
-    assert finished.exit_code == 0
-    for lesson in ("--config FILE", "key=value", "docs/configuration.md", "max_steps=20", "exit codes"):
-        assert lesson in finished.stdout
-
-
-def test_an_unforeseen_error_in_the_check_is_no_configuration_error(task):
-    path = write_config(task, tiny_config(task, rewards__addition__verifier="unforeseen:reward"), "unforeseen.yaml")
-    finished = run_command(task, "--config", str(path))
-    assert finished.exit_code == 1
-    assert "Traceback" in finished.stderr and "nobody thought of this" in finished.stderr
-
-
-def test_code_that_ends_the_process_during_the_check_does_not_choose_the_exit_code(task):
-    path = write_config(task, tiny_config(task, rewards__addition__verifier="leaves:reward"), "leaves.yaml")
-    finished = run_command(task, "--config", str(path))
-    assert finished.exit_code == 1
-    assert "SystemExit(2)" in finished.stderr and "nothing was started" in finished.stderr
-
-
-def test_a_run_prints_its_plan_first_and_saves_a_configuration_that_loads_again(task, ray_cluster, capsys):
-    tree = tiny_config(task, max_steps=1)
-    run = run_pipeline(task, ray_cluster, tree)
-    assert capsys.readouterr().out.startswith("run          tiny: 1 training step")
-    written = {
-        **tree,
-        "output_dir": str(run.folder),
-        "cluster": {**tree["cluster"], "address": ray_cluster},
-    }
-    assert load_config(run.folder / "config.yaml") == config_from_tree(written)

@@ -27,20 +27,19 @@ def critic_config(task, **changes):
     )
 
 
+@pytest.mark.tier("soak")
 def test_a_policy_learns_with_a_critic_that_learns_first(task, ray_cluster):
     run = run_pipeline(task, ray_cluster, critic_config(task, max_steps=30, async_generation_ratio=1, critic_warmup=3))
     rewards = [step["reward/mean"] for step in run.metrics]
     assert np.mean(rewards[-6:]) - np.mean(rewards[:3]) > 0.25
-    assert "actor/loss" not in run.metrics[2] and "actor/loss" in run.metrics[3]
-    assert run.metrics[0]["critic/value"] == 0
     # Its mean comes near that of the returns, which move away meanwhile. (Single tokens: test_critic.py.)
     first, last = run.metrics[0], run.metrics[-1]
     assert abs(last["critic/value"] - last["critic/return"]) < 0.3 * first["critic/return"]
-    assert {"idle/critic", "tokens_per_second/critic", "time/value", "time/critic"} <= last.keys()
     assert run.summary["lag/max"] == 1
 
 
-def test_a_run_with_a_critic_goes_on_to_the_bit(task, ray_cluster):
+@pytest.mark.tier("all")
+def test_a_critic_learns_first_and_its_run_goes_on_to_the_bit(task, ray_cluster):
     """From a checkpoint of its middle, once more: the critic, its optimizer and the policy's are what they were."""
     run = run_pipeline(task, ray_cluster, critic_config(task, max_steps=6, save_steps=3, critic_warmup=2))
 
@@ -50,7 +49,9 @@ def test_a_run_with_a_critic_goes_on_to_the_bit(task, ray_cluster):
         return steps, load_file(run.folder / "checkpoints" / "step-6" / "model.safetensors")
 
     steps, weights = told(run)
-    assert steps[5]["critic/value"] != 0
+    assert steps[0]["critic/value"] == 0 != steps[5]["critic/value"]
+    assert ["actor/loss" in step for step in run.metrics] == [False] * 2 + [True] * 4
+    assert {"idle/critic", "tokens_per_second/critic", "time/value", "time/critic"} <= run.metrics[-1].keys()
     middle = run.folder / "checkpoints" / "step-3"
     assert (middle / "state" / "critic").is_dir()
     again = critic_config(task, max_steps=6, save_steps=3, critic_warmup=2, resume_from_checkpoint=str(middle))

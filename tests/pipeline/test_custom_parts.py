@@ -13,20 +13,8 @@ from roll.pipeline.stages import STAGE_ORDER, AdvantageStage
 DEFAULTS = {name: name for name in STAGE_ORDER}
 
 
-def test_a_run_uses_the_stage_and_the_worker_that_its_configuration_names(tmp_path, ray_cluster):
-    make_task(tmp_path)
-    config = tiny_config(
-        tmp_path,
-        max_steps=2,
-        stages={"advantage": "custom_parts:HalvedAdvantages"},
-        actor_train__worker_cls="custom_parts:CountingTrainer",
-    )
-    run = run_pipeline(tmp_path, ray_cluster, config)
-    assert [step["advantage/halved"] for step in run.metrics] == [1.0, 1.0]
-    assert [step["actor/samples_seen"] for step in run.metrics] == [32.0, 32.0]
-
-
-def test_a_run_uses_the_strategies_that_its_configuration_names(tmp_path, ray_cluster):
+@pytest.mark.tier("all")
+def test_a_run_uses_the_stage_the_worker_and_the_strategies_that_its_configuration_names(tmp_path, ray_cluster):
     make_task(tmp_path)
     config = tiny_config(
         tmp_path,
@@ -35,6 +23,8 @@ def test_a_run_uses_the_strategies_that_its_configuration_names(tmp_path, ray_cl
         use_kl_loss=True,
         kl_loss_coef=0.01,
         kl_estimator="k1",
+        stages={"advantage": "custom_parts:HalvedAdvantages"},
+        actor_train__worker_cls="custom_parts:CountingTrainer",
         actor_train__strategy_args={"strategy_name": "fsdp2_train", "strategy_cls": "custom_parts:OwnTrainer"},
         actor_infer__strategy_args={"strategy_name": "hf_infer", "strategy_cls": "custom_parts:OwnEngine"},
         reference={
@@ -43,6 +33,8 @@ def test_a_run_uses_the_strategies_that_its_configuration_names(tmp_path, ray_cl
         },
     )
     run = run_pipeline(tmp_path, ray_cluster, config)
+    assert [step["advantage/halved"] for step in run.metrics] == [1.0, 1.0]
+    assert [step["actor/samples_seen"] for step in run.metrics] == [32.0, 32.0]
     assert [step["actor/own_strategy"] for step in run.metrics] == [1.0, 1.0]
     assert {step["response/length_max"] for step in run.metrics} == {2}
     assert run.metrics[0]["actor/reference_kl"] == pytest.approx(1.0, abs=1e-3)
@@ -53,12 +45,15 @@ def test_a_run_uses_the_strategies_that_its_configuration_names(tmp_path, ray_cl
     [
         ("actor_train", "fsdp2_train", "custom_parts:Missing", "has no 'Missing'"),
         ("actor_train", "fsdp2_train", "no_such_module:Own", "cannot be imported"),
-        ("actor_train", "deepspeed_train", "custom_parts:OwnTrainer", "not a subclass of"),
+        pytest.param(
+            "actor_train", "deepspeed_train", "custom_parts:OwnTrainer", "not a subclass of",
+            marks=pytest.mark.needs("deepspeed"),
+        ),
         ("actor_infer", "hf_infer", "custom_parts:OwnTrainer", "not a subclass of"),
         ("actor_infer", "hf_infer", "custom_parts:CountingTrainer", "not a subclass of"),
         ("reference", "hf_infer", "custom_parts:OwnReference", "not a subclass of"),
     ],
-)
+)  # fmt: skip
 def test_a_strategy_that_cannot_stand_in_is_refused_with_the_reason(tmp_path, role, name, own, reason):
     make_task(tmp_path)
     chosen = {"strategy_name": name, "strategy_cls": own}

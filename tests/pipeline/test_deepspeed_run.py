@@ -9,7 +9,12 @@ import pytest
 from runs import go_on_from, run_pipeline
 from tiny import tiny_config
 
-STEPS = 4
+from tests.tiers import need
+
+need("deepspeed")
+pytestmark = pytest.mark.tier("all")
+
+STEPS = 3
 
 
 def configuration(task, strategy, **changes):

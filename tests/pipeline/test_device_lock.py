@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from roll.pipeline.device_lock import DeviceLock, build_device_locks
 from roll.rollout.clock import run_virtual
+from tests.tiers import examples
 
 
 class States:
@@ -134,7 +135,7 @@ jobs_of_roles = st.tuples(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(jobs_of_roles, min_size=1, max_size=12))
 def test_two_roles_never_hold_at_once_and_everyone_gets_a_turn(jobs):
     async def scenario():

@@ -1,129 +1,131 @@
-"""What `roll doctor` says of real runs, asked from another process; and what `chaos` does to them."""
+"""What `roll doctor` says of real runs; and what `chaos` does to them."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from runs import ROOT, run_pipeline, start_command
+from fake_cluster import IN_THIS_PROCESS
+from killed_runs import KilledRun, newest_checkpoint, recorded_steps
+from runs import run_pipeline, start_command
 from tiny import tiny_config
 
-from roll.pipeline.checkpoints import saved_steps
+from roll.pipeline import cli
+from roll.pipeline import run as pipeline
+from roll.pipeline.stall import RunStalled
 from roll.tracking.metrics import read_metrics
 from roll.tracking.status import read_status
 
 PATIENCE_SECONDS = 120
 
 
-@pytest.fixture
-def start(task):
-    """Runs as commands of their own, ended with the test."""
-    started = []
-
-    def begin(**changes):
-        process, out = start_command(task, tiny_config(task, max_steps=5000, **changes))
-        started.append(process)
-        return process, out
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def doctor(run, *options):
+def findings(out):
     """Exit code and what it says."""
-    command = [sys.executable, "-m", "roll.pipeline.cli", "doctor", str(run), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = cli.main(["doctor", "--json", str(out)])
+    return code, json.loads(said.getvalue())
 
 
-def wait_until(condition, process=None):
+def wait_until(condition, process):
     give_up = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert process is None or process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < give_up
         time.sleep(0.2)
-
-
-def steps_of(out):
-    path = out / "metrics.jsonl"
-    return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
-
-
-def findings(out):
-    code, text = doctor(out, "--json")
-    return code, json.loads(text)
 
 
 def pid_of(out, name):
     return next(worker.pid for worker in read_status(out / "status.json").workers if worker.name == name)
 
 
-def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_dead(start):
-    process, out = start(save_steps=5)
-    wait_until(lambda: steps_of(out) >= 6, process)
-    code, found = findings(out)
-    assert (code, found["verdict"]) == (0, "working")
-    pid = pid_of(out, "actor_train/0")
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "stage/train" in findings(out)[1]["headline"], process)
-    code, found = findings(out)
-    assert (code, found["verdict"]) == (1, "worker in trouble")
-    assert found["culprit"] == f"worker actor_train/0: process {pid} was stopped by a signal"
-    assert found["advice"] == f"kill -CONT {pid}"
-    os.kill(pid, signal.SIGCONT)
-    before = steps_of(out)
-    wait_until(lambda: steps_of(out) > before, process)
-    assert findings(out)[1]["verdict"] == "working"
-    wait_until(lambda: any((out / "checkpoints").glob("step-*")), process)
-    process.kill()
-    process.wait()
+@pytest.mark.tier("all")
+def test_a_run_is_well_then_without_its_trainer_then_well_again_and_in_the_end_dead(task):
+    process, out = start_command(task, tiny_config(task, max_steps=5000, save_steps=5))
+    try:
+        wait_until(lambda: recorded_steps(out) >= 6 and newest_checkpoint(out), process)
+        code, found = findings(out)
+        assert (code, found["verdict"]) == (0, "working")
+        pid = pid_of(out, "actor_train/0")
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: "stage/train" in findings(out)[1]["headline"], process)
+        code, found = findings(out)
+        assert (code, found["verdict"]) == (1, "worker in trouble")
+        assert found["culprit"] == f"worker actor_train/0: process {pid} was stopped by a signal"
+        assert found["advice"] == f"kill -CONT {pid}"
+        os.kill(pid, signal.SIGCONT)
+        before = recorded_steps(out)
+        wait_until(lambda: recorded_steps(out) > before, process)
+        assert findings(out)[1]["verdict"] == "working"
+    finally:
+        process.kill()
+        process.communicate()
     code, found = findings(out)
     assert (code, found["verdict"]) == (1, "killed")
     assert f"process {process.pid}" in found["culprit"]
-    checkpoint = max(int(path.name.partition("-")[2]) for path in (out / "checkpoints").glob("step-*"))
-    assert f"goes on after step {checkpoint}" in found["advice"]
+    assert f"goes on after step {newest_checkpoint(out)}" in found["advice"]
 
 
-def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(start):
-    process, out = start(
-        stages={"advantage": "custom_parts:GraspingAdvantages"},
-        actor_infer__device_mapping=[0],
-        async_generation_ratio=1,
-        stall_timeout_seconds=25,
+@pytest.fixture
+def run_until_stuck(task, monkeypatch):
+    """A run that ends itself because nothing moves, and what the doctor says of it at that moment and afterwards."""
+
+    def run(stage, **changes):
+        folders, before = [], []
+
+        def look(*_):
+            before.append(findings(folders[0]))
+
+        watch, interrupt = pipeline.watch_for_stall, cli._interrupt
+
+        async def watch_and_look(*arguments):
+            try:
+                await watch(*arguments)
+            except RunStalled:
+                look()
+                raise
+
+        monkeypatch.setattr(pipeline, "watch_for_stall", watch_and_look)
+        monkeypatch.setattr(cli, "_interrupt", lambda: (look(), interrupt()))
+        stages = {"advantage": f"custom_parts:{stage}"}
+        limits = {"stall_timeout_seconds": 6, "rewards__addition__timeout_seconds": 2}
+        config = tiny_config(task, stages=stages, **limits, **changes)
+        ended = run_pipeline(task, IN_THIS_PROCESS, config, expect=1, before=folders.append)
+        return before[0], findings(ended.folder), ended.summary["error"]
+
+    return run
+
+
+@pytest.mark.tier("all")
+def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(run_until_stuck):
+    (code, found), (code_afterwards, afterwards), error = run_until_stuck(
+        "GraspingAdvantages", actor_infer__device_mapping=[0], async_generation_ratio=1
     )
-    wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "deadlock", process)
-    code, found = findings(out)
-    assert code == 1
+    assert (code, found["verdict"]) == (1, "deadlock")
     assert "stage/advantage" in found["headline"] and "stage/train" in found["headline"]
     expected = "stage/advantage keeps the devices of actor_infer+actor_train while it waits for stage/train"
     assert found["culprit"] == expected
     ring = "\n".join(found["findings"])
     assert "stage/advantage waits for stage/train (the end of training step 1)" in ring
     assert "stage/train waits for the devices of actor_infer+actor_train" in ring
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 1 and expected in output
-    code, found = findings(out)
-    assert (code, found["verdict"]) == (1, "failed") and expected in found["culprit"]
+    assert expected in error
+    assert (code_afterwards, afterwards["verdict"]) == (1, "failed") and expected in afterwards["culprit"]
 
 
-def test_a_stuck_event_loop_is_named_with_its_line_and_ended(start):
-    process, out = start(stages={"advantage": "custom_parts:BlockingAdvantages"}, stall_timeout_seconds=25)
-    wait_until(lambda: (out / "status.json").exists() and findings(out)[1]["verdict"] == "driver in trouble", process)
-    assert "custom_parts.py" in findings(out)[1]["culprit"]
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 1
-    assert "event loop was stuck" in output and "custom_parts.py" in output
-    assert findings(out)[1]["verdict"] == "failed"
+@pytest.mark.tier("all")
+def test_a_stuck_event_loop_is_named_with_its_line_and_ended(run_until_stuck):
+    (_, found), (_, afterwards), error = run_until_stuck("BlockingAdvantages")
+    assert found["verdict"] == "driver in trouble" and "custom_parts.py" in found["culprit"]
+    assert "event loop was stuck" in error and "custom_parts.py" in error
+    assert afterwards["verdict"] == "failed"
 
 
+@pytest.mark.tier("all")
 def test_chaos_does_each_thing_once_and_the_run_says_what_it_was(task, ray_cluster):
     events = [
         {"kind": "delay_publication", "at_step": 1, "seconds": 1.5},
@@ -142,13 +144,17 @@ def test_chaos_does_each_thing_once_and_the_run_says_what_it_was(task, ray_clust
     assert run.metrics[-1]["engine/restarts"] == 1
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(task, ray_cluster):
+@pytest.mark.tier("all")
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_to_go_on_from(task, ray_cluster, tmp_path):
     events = [{"kind": "fill_disk", "role": "actor_train", "at_step": 5}]
-    config = tiny_config(task, max_steps=8, save_steps=2, chaos={"enabled": True, "events": events})
-    run = run_pipeline(task, ray_cluster, config, expect=1)
-    assert "File too large" in run.summary["error"]
-    code, found = findings(run.folder)
+    run = KilledRun(tmp_path, tiny_config(task, max_steps=8, save_steps=2, chaos={"enabled": True, "events": events}))
+    run.finish(expect=1, address=ray_cluster)
+    assert "File too large" in run.output
+    code, found = findings(run.out)
     assert (code, found["verdict"]) == (1, "failed") and "File too large" in found["culprit"]
     # That of step 2 was on the disk before the one of step 4 was taken; that one may just have made it.
-    last = saved_steps(run.folder / "checkpoints")[-1]
+    last = newest_checkpoint(run.out)
     assert last in (2, 4) and f"goes on after step {last}" in found["advice"]
+    done = run.finish()
+    assert done.summary["resumed_at"] == [last] and done.summary["ledger"]["consumed"] == 64
+    assert [record["step"] for record in read_metrics(run.out / "metrics.jsonl")] == list(range(9))

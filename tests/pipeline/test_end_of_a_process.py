@@ -31,6 +31,26 @@ def summary_of(run):
     return json.loads(run.summary.read_text())
 
 
+def ended(run, scenario):
+    """How ``scenario``, the work of a run, came to its end."""
+    recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
+    with StatusFile(run.status, DriverWatch(100.0)) as file:
+        return asyncio.run(to_its_end(scenario(), recorder, file))[0]
+
+
+def test_a_role_that_fails_while_others_start_has_failed_and_was_not_interrupted(run):
+    async def fails():
+        raise OSError("no such model")
+
+    async def start():
+        async with asyncio.TaskGroup() as roles:
+            roles.create_task(asyncio.sleep(100))
+            roles.create_task(fails())
+
+    assert ended(run, start) == "failed"
+    assert "no such model" in summary_of(run)["error"] and "signal" not in summary_of(run)["error"]
+
+
 @pytest.mark.parametrize(
     ("error", "stuck", "expected"),
     [
@@ -64,7 +84,10 @@ def test_a_failure_is_on_record_although_a_thread_keeps_the_event_loop_from_clos
 def test_what_goes_wrong_while_an_interrupted_run_ends_is_no_failure_of_the_run(run):
     recorder = RunRecorder(RLVRConfig(track_with=[]), run, started=time.monotonic(), decoder=None)
 
+    begun = asyncio.Event()
+
     async def ends_badly():
+        begun.set()
         try:
             await asyncio.sleep(100)
         finally:
@@ -72,7 +95,7 @@ def test_what_goes_wrong_while_an_interrupted_run_ends_is_no_failure_of_the_run(
 
     async def scenario(file):
         ending = asyncio.create_task(to_its_end(ends_badly(), recorder, file))
-        await asyncio.sleep(0)
+        await begun.wait()
         ending.cancel()
         return await ending
 

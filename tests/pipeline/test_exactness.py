@@ -1,19 +1,19 @@
 """Promise 2: with ratio 0 a run is bit-identical to a plain generate-then-train loop.
 
-The plain loop below is written with the strategies alone: no scheduler, no stages, no Ray.
+The plain loop below is written with the strategies alone: no scheduler, no stages, no workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fake_cluster import IN_THIS_PROCESS
+from reward_functions import digit_reward
 from runs import run_pipeline
 from safetensors.torch import load_file
 from tiny import make_tokenizer, tiny_config
@@ -36,16 +36,20 @@ from tests.strategies.train.trainers import trainer_setup
 STEPS = 5
 
 
+@dataclass
+class Plain:
+    """What the plain loop came to."""
+
+    model: Path
+    steps: list[list[float]]
+    """Mean reward, loss and norm of the gradient of each."""
+
+
 @pytest.fixture(scope="module")
-def ratio_zero_run(task, ray_cluster):
-    return run_pipeline(task, ray_cluster, tiny_config(task, max_steps=STEPS))
-
-
-def plain_loop(task: Path, out: Path) -> None:
-    """Generate, judge, train, load the weights; five times. Runs in a process of its own."""
-    from reward_functions import digit_reward
-
+def plain(task, tmp_path_factory) -> Plain:
+    """Generate, judge, train, load the weights; five times."""
     torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("plain")
     config = config_from_tree(tiny_config(task, max_steps=STEPS))
     tokenizer = make_tokenizer()
     prompts = load_prompts(
@@ -68,10 +72,10 @@ def plain_loop(task: Path, out: Path) -> None:
     )
     objective = PolicyObjective(max_response_length=config.response_length, pg_variant="ppo")
     estimator = make_advantage_estimator("grpo", {})
-    rewards = asyncio.run(_loop(config, stream, tokenizer, engine, trainer, objective, estimator, digit_reward))
-    save(trainer, str(out / "model"))
-    (out / "rewards.json").write_text(json.dumps(rewards))
+    steps = asyncio.run(_loop(config, stream, tokenizer, engine, trainer, objective, estimator, digit_reward))
+    save(trainer, str(out))
     trainer.shutdown()
+    return Plain(out, steps)
 
 
 async def _loop(config, stream, tokenizer, engine, trainer, objective, estimator, reward):
@@ -114,78 +118,55 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_weights(first: Path, second: Path) -> None:
+def different(first: Path, second: Path) -> list[str]:
+    """Tensors of two models of which any bit differs."""
     one, other = final_weights(first), final_weights(second)
     assert one.keys() == other.keys()
-    different = [name for name in one if not torch.equal(one[name], other[name])]
-    assert not different, f"tensors differ: {different}"
+    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def test_ratio_zero_is_the_plain_loop_bit_for_bit(task, ratio_zero_run, tmp_path):
-    command = [sys.executable, __file__, str(task), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=200, cwd=Path(__file__).parent)
-    assert_same_weights(tmp_path / "model", ratio_zero_run.folder / "checkpoints" / f"step-{STEPS}")
-    plain = json.loads((tmp_path / "rewards.json").read_text())
-    run = [[step["reward/mean"], step["actor/loss"], step["actor/grad_norm"]] for step in ratio_zero_run.metrics]
-    assert run == plain
-    assert not torch.equal(
-        final_weights(tmp_path / "model")["model.embed_tokens.weight"],
-        final_weights(task / "model")["model.embed_tokens.weight"],
-    )
+def assert_is_the_plain_loop(run, plain: Plain) -> None:
+    assert different(run.folder / "checkpoints" / f"step-{STEPS}", plain.model) == []
+    assert [[step["reward/mean"], step["actor/loss"], step["actor/grad_norm"]] for step in run.metrics] == plain.steps
 
 
-def test_a_second_run_with_the_same_seed_is_identical_although_its_rewards_come_late(task, ratio_zero_run, ray_cluster):
-    config = tiny_config(task, max_steps=STEPS, rewards__addition__verifier="reward_functions:late_reward")
-    again = run_pipeline(task, ray_cluster, config)
-    assert_same_weights(
-        again.folder / "checkpoints" / f"step-{STEPS}", ratio_zero_run.folder / "checkpoints" / f"step-{STEPS}"
-    )
-    assert [step["actor/loss"] for step in again.metrics] == [step["actor/loss"] for step in ratio_zero_run.metrics]
-
-
-def test_another_seed_gives_another_run(task, ratio_zero_run, ray_cluster):
-    other = run_pipeline(task, ray_cluster, tiny_config(task, max_steps=1, seed=8))
-    assert other.metrics[0]["actor/loss"] != ratio_zero_run.metrics[0]["actor/loss"]
-
-
-def test_roles_on_the_same_devices_give_the_same_run_as_roles_apart(task, ratio_zero_run, ray_cluster):
-    config = tiny_config(
-        task,
-        max_steps=STEPS,
-        cluster__num_devices_per_node=1,
-        actor_infer__device_mapping=[0],
-    )
-    colocated = run_pipeline(task, ray_cluster, config)
-    assert_same_weights(
-        colocated.folder / "checkpoints" / f"step-{STEPS}", ratio_zero_run.folder / "checkpoints" / f"step-{STEPS}"
-    )
+COLOCATED = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": [0]}
+IN_PIECES = {
+    "weight_update__param_update_gather_bucket_size_mb": 0.01,
+    "weight_update__param_update_load_bucket_size_mb": 0.005,
+}
 
 
 @pytest.mark.parametrize(
-    ("transport", "dual_buffer", "colocated"),
-    [("object_store", True, False), ("checkpoint", True, True), ("shared_memory", False, False), ("auto", False, True)],
+    "changes",
+    [
+        {},
+        {"rewards__addition__verifier": "reward_functions:late_reward"},
+        COLOCATED,
+        {**IN_PIECES, "weight_update__transport": "object_store"},
+        {**IN_PIECES, **COLOCATED, "weight_update__transport": "checkpoint"},
+        {**IN_PIECES, "weight_update__transport": "shared_memory", "weight_update__dual_buffer": False},
+        {**IN_PIECES, **COLOCATED, "weight_update__dual_buffer": False},
+    ],
+    ids=["split", "late rewards", "colocated", "object store", "files", "one half", "colocated with one half"],
 )
-def test_however_the_weights_travel_the_run_is_the_same(
-    task, ratio_zero_run, ray_cluster, transport, dual_buffer, colocated
-):
-    devices = {"cluster__num_devices_per_node": 1, "actor_infer__device_mapping": [0]} if colocated else {}
-    config = tiny_config(
-        task,
-        max_steps=STEPS,
-        weight_update__transport=transport,
-        weight_update__dual_buffer=dual_buffer,
-        weight_update__param_update_gather_bucket_size_mb=0.01,
-        weight_update__param_update_load_bucket_size_mb=0.005,
-        **devices,
-    )
-    run = run_pipeline(task, ray_cluster, config)
-    last = f"step-{STEPS}"
-    assert_same_weights(run.folder / "checkpoints" / last, ratio_zero_run.folder / "checkpoints" / last)
-    assert [step["reward/mean"] for step in run.metrics] == [step["reward/mean"] for step in ratio_zero_run.metrics]
+def test_ratio_zero_is_the_plain_loop_bit_for_bit_however_rewards_and_weights_travel(task, plain, changes):
+    run = run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, max_steps=STEPS, **changes))
+    assert_is_the_plain_loop(run, plain)
     parts = {f"weights/{part}_seconds" for part in ("gather", "send", "fetch", "load", "stall")}
     assert all(parts <= step.keys() for step in run.metrics)
     assert not (run.folder / "weights").exists()
 
 
-if __name__ == "__main__":
-    plain_loop(Path(sys.argv[1]), Path(sys.argv[2]))
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    "changes", [{}, {**IN_PIECES, **COLOCATED, "weight_update__transport": "object_store"}], ids=["split", "colocated"]
+)
+def test_across_processes_it_is_so_too(task, plain, ray_cluster, changes):
+    assert_is_the_plain_loop(run_pipeline(task, ray_cluster, tiny_config(task, max_steps=STEPS, **changes)), plain)
+
+
+def test_the_plain_loop_learns_something_and_another_seed_gives_another_run(task, plain):
+    assert "model.embed_tokens.weight" in different(plain.model, task / "model")
+    other = run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, max_steps=1, seed=8))
+    assert other.metrics[0]["actor/loss"] != plain.steps[0][1]

@@ -23,6 +23,7 @@ def learned(step):
     return {name: value for name, value in step.items() if name.startswith(("actor/", "reward/"))}
 
 
+@pytest.mark.tier("all")
 def test_the_reference_is_the_base_and_a_resumed_run_with_a_separate_one_is_equal_to_the_bit(tmp_path, ray_cluster):
     make_task(tmp_path)
     config = tiny_config(

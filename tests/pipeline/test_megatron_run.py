@@ -9,8 +9,9 @@ from tiny import make_task, tiny_config
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.pipeline.preflight import prepare
+from tests.tiers import need
 
-pytest.importorskip("megatron.core")
+need("megatron.core")
 
 STEPS = 3
 
@@ -40,6 +41,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_loads(tmp_path, d
     assert problem.path == "actor_train.strategy_args.strategy_config" and reason in problem.message
 
 
+@pytest.mark.tier("all")
 @pytest.mark.timeout(600)
 def test_two_pipeline_stages_make_the_run_of_one_fsdp2_rank(tmp_path, ray_cluster):
     """Generation follows the published weights, so equal losses at each step mean that they arrived, too."""

@@ -51,6 +51,7 @@ def test_the_configuration_decides_what_is_measured_and_what_an_alarm_does(tmp_p
         assert not build_algorithms(config(**changes)).objective.monitored
 
 
+@pytest.mark.tier("all")
 def test_an_engine_whose_record_is_off_raises_the_alarm_though_its_weights_are_right(tmp_path, ray_cluster, capfd):
     make_task(tmp_path)
     changes = {"actor_infer__worker_cls": "odd_engines:ShiftedRecord", "weight_update__canary_interval": 2}
@@ -68,6 +69,7 @@ def test_an_engine_whose_record_is_off_raises_the_alarm_though_its_weights_are_r
     assert "step 1: log-probabilities of trainer and engine differ by 0.5 nats" in stopped.summary["error"]
 
 
+@pytest.mark.tier("all")
 def test_an_engine_that_computes_something_else_stops_the_run_at_the_canaries(tmp_path, ray_cluster):
     make_task(tmp_path)
     changes = {"actor_infer__worker_cls": "odd_engines:ShiftedScores", "weight_update__canary_interval": 1}

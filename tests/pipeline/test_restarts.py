@@ -1,10 +1,13 @@
 """A run that failed begins again by itself, from its newest checkpoint, as often as it is allowed."""
 
 import json
+import os
+import signal
 from dataclasses import asdict, replace
 
 import pytest
-from runs import FinishedRun, run_pipeline, start_command
+from fake_cluster import IN_THIS_PROCESS
+from runs import run_pipeline
 from tiny import tiny_config
 
 from roll.configs.changes import changes
@@ -20,8 +23,6 @@ from roll.tracking.metrics import read_metrics
 from roll.tracking.run_directory import RunDirectory
 
 STEPS = 6
-
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -129,45 +130,77 @@ def test_an_attempt_that_is_refused_counts_as_a_failure(config, run, then, exit_
     assert attempts == [str(run.root)] * 2
 
 
+@pytest.mark.parametrize("moment", ["before it begins again", "in the next attempt"])
+def test_an_interrupted_run_does_not_begin_again(config, run, monkeypatch, capsys, moment):
+    """By a signal, as a job scheduler ends it."""
+    config, attempts = allowed(config, max_in_a_row=9), []
+
+    def terminated(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def attempt(again):
+        attempts.append(again)
+        try:
+            terminated()
+        except KeyboardInterrupt:  # a run ends in order
+            return Ended(1)
+
+    monkeypatch.setattr("time.sleep", terminated if moment == "before it begins again" else lambda seconds: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert begin_again(config, run, attempt) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    was_waiting = moment == "before it begins again"
+    assert ("interrupted before it began again" in capsys.readouterr().err) == was_waiting
+    assert len(attempts) == (not was_waiting)
+
+
 def final_weights(run):
     return (checkpoint_folder(run / "checkpoints", STEPS) / "model.safetensors").read_bytes()
 
 
-def test_a_run_whose_trainer_is_killed_goes_on_and_ends_as_if_nothing_had_been(task, ray_cluster):
-    """As a command with a Ray of its own; at ratio 0, so that the weights can be compared to the bit."""
-    tree = tiny_config(task, max_steps=STEPS, save_steps=2)
-    undisturbed = run_pipeline(task, ray_cluster, tree)
-    killed = {"enabled": True, "events": [{"kind": "kill", "role": "actor_train", "at_step": step} for step in (3, 5)]}
-    process, out = start_command(task, tree | {"chaos": killed, "restarts": {"max_in_a_row": 2, "delay_seconds": 0}})
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert output.count("the run begins again after step") == 2
-    run = FinishedRun(out, process.returncode)
+@pytest.fixture(scope="module")
+def undisturbed(task):
+    """At ratio 0, so that weights can be compared to the bit."""
+    return run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, max_steps=STEPS, save_steps=2))
+
+
+def killed_trainer(task, steps):
+    return tiny_config(
+        task,
+        max_steps=STEPS,
+        save_steps=2,
+        chaos={"enabled": True, "events": [{"kind": "kill", "role": "actor_train", "at_step": step} for step in steps]},
+        restarts={"max_in_a_row": 2, "delay_seconds": 0},
+    )
+
+
+def assert_as_if_nothing_had_been(run, undisturbed, capsys, deaths):
+    output = capsys.readouterr().out
+    assert output.count("the run begins again after step") == deaths
     assert run.summary["status"] == "success" and run.summary["ledger"]["consumed"] == STEPS * 8
+    assert [record["step"] for record in read_metrics(run.folder / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert final_weights(run.folder) == final_weights(undisturbed.folder)
+
+
+def test_a_run_whose_trainer_dies_twice_goes_on_and_ends_as_if_nothing_had_been(task, undisturbed, capsys):
+    run = run_pipeline(task, IN_THIS_PROCESS, killed_trainer(task, (3, 5)))
+    assert_as_if_nothing_had_been(run, undisturbed, capsys, deaths=2)
     first, second = run.summary["resumed_at"]
     assert first in (0, 2) and second in (2, 4), "a checkpoint may have been on its way to the disk"
-    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(STEPS + 1))
-    assert final_weights(out) == final_weights(undisturbed.folder)
 
 
-@pytest.mark.parametrize("moment", ["in a step", "before a restart"])
-def test_an_interrupted_run_does_not_begin_again(task, moment):
-    restarts = {"max_in_a_row": 9, "delay_seconds": 300}
-    changes = {"stages": {"advantage": "custom_parts:FailsAlways"}} if moment == "before a restart" else {}
-    process, out = start_command(task, tiny_config(task, max_steps=10_000, save_steps=2, restarts=restarts, **changes))
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "the run begins again after step 2" in line or (moment == "in a step" and line.startswith("step 3/")):
-            process.terminate()
-            break
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 1, "".join(lines) + output
-    summary = FinishedRun(out, 1).summary
-    assert (summary["status"], summary["resumed_at"]) == ("failed" if changes else "interrupted", [])
+@pytest.mark.tier("all")
+@pytest.mark.timeout(400)
+def test_a_run_whose_trainers_process_is_killed_does_so_as_well(task, undisturbed, ray_cluster, capsys):
+    run = run_pipeline(task, ray_cluster, killed_trainer(task, (3,)))
+    assert_as_if_nothing_had_been(run, undisturbed, capsys, deaths=1)
+    assert run.summary["resumed_at"][0] in (0, 2)
 
 
-def test_a_run_that_fails_at_the_same_place_each_time_ends(task, ray_cluster, capsys):
+def test_a_run_that_fails_at_the_same_place_each_time_ends(task, capsys):
     tree = tiny_config(
         task,
         max_steps=STEPS,
@@ -175,14 +208,14 @@ def test_a_run_that_fails_at_the_same_place_each_time_ends(task, ray_cluster, ca
         stages={"advantage": "custom_parts:FailsAlways"},
         restarts={"max_in_a_row": 1, "delay_seconds": 0},
     )
-    run = run_pipeline(task, ray_cluster, tree, expect=1)
+    run = run_pipeline(task, IN_THIS_PROCESS, tree, expect=1)
     output = capsys.readouterr().out
     assert output.count("the run begins again after step 2") == 1
     assert run.summary["status"] == "failed" and "one too many" in run.summary["error"]
     assert run.summary["resumed_at"] == [2]
 
 
-def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task, ray_cluster, capsys):
+def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task, capsys):
     tree = tiny_config(
         task,
         max_steps=STEPS,
@@ -191,7 +224,7 @@ def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task,
         stages={"advantage": "custom_parts:FailsAhead"},
         restarts={"max_in_a_row": 3, "delay_seconds": 0, "synchronous_after": 2},
     )
-    run = run_pipeline(task, ray_cluster, tree)
+    run = run_pipeline(task, IN_THIS_PROCESS, tree)
     output = capsys.readouterr().out
     assert "it goes on in synchronous mode: async_generation_ratio 2 -> 0" in output
     assert run.summary["status"] == "success" and run.summary["resumed_at"] == [2, 2]

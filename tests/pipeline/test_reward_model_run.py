@@ -40,6 +40,7 @@ def test_the_models_that_rewards_name_are_looked_up_before_anything_starts(task)
     assert all(words in str(caught.value) for words in ("no head", "no chat template", "http://127.0.0.1:1/v1"))
 
 
+@pytest.mark.tier("all")
 @pytest.mark.timeout(300)
 def test_each_domain_has_its_judge_although_the_reward_model_dies_and_shares_its_device(task, ray_cluster):
     chat = {

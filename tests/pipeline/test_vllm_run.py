@@ -11,6 +11,10 @@ from tiny import CHARACTERS, make_task, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
 from roll.tracking.metrics import read_metrics
+from tests.tiers import need
+
+need("vllm")
+pytestmark = pytest.mark.tier("all")
 
 STEPS = 60
 STAGES = tuple(f"stage/{name}" for name in ("rollout", "advantage", "train", "param_update"))
@@ -80,13 +84,13 @@ def test_a_run_with_vllm_learns_although_one_replica_dies_generating_and_one_at_
 def test_vllm_shares_the_device_of_the_trainer(vllm_task, ray_cluster):
     config = vllm_config(
         vllm_task,
-        max_steps=6,
+        max_steps=3,
         cluster__num_devices_per_node=1,
         actor_infer__device_mapping=[0],
         weight_update__canary_interval=1,
     )
     run = run_pipeline(vllm_task, ray_cluster, config)
-    assert len(run.metrics) == 6 and run.summary["status"] == "success"
+    assert len(run.metrics) == 3 and run.summary["status"] == "success"
     assert_balanced(run)
     assert run.summary["lag/max"] == 1
     assert all(step["mismatch/canary_abs_mean"] < 1e-5 for step in run.metrics)

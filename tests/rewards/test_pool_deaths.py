@@ -67,7 +67,7 @@ def run(use):
     async def main():
         config = RewardConfig(verifier="exact", tag_included=["test"], num_workers=2, max_retries=1)
         pool = RewardPool({"test": config}, settings=PoolSettings())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await pool.start()
             try:
                 return await use(pool)

@@ -15,6 +15,7 @@ from roll.rewards.exact import exact
 from roll.rewards.math_answer import math_answer
 from roll.rewards.numeric import last_number, numeric
 from roll.rewards.reasoning_gym_task import reasoning_gym_task
+from tests.tiers import examples
 
 HALVES = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "$1/2$", "The answer is 0.5.", r"so \(\dfrac12\)", r"\boxed{50\%}"]
 
@@ -161,7 +162,7 @@ def test_a_ground_truth_that_is_no_mathematics_is_an_error():
         math_answer("42", "")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.text(st.sampled_from("0123456789+-*/^(){}$\\ .=xfracboxed"), max_size=15))
 def test_no_response_breaks_the_mathematics_verifier(response):
     assert math_answer(response, "-31415926") in (0.0, 1.0)

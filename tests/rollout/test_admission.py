@@ -66,12 +66,13 @@ def test_each_refusal_has_its_reason():
 
 def test_pauses_of_two_owners_add_up():
     admission = Admission(batch_size=1, max_steps=1, ratio=0, max_staleness=0)
-    admission.pause()
-    admission.pause()
-    admission.resume()
-    assert admission.refusal(0) == "paused"
-    admission.resume()
-    assert admission.refusal(0) is None
+    for _ in range(2):
+        admission.pause()
+        assert admission.refusal(0) == "paused" and admission.is_paused
+    for pauses in (1, 0):
+        admission.resume()
+        assert admission.refusal(0) == ("paused" if pauses else None)
+        assert admission.is_paused == (pauses > 0)
     with pytest.raises(RuntimeError, match="without being paused"):
         admission.resume()
 

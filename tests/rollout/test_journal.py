@@ -18,6 +18,7 @@ from roll.rollout.journal import (
     segments,
     went_back_record,
 )
+from tests.tiers import examples
 
 START = RolloutProgress.at_start()
 
@@ -123,7 +124,7 @@ def test_a_marker_is_not_deleted_before_what_it_makes_void(tmp_path):
     assert recover(read_journal(tmp_path), RolloutProgress(3, 6, {}, (5,))).in_flight == (5,)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_nothing_is_lost_or_doubled_over_any_history_of_crashes(data):
     """A model keeps what each run knew; after each crash the journal must say the same, whatever was pruned."""

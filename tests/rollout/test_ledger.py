@@ -56,10 +56,14 @@ def test_an_illegal_transition_is_refused_and_changes_nothing(history, illegal, 
     ledger.check()
 
 
-def test_a_wrong_count_is_found_by_the_check():
+@pytest.mark.parametrize("counts", [["consumed"], ["issued"], ["issued", "in_flight"], ["issued", "buffered"]])
+def test_a_wrong_count_is_found_by_the_check(counts):
+    """Also where the equation holds, if so many groups are not there."""
     ledger = Ledger()
     ledger.issue()
-    ledger.consumed += 1
+    ledger.check()
+    for name in counts:
+        setattr(ledger, name, getattr(ledger, name) + 1)
     with pytest.raises(LedgerError, match="does not add up"):
         ledger.check()
 

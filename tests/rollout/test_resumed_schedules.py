@@ -12,14 +12,17 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, dropped_record, finished_record, recover, went_back_record
-from roll.rollout.schedule import SchedulePlan
+from roll.rollout.schedule import FatalRolloutError, SchedulePlan
 from roll.rollout.scheduler import RolloutScheduler
+from tests.tiers import examples, is_soak
+from tests.witness import Witness
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Case:
     seed: int
     later_ratio: float | None = None
     """Of every process but the first; None: the same."""
+    new_dice: bool = False
+    """Whether a group that is made again in a later process may end in another way."""
 
     def plan_of(self, life: int) -> SchedulePlan:
         if life == 0 or self.later_ratio is None:
@@ -62,6 +67,8 @@ class Life:
 
     def __init__(self, case: Case, disk: Disk, number: int) -> None:
         self.case, self.disk, self.plan = case, disk, case.plan_of(number)
+        self.witness = Witness()
+        self.luck = number if case.new_dice else 0
         items = itertools.count(1000)
         self.scheduler = RolloutScheduler(
             self.plan, items, self.rollout, group_filter=lambda result: result["kept"], observer=self
@@ -91,10 +98,18 @@ class Life:
         self.disk.records.append(dropped_record(group.group_id, version, group.reason))
 
     async def rollout(self, ticket):
+        """End the run at once where something is wrong: any other exception of a rollout would only be retried."""
+        try:
+            with self.witness.watching():
+                return await self.roll_out(ticket)
+        except AssertionError as violation:
+            raise FatalRolloutError("see what was asserted") from violation
+
+    async def roll_out(self, ticket):
         assert ticket.item == 1000 + ticket.group_id
         if self.case.later_ratio is None:
             assert ticket.group_id not in self.known, "a finished group was made again"
-        dice = random.Random(self.case.seed * 1_000_003 + ticket.group_id * 101 + ticket.attempt)
+        dice = random.Random((self.luck << 40) + self.case.seed * 1_000_003 + ticket.group_id * 101 + ticket.attempt)
         failed, filtered = dice.random() < self.case.failures, dice.random() < self.case.filtered
         await asyncio.sleep(self.case.latencies[ticket.group_id % len(self.case.latencies)])
         if failed:
@@ -153,10 +168,11 @@ class Life:
     async def main(self):
         self.scheduler.pause_admission()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.scheduler.run())
+            runner = tasks.create_task(self.scheduler.run())
             trainer = tasks.create_task(self.train())
             await asyncio.sleep(0.5)
-            assert self.scheduler.ledger.in_flight >= len(self.begun_again)
+            if not runner.done():  # A pause holds back what is to begin again; it may not lose it.
+                assert self.begun_again <= {*self.scheduler.ledger.open_groups()}
             self.scheduler.resume_admission()
             await trainer
 
@@ -171,7 +187,10 @@ class Life:
             return False
 
         before_the_end = len(self.disk.records)
-        ended = run_virtual(mortal())
+        try:
+            ended = run_virtual(mortal())
+        finally:
+            self.witness.testify()
         if not ended:
             forgotten = min(self.case.forgotten, len(self.disk.records) - before_the_end)
             del self.disk.records[len(self.disk.records) - forgotten :]
@@ -221,26 +240,63 @@ def cases(draw, ratios=(0, 0.5, 1, 2), orders=("ready_first", "fifo")):
         forgotten=draw(st.sampled_from([0, 0, 1, 5])),
         damaged=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
+        new_dice=draw(st.booleans()),
     )
 
 
 LIFETIMES = st.lists(st.floats(0.1, 60.0), max_size=5)
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
+SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": not is_soak()}
 
 
-@settings(max_examples=600, **SETTINGS)
+@settings(max_examples=examples(600), **SETTINGS)
 @given(cases(), LIFETIMES)
 def test_a_run_killed_at_any_moments_consumes_or_drops_every_group_exactly_once(case, lifetimes):
     run(case, lifetimes)
 
 
-@settings(max_examples=300, **SETTINGS)
+@pytest.mark.parametrize("order", ["ready_first", "fifo"])
+@pytest.mark.parametrize("new_dice", [False, True])
+@pytest.mark.xfail(
+    strict=True,
+    reason="a drop is journalled with the steps done and its successor with the older version of its tokens, so that a "
+    "return to the checkpoint between them forgets the one and keeps the other: one group too many is issued",
+)
+def test_a_crash_keeps_a_drop_together_with_its_successor_or_neither(order, new_dice):
+    plan = SchedulePlan(
+        batch_size=2,
+        max_steps=5,
+        ratio=0.5,
+        max_staleness=1,
+        order=order,
+        max_group_retries=1,
+        max_consecutive_refunds=100_000,
+    )
+    case = Case(
+        plan=plan,
+        save_every=1,
+        latencies=(0.1,),
+        train_seconds=1.0,
+        publish_seconds=1.0,
+        failures=0.3,
+        filtered=0.4,
+        prefetch=True,
+        forgotten=0,
+        damaged=True,
+        seed=145,
+        new_dice=new_dice,
+    )
+    dropped = run(case, [7.0]).scheduler.ledger.dropped
+    assert dropped["cancelled"] == 0, "more groups were issued than the run has batches for"
+
+
+@settings(max_examples=examples(300), **SETTINGS)
 @given(cases(), st.sampled_from([0, 0.5, 1, 3]), LIFETIMES)
 def test_so_does_one_that_goes_on_with_another_ratio(case, later_ratio, lifetimes):
     run(replace(case, later_ratio=later_ratio), lifetimes)
 
 
-@settings(max_examples=300, **SETTINGS)
+@settings(max_examples=examples(300), **SETTINGS)
 @given(cases(ratios=(0,), orders=("fifo",)), LIFETIMES)
 def test_at_ratio_zero_a_killed_run_is_the_undisturbed_one(case, lifetimes):
+    case = replace(case, new_dice=False)  # A rollout's own dice come from the seed of the run and the group.
     assert run(case, lifetimes).versions == run(case, []).versions

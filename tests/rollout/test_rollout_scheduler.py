@@ -2,11 +2,14 @@
 
 import asyncio
 import itertools
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 
 from roll.rollout.admission import TooManyRefunds
 from roll.rollout.clock import Deadlock, run_virtual
+from roll.rollout.journal import RolloutProgress, recover
 from roll.rollout.schedule import (
     FatalRolloutError,
     GroupTimeout,
@@ -196,6 +199,20 @@ def test_an_attempt_that_takes_too_long_counts_as_a_failure():
     run_virtual(main())
 
 
+def test_a_deadline_of_the_rollout_itself_is_its_own_cause():
+    async def main():
+        async def rollout(ticket):
+            if ticket.group_id == 0:
+                raise TimeoutError("the environment's own")
+
+        scheduler = scheduler_of(rollout, group_timeout=10.0, max_group_retries=0)
+        await run_and_train(scheduler)
+        (drop,) = scheduler.recent_drops
+        assert type(drop.cause) is TimeoutError and str(drop.cause) == "the environment's own"
+
+    run_virtual(main())
+
+
 def test_something_cancelled_inside_a_rollout_is_a_failure_of_that_attempt():
     async def main():
         async def rollout(ticket):
@@ -209,6 +226,32 @@ def test_something_cancelled_inside_a_rollout_is_a_failure_of_that_attempt():
         assert {group.attempts for batch in batches for group in batch} == {2}
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_so_it_is_after_tasks_of_the_rollout_failed(caught):
+    """Python 3.11 leaves the owner of a group of tasks, one of which failed, marked as cancelled."""
+
+    async def fails():
+        raise RuntimeError("a sample")
+
+    async def samples():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(5))
+            tasks.create_task(fails())
+
+    async def rollout(ticket):
+        if ticket.attempt == 1:
+            with suppress(ExceptionGroup) if caught else nullcontext():
+                await samples()
+        if ticket.attempt <= 2:
+            lost = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            await lost
+        return ticket.item
+
+    batches = run_virtual(run_and_train(scheduler_of(rollout, max_group_retries=2)))
+    assert {group.attempts for batch in batches for group in batch} == {3}
 
 
 def test_too_many_refunds_surface_on_both_sides():
@@ -249,6 +292,35 @@ def test_a_fatal_error_ends_the_run_at_once(wrapped):
         assert isinstance(error, ExceptionGroup if wrapped else FatalRolloutError)
     assert attempts == [0, 1]
     assert scheduler.ledger.dropped == {"cancelled": 2}
+
+
+def test_of_two_errors_the_first_one_ends_the_run():
+    async def rollout(ticket):
+        await asyncio.sleep(1)
+        raise FatalRolloutError(f"group {ticket.group_id}")
+
+    assert [str(error) for error in run_virtual(both_sides(scheduler_of(rollout)))] == ["group 0"] * 2
+
+
+def test_a_run_that_has_failed_starts_nothing_more():
+    """Whatever is reported to it before it has come to its end."""
+
+    async def main():
+        scheduler = scheduler_of(echo, group_filter=lambda result: broken())
+
+        def broken():
+            scheduler.pause_admission()
+            raise KeyError("scores")
+
+        errors = asyncio.gather(scheduler.run(), scheduler.next_batch(), return_exceptions=True)
+        await asyncio.sleep(0)
+        while not scheduler.snapshot().waiting == "stopped":
+            await asyncio.sleep(0.5)
+        scheduler.resume_admission()
+        await errors
+        assert scheduler.ledger.issued == 2 and scheduler.ledger.dropped == {"cancelled": 2}
+
+    run_virtual(main())
 
 
 def test_a_filter_that_raises_ends_the_run_and_names_the_group():
@@ -316,6 +388,36 @@ def test_a_cancelled_run_stops_its_rollouts_and_tells_the_consumer():
         assert stopped == [0, 1]
         assert scheduler.ledger.dropped == {"cancelled": 2}
         assert asyncio.get_running_loop().time() == 1
+        snapshot = scheduler.snapshot()
+        assert (snapshot.oldest_in_flight, snapshot.oldest_in_flight_age, snapshot.holding_up) == (None, 0.0, ())
+        scheduler.pause_admission()
+        scheduler.resume_admission()
+        assert scheduler.ledger.issued == 2, "nothing starts after the end"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+def test_what_rollouts_raise_when_they_are_stopped_is_no_failure_of_the_run(policy):
+    async def main():
+        async def rollout(ticket):
+            if ticket.group_id < 2:
+                return
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                raise FatalRolloutError("the engine is gone")
+
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1, staleness_policy=policy)
+        runner = asyncio.create_task(scheduler.run())
+        await scheduler.next_batch()
+        runner.cancel()
+        with pytest.raises(SchedulerStopped):
+            await scheduler.next_batch()
+        with pytest.raises(asyncio.CancelledError):
+            await runner
+        with pytest.raises(SchedulerStopped):
+            await scheduler.next_batch()
 
     run_virtual(main())
 
@@ -354,14 +456,19 @@ def test_under_wait_the_late_group_is_waited_for_and_under_drop_it_is_replaced()
         async def rollout(ticket):
             await asyncio.sleep(500 if ticket.group_id == 0 else 1)
 
-        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1, staleness_policy=policy)
-        batches = run_virtual(run_and_train(scheduler))
-        return [group.group_id for batch in batches for group in batch], dict(scheduler.ledger.dropped)
+        async def main():
+            batches = await run_and_train(scheduler)
+            return batches, asyncio.get_running_loop().time()
 
-    waited, dropped = consumed("wait")
-    assert sorted(waited) == [0, 1, 2, 3, 4, 5] and dropped == {}
-    replaced, dropped = consumed("drop")
+        scheduler = scheduler_of(rollout, ratio=1, max_staleness=1, staleness_policy=policy)
+        batches, seconds = run_virtual(main())
+        return [group.group_id for batch in batches for group in batch], dict(scheduler.ledger.dropped), seconds
+
+    waited, dropped, seconds = consumed("wait")
+    assert sorted(waited) == [0, 1, 2, 3, 4, 5] and dropped == {} and seconds > 500
+    replaced, dropped, seconds = consumed("drop")
     assert sorted(replaced) == [1, 2, 3, 4, 5, 6] and dropped == {"stale": 1}
+    assert seconds < 20, "what is dropped is not waited for"
 
 
 def test_a_stale_rollout_that_ends_normally_in_spite_of_its_cancellation_is_not_counted_twice():
@@ -436,6 +543,66 @@ def test_the_snapshot_says_what_is_waited_for():
     run_virtual(main())
 
 
+def test_admission_may_be_paused_and_resumed_before_the_run_begins():
+    async def main():
+        scheduler = scheduler_of(echo)
+        scheduler.pause_admission()
+        scheduler.resume_admission()
+        assert scheduler.ledger.issued == 0
+        assert len(await run_and_train(scheduler)) == 3
+
+    run_virtual(main())
+
+
+def test_only_a_scheduler_that_has_done_nothing_is_resumed():
+    async def main():
+        progress = RolloutProgress(1, 3, {}, (2,))
+        recovered = recover([], progress)
+        fresh = scheduler_of(echo)
+        with pytest.raises(ValueError, match="1 steps of 2 groups were done, but 1 groups"):
+            fresh.resume(progress, recover([], replace(progress, open_groups=(1, 2))), None)
+        resumed = scheduler_of(echo)
+        resumed.resume(progress, recovered, None)
+        with pytest.raises(RuntimeError, match="before it has done anything"):
+            resumed.resume(progress, recovered, None)
+        runner = asyncio.create_task(resumed.run())
+        assert [group.group_id for group in await resumed.next_batch()] == [2, 3]
+        runner.cancel()
+        running = scheduler_of(echo)
+        running.pause_admission()
+        runner = asyncio.create_task(running.run())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="before it has done anything"):
+            running.resume(progress, recovered, None)
+        runner.cancel()
+
+    run_virtual(main())
+
+
+def test_what_was_in_flight_does_not_begin_again_during_a_pause():
+    async def main():
+        started = []
+
+        async def rollout(ticket):
+            started.append((ticket.group_id, ticket.start_version))
+            await asyncio.sleep(1)
+
+        progress = RolloutProgress(1, 4, {}, (2, 3))
+        scheduler = scheduler_of(rollout)
+        scheduler.resume(progress, recover([], progress), None)
+        scheduler.pause_admission()
+        runner = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(100)
+        assert started == [] and scheduler.ledger.in_flight == 2
+        assert scheduler.snapshot().oldest_in_flight is None
+        scheduler.resume_admission()
+        await scheduler.next_batch()
+        assert started == [(2, 1), (3, 1)]
+        runner.cancel()
+
+    run_virtual(main())
+
+
 def test_reports_of_training_and_weights_are_checked():
     async def main():
         scheduler = scheduler_of(echo)
@@ -484,3 +651,22 @@ def test_weights_that_never_arrive_are_a_visible_deadlock():
 def test_a_plan_that_means_nothing_is_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         plan(**changes)
+
+
+def test_the_smallest_values_that_mean_something_are_accepted():
+    smallest = {"batch_size": 1, "max_steps": 1, "max_group_retries": 0, "max_consecutive_refunds": 1}
+    batches = run_virtual(run_and_train(scheduler_of(echo, group_timeout=1.5, **smallest)))
+    assert [len(batch) for batch in batches] == [1]
+    assert plan(group_timeout=0.001).group_timeout == 0.001
+
+
+def test_a_plan_that_says_sizes_only_is_synchronous_patient_and_bounded():
+    assert plan() == plan(
+        ratio=0,
+        max_staleness=0,
+        order="ready_first",
+        staleness_policy="wait",
+        max_group_retries=2,
+        max_consecutive_refunds=64,
+        group_timeout=None,
+    )

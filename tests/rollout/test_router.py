@@ -145,10 +145,13 @@ def test_a_lease_on_a_dead_replica_does_not_count_against_its_successor():
     async def main():
         router = Router(["a"])
         router.mark_live("a", 0)
-        old = await router.acquire(timeout=1)
+        old, lost = await router.acquire(timeout=1), await router.acquire(timeout=1)
         router.mark_dead("a", "killed")
+        assert router.state("a").load == 0, "its leases are void"
+        router.release(lost)
         router.mark_live("a", 1)
         new = await router.acquire(timeout=1)
+        assert (old.incarnation, new.incarnation) == (1, 2)
         router.release(old)
         assert router.state("a").load == 1
         router.mark_dead("a", "late report about the first life", incarnation=old.incarnation)
@@ -156,6 +159,35 @@ def test_a_lease_on_a_dead_replica_does_not_count_against_its_successor():
         router.release(new)
         with pytest.raises(RuntimeError, match="more often"):
             router.release(new)
+
+    run_virtual(main())
+
+
+def test_a_replica_may_die_again_and_the_last_cause_is_told():
+    async def main():
+        router = Router(["a"])
+        for cause in ("out of memory", "killed"):
+            router.mark_live("a", 0)
+            router.mark_dead("a", cause)
+            with pytest.raises(NoReplica, match=f"a is not live: {cause}"):
+                await router.acquire(timeout=1)
+
+    run_virtual(main())
+
+
+def test_an_episode_is_not_bound_to_the_successor_of_its_replica():
+    """What it had there is lost, so it goes wherever there is least to do."""
+
+    async def main():
+        router = two_live()
+        async with router.lease(timeout=1, sticky_key="episode") as first:
+            assert first == "a"
+        router.mark_dead("a", "killed")
+        router.mark_live("a", 0)
+        crowd = [await router.acquire(timeout=1) for _ in range(3)]
+        assert [lease.replica_id for lease in crowd] == ["a", "b", "a"]
+        async with router.lease(timeout=1, sticky_key="episode") as moved:
+            assert moved == "b"
 
     run_virtual(main())
 

@@ -110,11 +110,15 @@ needs_sandbox = pytest.mark.skipif(bool(no_sandbox_here()), reason=f"no sandbox 
 
 
 def kinds() -> list:
-    """Parameters: those this machine cannot have are skipped with the reason."""
+    """Parameters: those this machine cannot have are skipped with the reason. The quick tests try the kind that runs
+    use."""
     refused = namespaces_refused()
     for_namespaces = pytest.mark.skipif(bool(refused), reason=f"no namespaces here: {refused}")
     alone = not_run_by_another_user(SYSTEM_PYTHON)
-    for_root = pytest.mark.skipif(bool(alone) or sys.platform != "linux", reason=alone or "no Linux")
+    for_root = (
+        pytest.mark.tier("all"),
+        pytest.mark.skipif(bool(alone) or sys.platform != "linux", reason=alone or "no Linux"),
+    )
     return [
         pytest.param(Kind("namespaces"), id="namespaces", marks=for_namespaces),
         pytest.param(Kind("namespaces", unprivileged=True), id="namespaces-unprivileged", marks=for_root),

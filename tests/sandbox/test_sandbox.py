@@ -137,18 +137,18 @@ def test_event_loops_still_work(kind):
 
 
 def test_an_endless_loop_is_ended(kind, marker):
-    result = kind.run(named(marker, "print('begun')\nwhile True: pass"), wall_seconds=1)
+    result = kind.run(named(marker, "print('begun')\nwhile True: pass"), wall_seconds=4)
     assert (result.stdout, result.killed_because, result.timed_out) == ("begun\n", "time", True)
 
 
 def test_processor_time_has_a_limit_of_its_own(kind, marker):
-    result = kind.run(named(marker, "while True: pass"), cpu_seconds=1, wall_seconds=30)
+    result = kind.run(named(marker, "while True: pass"), cpu_seconds=1, wall_seconds=60)
     assert result.killed_because == "cpu_time" and result.timed_out
 
 
 def test_a_program_that_ignores_the_first_warning_is_ended(kind, marker):
     code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert kind.run(named(marker, code), cpu_seconds=1, wall_seconds=30).killed_because == "cpu_time"
+    assert kind.run(named(marker, code), cpu_seconds=1, wall_seconds=60).killed_because == "cpu_time"
 
 
 def test_sleeping_for_ever_is_ended(kind, marker):
@@ -194,7 +194,7 @@ def test_a_fork_bomb_in_new_sessions_is_stopped(kind, marker):
 
 def test_processes_have_a_limit(kind, marker):
     code = "import os, time\nfor i in range(50):\n if os.fork() == 0: time.sleep(1000)\nprint('all')\ntime.sleep(1000)"
-    result = kind.run(named(marker, code), processes=10, wall_seconds=5)
+    result = kind.run(named(marker, code), processes=10, wall_seconds=60)
     assert result.stdout == ""
     if result.protections.process_limit:
         assert "BlockingIOError" in result.stderr  # by the kernel; elsewhere it may be noticed later
@@ -339,7 +339,7 @@ def test_the_first_process_cannot_be_signalled_away(kind, marker, number):
     if kind.level != "namespaces":
         pytest.skip("there is none")
     code = f"import os\nfor i in range(20):\n try: os.kill(1, {number})\n except OSError: pass\nprint('still here')"
-    result = kind.run(named(marker, code), wall_seconds=5)
+    result = kind.run(named(marker, code), wall_seconds=60)
     assert result.killed_because is None
 
 
@@ -427,7 +427,7 @@ def test_a_program_ends_with_the_process_that_asked_for_it(marker, programs):
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

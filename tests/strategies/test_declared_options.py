@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from roll.configs.engine_options import OPTIONS, Options
 from roll.strategies.infer import infer_option_check
 from roll.strategies.train import train_option_check
+from tests.tiers import need
 
 VALUES = (
     None, True, False, -1, 0, 1, 2, 4, 0.5, 2.0, 2e9, float("inf"), "auto", "abc", "none", "cpu", "nvme", "full",
@@ -35,7 +39,7 @@ def test_both_refuse_the_same_values(strategy, option):
 
 @pytest.mark.parametrize("option", OPTIONS["deepspeed_train"])
 def test_what_the_deepspeed_trainer_refuses_is_refused(option):
-    pytest.importorskip("deepspeed")
+    need("deepspeed")
     for value in VALUES:
         own, declared = _refused("deepspeed_train", option, value)
         assert declared or not own, value
@@ -44,7 +48,9 @@ def test_what_the_deepspeed_trainer_refuses_is_refused(option):
 @pytest.mark.parametrize("option", [name for name in OPTIONS["deepspeed_train"] if "." in name])
 def test_deepspeed_takes_what_is_taken(option):
     """But numbers as texts and as truth values, which DeepSpeed takes."""
-    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    need("deepspeed")
+    from deepspeed.runtime.zero import config
+
     for value in VALUES:
         zero = {"stage": 3} if option.startswith("zero_optimization.offload_param") else {}
         section = value
@@ -58,3 +64,13 @@ def test_deepspeed_takes_what_is_taken(option):
         _, refused = _refused("deepspeed_train", option, value)
         if not (isinstance(value, bool) or value == {"a": 1} or option.endswith(".stage") and value == "auto"):
             assert taken != refused, value
+
+
+def test_checking_the_options_of_trainers_loads_none_of_them():
+    code = (
+        "import sys; from roll.strategies.train import OPTION_CHECKS, train_option_check\n"
+        "assert all(train_option_check(name)({'x': 1}, 'p') for name in OPTION_CHECKS)\n"
+        "sys.exit(' '.join({'deepspeed', 'megatron', 'transformers'} & set(sys.modules)) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

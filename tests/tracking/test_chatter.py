@@ -51,7 +51,7 @@ with native_output_kept(Path(sys.argv[1]), "driver"):
     logging.getLogger("roll.x").warning("we warn")
     print("a stage prints", flush=True)
     view.close({"status": "success", "steps": 1, "seconds": 1.0})
-print("afterwards")
+print("afterwards", flush=True)
 chatter("later")
 library.warning("library warns again")
 another.warning("another warns again")
@@ -65,7 +65,7 @@ def run(code, folder):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONUTF8": "1"},
+        env={**os.environ, "PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""},  # the streams are buffered, as a user's are
     )
 
 

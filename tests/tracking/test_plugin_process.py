@@ -83,14 +83,11 @@ def test_a_tracker_that_hangs_costs_nothing_and_what_is_left_out_is_counted_and_
     hanging = tracker("Hangs", tmp_path, capacity=5, after=1)
     hanging.log({"a": 1.0}, 1)
     until(lambda: steps(tmp_path) == [1])
-    started = time.monotonic()
     padding = {f"metric/{number}": 0.5 for number in range(1000)}
     for step in range(2, 52):  # more than a pipe and the queue hold together
-        hanging.log(padding, step)
-    assert time.monotonic() - started < 5.0
+        hanging.log(padding, step)  # would wait for ever, if it waited
     assert warnings(caplog) == ["tracker diary does not keep up: metrics are left out from here on, and counted"]
     PlugIns([hanging], 1.0).end(SUCCESS)
-    assert time.monotonic() - started < 15.0
     said = warnings(caplog)[1:]
     assert said[0] == "tracker diary was not done in time and is ended"
     assert len(said) == 2 and "did not get " in said[1] and "metrics.jsonl" in said[1]
@@ -100,13 +97,28 @@ def test_a_tracker_that_hangs_costs_nothing_and_what_is_left_out_is_counted_and_
 
 @pytest.mark.parametrize("kind", ["EndsForEver", "BeginsForEver"])
 def test_the_end_of_a_run_waits_until_its_deadline_only(tmp_path, caplog, kind):
-    late = [tracker(kind, tmp_path / name) for name in ("one", "two") if (tmp_path / name).mkdir() is None]
+    late = tracker(kind, tmp_path)
     started = time.monotonic()
-    PlugIns(late, 2.0).end(SUCCESS)
-    assert 1.0 < time.monotonic() - started < 10.0, "they share the time"
+    PlugIns([late], 1.0).end(SUCCESS)
+    assert time.monotonic() - started >= 1.0
     assert [text for text in warnings(caplog) if "in time" in text] == [
         "tracker diary was not done in time and is ended"
-    ] * 2
+    ]
+
+
+def test_trackers_share_the_time_at_the_end():
+    class Late:
+        def end(self, ending):
+            deadlines.append(None)
+
+        def wait(self, deadline):
+            deadlines.append(deadline)
+
+    deadlines = []
+    before = time.monotonic()
+    PlugIns([Late(), Late()], 1000.0).end(SUCCESS)
+    assert deadlines[:2] == [None, None], "all are told before one is waited for"
+    assert deadlines[2] == deadlines[3] and before + 1000 <= deadlines[2] <= time.monotonic() + 1000
 
 
 def test_a_tracker_that_cannot_begin_is_named_with_its_cause_and_without_its_secrets(tmp_path, caplog):

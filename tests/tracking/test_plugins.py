@@ -101,6 +101,8 @@ def values(items):
     return {"/".join(item.nested_key) if item.nested_key else item.key: json.loads(item.value_json) for item in items}
 
 
+@pytest.mark.tier("all")
+@pytest.mark.needs("wandb")
 def test_wandb_offline_has_what_was_logged_and_a_resumed_run_is_the_same_one(run, tmp_path):
     options = {"mode": "offline", "project": "adding", "tags": ["small"]}
     track(run, "wandb", options, FIRST, FAILED)
@@ -146,6 +148,8 @@ def swanlab_records(path):
         yield record
 
 
+@pytest.mark.tier("all")
+@pytest.mark.needs("swanlab")
 @pytest.mark.parametrize("mode", ["offline", "local"])
 def test_swanlab_without_its_cloud_has_what_was_logged(run, tmp_path, mode):
     track(run, "swanlab", {"mode": mode, "project": "adding"}, FIRST, FAILED)
@@ -164,6 +168,8 @@ def test_swanlab_without_its_cloud_has_what_was_logged(run, tmp_path, mode):
     assert nobody_was_called(tmp_path) and no_key_was_written(run.root)
 
 
+@pytest.mark.tier("all")
+@pytest.mark.needs("trackio")
 def test_trackio_has_what_was_logged_and_a_resumed_run_is_the_same_one(run, tmp_path):
     options = {"project": "adding", "dir": str(tmp_path / "database")}
     track(run, "trackio", options, FIRST, Ending("success", {"status": "success"}))

@@ -9,7 +9,7 @@ import pytest
 
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
-from tests.unprivileged import obey_permissions
+from tests.unprivileged import obeying_permissions
 
 NOON = datetime(2025, 3, 4, 12, 0, 5)
 
@@ -98,19 +98,11 @@ def test_the_run_that_goes_on_is_the_named_or_the_latest_one(tmp_path):
 
 def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path):
     run = RunDirectory.create(str(tmp_path / "run"), "addition")
-    code = (
-        "import sys; from pathlib import Path; from roll.tracking.run_directory import RunDirectory, RunUnusable\n"
-        f"try:\n    with RunDirectory(Path({str(run.root)!r})).held(): print('held')\n"
-        "except RunUnusable as error: print(error)"
-    )
     run.root.chmod(0o555)
-    try:
-        other = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, preexec_fn=obey_permissions
-        )
-    finally:
-        run.root.chmod(0o755)
-    assert other.stdout == f"cannot write to {run.root}: Permission denied\n", other.stderr
+    with obeying_permissions(), pytest.raises(RunUnusable) as refusal, run.held():
+        pass
+    assert str(refusal.value) == f"cannot write to {run.root}: Permission denied"
+    run.root.chmod(0o755)
     (run.root / ".lock").mkdir()
     with pytest.raises(RunUnusable, match="cannot write to .*run: Is a directory"), run.held():
         pass

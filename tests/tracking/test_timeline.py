@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.tracking.timeline import BusyIntervals, Timeline
+from tests.tiers import examples
 
 
 class Clock:
@@ -205,7 +206,7 @@ def test_busy_intervals_are_the_union_of_what_was_added(intervals, window_start,
         assert known.seconds_within(window_start, window_end) == len(union & set(range(window_start, window_end)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("XYZ"), st.floats(0, 50)), max_size=30),
     st.lists(st.tuples(st.sampled_from("rs"), st.floats(0, 50), st.floats(0, 50)), max_size=30),

@@ -1,6 +1,6 @@
-"""Environments: text in, text out, by gymnasium's interface (`base`).
+"""Environments: text in, text out, through gymnasium's interface (`base`).
 
-Importing this package makes the built-in ones known to gymnasium (`gymnasium.make("roll/FrozenLake-v0")`).
+Importing this package registers the built-in ones with gymnasium (`gymnasium.make("roll/FrozenLake-v0")`).
 """
 
 from roll.agentic.env.registry import register_built_ins

@@ -1,7 +1,7 @@
-"""From the policy's text to an action, where actions have names.
+"""Reading a named action from the policy's text.
 
-A text without an action is data, not an error: reading it gives None. Reading takes time linear in the text, whatever
-is in it.
+A text without an action is data, not an error: reading it returns None. Reading takes time linear in the length of the
+text, whatever it contains.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Literal
 from roll.agentic.env.base import BadOption
 
 ActionFormat = Literal["answer_tag", "plain"]
-"""``answer_tag``: between ``<answer>`` and ``</answer>``, the last such pair; ``plain``: the whole text, stripped."""
+"""``answer_tag``: the text between the last ``<answer>`` and ``</answer>``; ``plain``: the whole text, stripped."""
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
 def answer_in(text: str, action_format: ActionFormat) -> str | None:
-    """The part of the text that is the answer; None if there is no pair of tags. The last pair counts: models think
-    aloud and correct themselves."""
+    """Return the part of the text that is the answer; None if there is no pair of tags.
+
+    The last pair counts, because models think aloud and correct themselves.
+    """
     if action_format == "plain":
         return text.strip()
     end = text.rfind(CLOSING)
@@ -29,12 +31,12 @@ def answer_in(text: str, action_format: ActionFormat) -> str | None:
 
 
 def as_answer(answer: str, action_format: ActionFormat) -> str:
-    """The text in which a policy gives this answer."""
+    """Return the text with which a policy gives this answer."""
     return answer if action_format == "plain" else f"{OPENING}{answer}{CLOSING}"
 
 
 def how_to_answer(what: str, action_format: ActionFormat) -> str:
-    """One sentence for the policy; ``what`` it answers with, for example ``your guess``."""
+    """Return one sentence of instructions for the policy. ``what`` names the answer, for example ``your guess``."""
     if action_format == "plain":
         return f"Answer with {what} and nothing else."
     return f"Give {what} as {OPENING}...{CLOSING}."
@@ -42,34 +44,34 @@ def how_to_answer(what: str, action_format: ActionFormat) -> str:
 
 @dataclass(frozen=True)
 class ActionReader:
-    """Names of actions in the environment's order; upper and lower case are the same."""
+    """Action names in the environment's order, compared without regard to case."""
 
     names: tuple[str, ...]
     action_format: ActionFormat
 
     def read(self, text: str) -> int | None:
-        """The action's position among the names; None if the text names none."""
+        """Return the action's index among the names; None if the text names none."""
         answer = answer_in(text, self.action_format)
         folded = [name.casefold() for name in self.names]
         return folded.index(answer.casefold()) if answer is not None and answer.casefold() in folded else None
 
     def examples(self) -> tuple[str, ...]:
-        """A text for each action."""
+        """Return a text for each action."""
         return tuple(as_answer(name, self.action_format) for name in self.names)
 
     def instructions(self) -> str:
-        """One or two sentences for the policy."""
+        """Return one or two sentences of instructions for the policy."""
         return f"Actions: {', '.join(self.names)}. {how_to_answer('one action', self.action_format)}"
 
     def complaint(self) -> str:
-        """What the policy is told when its text named no action."""
+        """Return the message for a policy whose text named no action."""
         return f"That was no action. {self.instructions()}"
 
 
 def action_reader(
     default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
 ) -> ActionReader:
-    """A reader of the default names or of those a user chose. Raises `BadOption`."""
+    """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
     if action_format not in ("answer_tag", "plain"):
         raise BadOption("action_format", f"{action_format!r} is no format of actions", "`answer_tag` or `plain`")
     names = tuple(str(name) for name in (default_names if action_names is None else action_names))

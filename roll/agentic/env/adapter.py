@@ -1,8 +1,8 @@
-"""Any gymnasium environment with discrete actions and a text rendering, as a text environment.
+"""Adapter that turns any gymnasium environment with discrete actions and a text rendering into a text environment.
 
-The rendering is the observation. What gymnasium's own small games need beyond that (names of actions, a text where
-there is no rendering, what counts as success) is one entry in `KNOWN_GAMES`. A text without an action does not reach
-the game: the policy is told, and the reward is 0.
+The rendering is the observation. Gymnasium's own small games need more than that: names of actions, a text where there
+is no rendering, a criterion of success. Each has one entry in `KNOWN_GAMES`. A text without an action does not reach
+the game: the policy is told so, and the reward is 0.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Game:
-    """What is known about one game."""
+    """Everything the adapter knows about one game."""
 
     action_names: tuple[str, ...]
     rules: str
     describe: Callable[[Any, Any], str]
-    """From the bare environment and its observation to text. Equal states, equal texts."""
+    """Function from the bare environment and its observation to text. Equal states give equal texts."""
     is_success: Callable[[float, bool], bool]
-    """From a step's reward and whether it terminated the episode."""
+    """Function from a step's reward, and whether the step terminated the episode, to success."""
 
 
 class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
-    """A text environment around one with discrete actions; rewards are the game's own."""
+    """A text environment around one with discrete actions. Rewards are the game's own."""
 
     def __init__(
         self,
@@ -45,9 +45,11 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         action_names: Sequence[str] | None = None,
         instructions: bool = True,
     ) -> None:
-        """``env`` has a `Discrete` action space, and is a known game or renders as text (`ansi`). ``action_names``: in
-        the order of the game's actions; numbers if nothing is known. Raises `BadOption`, and `TypeError` for an
-        environment that cannot be written as text."""
+        """Wrap ``env``, which must have a `Discrete` action space and be a known game or render as text (`ansi`).
+
+        ``action_names`` are in the order of the game's actions; by default a known game's names, else numbers. Raises
+        `BadOption`, and `TypeError` for an environment that cannot be written as text.
+        """
         super().__init__(env)
         self._game_env = env
         space = env.action_space
@@ -74,7 +76,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """An answer for each action, in the form that is asked for."""
+        """An answer for each action, in the requested format."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -104,7 +106,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         return text, float(reward), terminated, truncated, dict(info) | told
 
     def render(self) -> str:
-        """The state as text; coloured parts in brackets, since colours often mark the player."""
+        """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
         if not self._has_begun:
             raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
@@ -113,13 +115,13 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
 
 def without_colours(text: str) -> str:
-    """Text without terminal escapes; what was coloured is in brackets. Spaces at the ends of lines go."""
+    """Return the text without terminal escapes and trailing spaces, with coloured parts in brackets."""
     plain = ESCAPE.sub("", COLOURED.sub(r"[\1]", text))
     return "\n".join(line.rstrip() for line in plain.split("\n")).strip("\n")
 
 
 def accepted_options() -> dict[str, inspect.Parameter]:
-    """The options of the adapter itself, by name."""
+    """Return the adapter's own options by name."""
     parameters = dict(inspect.signature(TextAdapter.__init__, eval_str=True).parameters)
     return {name: each for name, each in parameters.items() if name not in ("self", "env")}
 
@@ -200,4 +202,4 @@ KNOWN_GAMES = {
         _won,
     ),
 }
-"""By gymnasium's name, without its version."""
+"""Known games by gymnasium's name, without the version."""

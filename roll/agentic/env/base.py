@@ -1,8 +1,8 @@
-"""What an environment is here: a `gymnasium.Env` that speaks text, and how its answers become records.
+"""The environment interface: a `gymnasium.Env` that speaks text, and the conversion of its answers to records.
 
 `reset(seed=, options=) -> (text, info)` and `step(text) -> (text, reward, terminated, truncated, info)`; `render()`
-gives a frame of text for people. Nothing an environment answers is trusted: `observation_from` names what is of a wrong
-type. `INFO_KEYS` says which keys of `info` mean something; all others are ignored.
+returns a frame of text for people. An environment's answers are not trusted: `observation_from` reports values of a
+wrong type. `INFO_KEYS` lists the keys of `info` that have a meaning; all others are ignored.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _A_RESET: Final = object()
 
 
 class BadAnswer(ValueError):
-    """An environment answered something of a wrong type. The message names the part, what it is, and what is right."""
+    """An environment's answer has a wrong type. The message names the part, its value and what is right."""
 
 
 class BadOption(ValueError):
-    """An environment's option has a value that cannot work. The registry makes a `ConfigError` with its path of it."""
+    """An environment's option has a value that cannot work. The registry makes it a `ConfigError` with the path."""
 
     def __init__(self, option: str, message: str, remedy: str) -> None:
         super().__init__(f"`{option}`: {message}; {remedy}")
@@ -46,7 +46,7 @@ class BadOption(ValueError):
 
 
 class AnyText(spaces.Space[str]):
-    """All texts. (`gymnasium.spaces.Text` has a closed set of characters and a length limit.)"""
+    """The space of all texts. (`gymnasium.spaces.Text` has a closed set of characters and a length limit.)"""
 
     def __init__(self) -> None:
         super().__init__(shape=None, dtype=str)
@@ -57,11 +57,11 @@ class AnyText(spaces.Space[str]):
         return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Up to 20 printable characters."""
+        """Return up to 20 random printable characters."""
         return "".join(chr(code) for code in self.np_random.integers(32, 127, size=self.np_random.integers(0, 21)))
 
     def contains(self, x: Any) -> bool:
-        """Whether it is a text."""
+        """Return True if ``x`` is a text."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:
@@ -77,8 +77,11 @@ def observation_from(
     truncated: Any = False,
     frame: Any = None,
 ) -> Observation:
-    """An environment's answer as a record: to a reset if ``reward`` is left out, else to a step. ``frame`` is what
-    `render` gave. Raises `BadAnswer`."""
+    """Convert an environment's answer to a record.
+
+    The answer is that of a reset if ``reward`` is left out, else that of a step. ``frame`` is the result of `render`.
+    Raises `BadAnswer`.
+    """
     is_reset = reward is _A_RESET
     text = _text("the observation", text)
     if not isinstance(info, Mapping):

@@ -1,7 +1,7 @@
-"""Does an environment keep the interface? Resets, seeds, odd actions, threads, leaks, deadlines, in plain words.
+"""Check that an environment keeps the interface: resets, seeds, odd actions, threads, leaks, deadlines.
 
-The environment runs in processes of its own, so whatever it does (hang, end its process, leave children) is reported
-and gone afterwards. `conformance_checks` says what is asked.
+The environment runs in separate processes. Whatever it does (hang, end its process, leave children) is reported and
+cleaned up afterwards. `conformance_checks` defines the checks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roll.agentic.env.conformance_checks import CHECKS, MAKING, run_checks
 Level = Literal["passed", "warning", "failed"]
 
 START_SECONDS = 120.0
-"""For starting Python and importing, and for our own work between two calls of the environment."""
+"""Limit for starting Python and importing, and for our own work between two calls of the environment."""
 MAX_LOST_PROCESSES = 3
 EXIT_SECONDS = 10.0
 MARKS: Mapping[Level, str] = {"passed": "ok", "warning": "warning", "failed": "FAILED"}
@@ -29,16 +29,16 @@ MARKS: Mapping[Level, str] = {"passed": "ok", "warning": "warning", "failed": "F
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     name: str
     level: Level
     message: str
-    """What was seen; for a warning or a failure what is wrong, and what would be right."""
+    """Observation of the check; for a warning or a failure, also what is wrong and what would be right."""
 
     @property
     def passed(self) -> bool:
-        """Whether an environment may be used although this was found."""
+        """True if an environment with this finding may be used."""
         return self.level != "failed"
 
 
@@ -51,25 +51,25 @@ class ConformanceReport:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed; there may be warnings."""
+        """True if nothing failed; there may be warnings."""
         return all(finding.passed for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class _Limits:
-    """Seconds that a call may take."""
+    """Time limits of calls, in seconds."""
 
     call: float
     making: float
 
     def of(self, call: str | None) -> float:
-        """``call`` None: between two calls."""
+        """Return the limit of a call; None means the time between two calls."""
         return START_SECONDS if call is None else self.making if call == MAKING else self.call
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """A process that did not come to its end."""
+    """A process that ended early or had to be stopped."""
 
     check: str
     message: str
@@ -84,11 +84,11 @@ def check_env(
     deadline_seconds: float = 10.0,
     make_deadline_seconds: float = 120.0,
 ) -> ConformanceReport:
-    """Try an environment as training would, and worse. Takes some seconds.
+    """Test an environment the way training uses it, and more harshly. Takes some seconds.
 
-    ``episodes`` with seeds from ``seed`` on are played by most checks. A call of the environment that takes longer than
-    ``deadline_seconds``, or its making longer than ``make_deadline_seconds`` (it may import much), counts as hanging.
-    Raises nothing on the environment's account.
+    Most checks play ``episodes`` episodes, with seeds from ``seed`` on. A call of the environment that takes longer
+    than ``deadline_seconds`` counts as hanging; creating it may take ``make_deadline_seconds``, because it may import
+    much. Faults of the environment never raise.
     """
     try:
         pickle.dumps((env_type, dict(env_config)))
@@ -115,7 +115,7 @@ def check_env(
 
 
 def render_report(report: ConformanceReport) -> str:
-    """The report for a terminal: one line a finding, and a verdict."""
+    """Format the report for a terminal: one line per finding, and a verdict."""
     width = max(len(finding.name) for finding in report.findings)
     lines = [f"{finding.name:<{width}}  {MARKS[finding.level]:<7}  {finding.message}" for finding in report.findings]
     failed = sum(not finding.passed for finding in report.findings)
@@ -136,7 +136,7 @@ def _process_finding(lost: Sequence[_Lost], limits: _Limits) -> Finding:
 
 
 def _in_a_process(arguments: tuple[Any, ...], limits: _Limits) -> tuple[list[Finding], _Lost | None]:
-    """Run checks in a new process: what they found, and how the process was lost, if it was."""
+    """Run checks in a new process. Return the findings, and how the process was lost, if it was."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_checks, args=(theirs, *arguments))
@@ -186,11 +186,11 @@ def _died(call: str | None, exit_code: int | None) -> str:
 
 
 def _end(process: SpawnProcess) -> None:
-    """Kill the process and what it started."""
+    """Kill the process and everything it started."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # gone, or not yet the leader of a group
+    except ProcessLookupError:  # already gone, or not yet the leader of a group
         process.kill()
     process.join(EXIT_SECONDS)
     process.close()

@@ -1,7 +1,7 @@
-"""What is asked of an environment, check by check, inside the process that `conformance` started for it.
+"""The checks of an environment. They run inside the process that `conformance` started for it.
 
-A check raises `Defect` or `Doubt`, or returns what it saw. Each call of the environment is announced through the
-connection before it begins, so that the other side knows which one hangs or ends the process.
+A check raises `Defect` or `Doubt`, or returns what it observed. Each call of the environment is announced through the
+connection first, so that the other side knows which call hangs or ends the process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STEPS_TO_AN_END = 250
 LEAK_CYCLES = 16
 LEAKED_BYTES_TRACED = 64 * 1024
 LEAKED_BYTES_RESIDENT = 512 * 1024
-"""Per environment made and closed. Python's own memory is counted exactly, the rest by the process' resident size."""
+"""Allowed growth per environment made and closed: Python's own memory counted exactly, and the resident size."""
 SETTLE_SECONDS = 1.0
 
 MAKING = "making the environment"
-"""Name of the call that has a time limit of its own, since it may import much."""
+"""Name of the call that has a separate time limit, since it may import much."""
 GUESSES = ("left", "1", "yes", "[1]", "<answer>left</answer>", "<answer>1</answer>")
 """Actions for environments that give no `example_actions`."""
 _ODD_ANSWERS = (
@@ -82,12 +82,12 @@ class Defect(Exception):
 
 
 class Doubt(Exception):
-    """Something that is probably not wanted, or could not be seen."""
+    """Something is probably unintended, or could not be checked."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What can be compared of an answer."""
+    """The comparable parts of an answer."""
 
     text: str
     reward: float
@@ -117,11 +117,11 @@ class Subject:
             self.connection.send(("returned",))
 
     def make(self) -> gymnasium.Env[str, str]:
-        """A new environment, within the time that making one may take. Raises `Defect`."""
+        """Create an environment within its time limit. Raises `Defect`."""
         return self.call(MAKING, lambda: make_env(self.env_type, self.env_config))
 
     def reset(self, env: gymnasium.Env[str, str], seed: int) -> Observation:
-        """Begin an episode. Raises `Defect` for an answer that is no (text, info)."""
+        """Begin an episode. Raises `Defect` if the answer is not (text, info)."""
         what = f"reset(seed={seed})"
         answer = self.call(what, lambda: env.reset(seed=seed))
         if not isinstance(answer, tuple) or len(answer) != 2:
@@ -129,12 +129,12 @@ class Subject:
         return _checked(what, lambda: observation_from(*answer))
 
     def step(self, env: gymnasium.Env[str, str], action: str) -> Observation:
-        """Act. Raises `Defect` as `checked_step` does."""
+        """Take a step. Raises `Defect` as `checked_step` does."""
         what = f"step({_short(action)})"
         return self.checked_step(what, self.call(what, lambda: env.step(action)))
 
     def checked_step(self, what: str, answer: Any) -> Observation:
-        """What ``answer``, given to ``what``, says of the environment. Raises `Defect` if it is no answer of a step."""
+        """Convert ``answer``, the result of the call ``what``, to an observation. Raises `Defect` if it is invalid."""
         if not isinstance(answer, tuple) or len(answer) != 5:
             message = "it has to be (text, reward, terminated, truncated, info)"
             raise Defect(f"{what} answered {_short(answer)}; {message}")
@@ -143,24 +143,24 @@ class Subject:
         return _checked(what, lambda: observation_from(text, info, **parts))
 
     def close(self, env: gymnasium.Env[str, str]) -> None:
-        """Done with it. If this raises, `closes_in_any_state` will say so, once."""
+        """Close the environment, ignoring a failure: `closes_in_any_state` reports it once."""
         try:
             self.strictly_close(env)
         except Defect:
             return
 
     def strictly_close(self, env: gymnasium.Env[str, str]) -> None:
-        """Close, and raise `Defect` if that fails or takes too long."""
+        """Close the environment. Raises `Defect` if that fails or takes too long."""
         self.call("close()", env.close)
 
     def seeds(self) -> range:
-        """One for each episode of a check."""
+        """Return a seed for each episode of a check."""
         return range(self.seed, self.seed + self.episodes)
 
     def play(
         self, env: gymnasium.Env[str, str], seed: int, actions: Sequence[str] | None = None, steps: int = STEPS
     ) -> tuple[list[Turn], list[str]]:
-        """One episode with these actions, or with actions drawn by the seed: its answers and its actions."""
+        """Play an episode with these actions, or with actions drawn by the seed; return its answers and actions."""
         turns = [_turn(self.reset(env, seed))]
         taken: list[str] = []
         for action in self._drawn(env, seed, steps) if actions is None else actions:
@@ -176,7 +176,7 @@ class Subject:
             yield draw.choice(self.examples(env))
 
     def examples(self, env: gymnasium.Env[str, str]) -> tuple[str, ...]:
-        """Actions that the environment may understand."""
+        """Return actions that the environment may understand."""
         if not env.has_wrapper_attr("example_actions"):
             return GUESSES
         examples = env.get_wrapper_attr("example_actions")
@@ -184,7 +184,7 @@ class Subject:
 
 
 def makes_an_environment(subject: Subject) -> str:
-    """From name and options, in a process that knows nothing else."""
+    """Check that the environment can be made from name and options, in a process that knows nothing else."""
     try:
         subject.make()
     except Defect as defect:
@@ -195,7 +195,7 @@ def makes_an_environment(subject: Subject) -> str:
 
 
 def resets_at_any_time(subject: Subject) -> str:
-    """Before any step, twice, and in the middle of an episode."""
+    """Check that reset works before any step, twice, and in the middle of an episode."""
     env = subject.make()
     first = subject.reset(env, subject.seed)
     subject.reset(env, subject.seed)
@@ -210,7 +210,7 @@ def resets_at_any_time(subject: Subject) -> str:
 
 
 def answers_are_well_formed(subject: Subject) -> str:
-    """All answers of some episodes have the right types; what is missing of the useful ones."""
+    """Check that all answers of some episodes have the right types."""
     env = subject.make()
     count = sum(len(subject.play(env, seed)[0]) for seed in subject.seeds())
     subject.close(env)
@@ -218,7 +218,7 @@ def answers_are_well_formed(subject: Subject) -> str:
 
 
 def equal_seeds_give_equal_episodes(subject: Subject) -> str:
-    """In another environment, with the same actions, in another order of episodes."""
+    """Check that another environment repeats the episodes exactly, in another order, given the same actions."""
     env, other = subject.make(), subject.make()
     played = {seed: subject.play(env, seed) for seed in subject.seeds()}
     for seed in reversed(subject.seeds()):
@@ -230,7 +230,7 @@ def equal_seeds_give_equal_episodes(subject: Subject) -> str:
 
 
 def different_seeds_give_different_episodes(subject: Subject) -> str:
-    """With the same actions."""
+    """Check that different seeds give different episodes, given the same actions."""
     env = subject.make()
     subject.reset(env, subject.seed)
     actions = subject.examples(env)
@@ -243,7 +243,7 @@ def different_seeds_give_different_episodes(subject: Subject) -> str:
 
 
 def odd_actions_are_answered(subject: Subject) -> str:
-    """Whatever a policy writes is an action, if an invalid one; none raises."""
+    """Check that any text is accepted as an action, if an invalid one, and that none raises."""
     env = subject.make()
     subject.reset(env, subject.seed)
     refused = 0
@@ -260,7 +260,7 @@ def odd_actions_are_answered(subject: Subject) -> str:
 
 
 def ended_episodes_stay_ended(subject: Subject) -> str:
-    """A step after the end raises, or answers with the end again; then a reset works."""
+    """Check that a step after the end raises or reports the end again, and that a reset works afterwards."""
     env = subject.make()
     for seed in subject.seeds():
         turns, _ = subject.play(env, seed, steps=STEPS_TO_AN_END)
@@ -287,7 +287,7 @@ def _require_ended(subject: Subject, env: gymnasium.Env[str, str]) -> None:
 
 
 def success_is_told(subject: Subject) -> str:
-    """Success rates need it."""
+    """Check that success is reported, because success rates need it."""
     env = subject.make()
     answers = [subject.reset(env, subject.seed), subject.step(env, subject.examples(env)[0])]
     subject.close(env)
@@ -297,7 +297,7 @@ def success_is_told(subject: Subject) -> str:
 
 
 def frames_are_text(subject: Subject) -> str:
-    """`render()` gives something to look at."""
+    """Check that `render()` returns text."""
     env = subject.make()
     subject.reset(env, subject.seed)
     frame = None if env.render_mode is None else subject.call("render()", env.render)
@@ -310,7 +310,7 @@ def frames_are_text(subject: Subject) -> str:
 
 
 def environments_share_no_state(subject: Subject) -> str:
-    """Two, step by step in turn, behave as each does alone."""
+    """Check that two environments stepped in turn behave as each does alone."""
     env, other = subject.make(), subject.make()
     for seed in list(subject.seeds())[:5]:
         alone = [subject.play(each, number) for each, number in ((env, seed), (other, seed + 1))]
@@ -334,7 +334,7 @@ def _interleaved(
 
 
 def works_in_another_thread(subject: Subject) -> str:
-    """Environment workers call an environment from a thread that did not make it."""
+    """Check that an environment works in a thread that did not make it: environment workers call it that way."""
     env = subject.make()
     turns, actions = subject.play(env, subject.seed)
     outcome: list[Any] = []
@@ -356,7 +356,7 @@ def works_in_another_thread(subject: Subject) -> str:
 
 
 def closes_in_any_state(subject: Subject) -> str:
-    """Before a reset, in the middle of an episode, and twice."""
+    """Check that close works before a reset, in the middle of an episode, and twice."""
     subject.strictly_close(subject.make())
     env = subject.make()
     subject.reset(env, subject.seed)
@@ -366,7 +366,7 @@ def closes_in_any_state(subject: Subject) -> str:
 
 
 def closed_environments_leave_nothing(subject: Subject) -> str:
-    """Files, threads, processes and memory after many were made, used and closed."""
+    """Check that environments leave no files, threads, processes or memory behind once they are closed."""
     if not Path("/proc/self/task").is_dir():
         raise Doubt("files, threads, processes and memory cannot be counted on this system")
     tracemalloc.start()
@@ -391,7 +391,7 @@ def _cycles(subject: Subject, count: int) -> None:
 
 
 def _settled_leaks(before: _Usage) -> list[str]:
-    """What is left once threads and processes that are ending have ended."""
+    """Return the leaks that remain after ending threads and processes have had time to end."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while leaks := _Usage.now().leaks_since(before):
         if time.monotonic() > deadline:
@@ -402,7 +402,7 @@ def _settled_leaks(before: _Usage) -> list[str]:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What this process holds."""
+    """Resources that this process holds."""
 
     files: int
     threads: int
@@ -423,7 +423,7 @@ class _Usage:
         )
 
     def leaks_since(self, before: _Usage) -> list[str]:
-        """A leak is one for every second environment: what is held once for all does not count."""
+        """Return leaks: resources left by at least every second environment. One held once for all does not count."""
         counts = {
             "open files": self.files - before.files,
             "threads": self.threads - before.threads,
@@ -437,12 +437,12 @@ class _Usage:
 
 
 def _children() -> int:
-    """Processes whose parent this one is."""
+    """Return the number of this process's children."""
     count = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it ended in between
+        except OSError:  # it ended in the meantime
             continue
         count += len(fields) > 1 and int(fields[1]) == os.getpid()
     return count
@@ -481,7 +481,7 @@ def _checked(what: str, convert: Callable[[], Observation]) -> Observation:
 
 
 def _described(cause: BaseException) -> str:
-    """The error, and the line of code that raised it."""
+    """Describe the error and the line of code that raised it."""
     message = str(cause).strip().split("\n")[0]
     frames = traceback.extract_tb(cause.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -510,14 +510,14 @@ CHECKS: Mapping[str, Callable[[Subject], str]] = {
     "close": closes_in_any_state,
     "leaks": closed_environments_leave_nothing,
 }
-"""By the name that a finding has, in the order in which they run. Without the first, none of the others makes sense."""
+"""Checks by the name of their finding, in the order in which they run. If the first fails, no other makes sense."""
 
 
 def run_checks(
     connection: Connection, env_type: str, env_config: Mapping[str, Any], episodes: int, seed: int, names: Sequence[str]
 ) -> None:
-    """Main function of the process: run the checks of these names, and send what each found."""
-    os.setsid()  # so that whatever the environment starts can be ended with it
+    """Run the checks of these names in this process, and send each result."""
+    os.setsid()  # so that everything the environment starts can be killed with it
     subject = Subject(connection, env_type, env_config, episodes, seed)
     connection.send(("ready",))
     for name in names:

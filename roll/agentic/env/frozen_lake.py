@@ -1,7 +1,7 @@
-"""FrozenLake with a new solvable map for each seed: walk over ice to the goal, and not into a hole.
+"""FrozenLake with a new solvable map for each seed: walk over the ice to the goal without falling into a hole.
 
-Our own few lines rather than gymnasium's: its maps are drawn once, when the environment is made, and not by the
-episode's seed. Everything random comes from the seed of the reset.
+Gymnasium's own game draws its map once, when the environment is made; here the episode's seed draws it. All randomness
+comes from the seed of the reset.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ACTIONS = ("left", "down", "right", "up")
 DIRECTIONS: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SYMBOLS = {"player": "P", "frozen": "_", "hole": "O", "goal": "G", "fallen": "X", "arrived": "*"}
 DRAWS = 64
-"""Random maps looked at for a solvable one before holes are filled."""
+"""Number of random maps tried before holes are filled to make one solvable."""
 
 
 class FrozenLakeEnv(gymnasium.Env[str, str]):
-    """Reward 1 at the goal; holes and the goal end the episode."""
+    """The game FrozenLake. The goal gives ``goal_reward``; holes and the goal end the episode."""
 
     metadata = {"render_modes": ["ansi"]}
 
@@ -35,7 +35,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         is_slippery: bool = False,
         random_start: bool = False,
         disjoint_maps: bool = True,
-        map: Sequence[str] | None = None,  # the name users of gymnasium's game look for
+        map: Sequence[str] | None = None,  # gymnasium's name for it
         observation: GridStyle = "grid",
         instructions: bool = True,
         action_format: ActionFormat = "answer_tag",
@@ -46,11 +46,14 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         hole_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """``map``: rows of ``S`` (start), ``F`` (frozen), ``H`` (hole) and ``G`` (goal), in place of random ones.
-        ``is_slippery``: a move goes in the direction wanted, or to its left or right, with equal probability.
-        ``instructions``: a system message, and words about invalid actions; without, only grids. ``action_names``: for
-        left, down, right, up. ``disjoint_maps``: no map of an even seed (training) is one of an odd seed (validation).
-        ``step_reward`` is of steps that do not end the episode. Raises `BadOption`.
+        """Check and keep the options. Raises `BadOption`.
+
+        ``map``: rows of ``S`` (start), ``F`` (frozen), ``H`` (hole) and ``G`` (goal), instead of random maps.
+        ``is_slippery``: a move goes in the chosen direction, or to its left or right, with equal probability.
+        ``instructions``: add a system message and text about invalid actions; without it, observations are only grids.
+        ``action_names``: names for left, down, right, up. ``disjoint_maps``: maps of even seeds (training) and of odd
+        seeds (validation) do not overlap, except where `random_map` finds no map of the right half. ``step_reward``:
+        reward of steps that do not end the episode.
         """
         check_style(observation)
         if size < 2:
@@ -74,7 +77,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """An answer for each direction, in the form that is asked for."""
+        """An answer for each direction, in the requested format."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -110,7 +113,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return written(self._drawn(), "grid", {})
 
     def _random_place(self) -> Cell:
-        """Somewhere on the ice from where the goal can be reached."""
+        """Return a random cell of ice from which the goal can be reached."""
         goals = _cells(self._rows, "G")
         places = sorted(set().union(*(reachable(goal, DIRECTIONS, self._is_ice) for goal in goals)) - set(goals))
         return places[self.np_random.integers(len(places))]
@@ -169,9 +172,11 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 def random_map(
     size: int, hole_probability: float, random: np.random.Generator, side: int | None = None
 ) -> list[list[str]]:
-    """A square map on which the goal, bottom right, can be reached from the top left; ``side`` (0 or 1): of that half
-    of all maps. Where chance gives none in `DRAWS` maps (many holes, large maps), holes of the last one are filled one
-    by one until it can be solved, whatever half that is in."""
+    """Return a random square map on which the goal (bottom right) can be reached from the top left.
+
+    ``side`` (0 or 1) restricts it to one half of all maps. If none of `DRAWS` maps qualifies (many holes, large maps),
+    holes of the last map are filled one by one until it is solvable, whichever half it is in.
+    """
     for _ in range(DRAWS):
         rows = np.where(random.random((size, size)) < hole_probability, "H", "F").tolist()
         rows[0][0], rows[-1][-1] = "F", "G"
@@ -187,7 +192,7 @@ def random_map(
 
 
 def _read_map(map: Sequence[str]) -> tuple[list[list[str]], Cell]:
-    """Rows of `F`, `H` and `G`, and the start. Raises `BadOption`."""
+    """Return rows of `F`, `H` and `G`, and the start. Raises `BadOption`."""
     rows = [list(str(row)) for row in map]
     if len({len(row) for row in rows}) != 1 or not set().union(*rows) <= set("SFHG"):
         raise BadOption("map", f"{list(map)} is no map", "rows of one length, of the letters S, F, H and G")

@@ -1,4 +1,4 @@
-"""What the grid games share: cells, the four moves, and the ways a grid is written for a policy."""
+"""Shared parts of the grid games: cells, moves, and ways to write a grid for a policy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Cell = tuple[int, int]
 """Row and column, counted from 0 at the top left."""
 
 GridStyle = Literal["grid", "spaced", "coordinates"]
-"""``grid``: rows of symbols; ``spaced``: the same with spaces between symbols; ``coordinates``: a list of places."""
+"""``grid``: rows of symbols; ``spaced``: with spaces between the symbols; ``coordinates``: a list of places."""
 
 
 def moved(cell: Cell, direction: Cell, steps: int = 1) -> Cell:
-    """The cell some steps away."""
+    """Return the cell ``steps`` steps away."""
     return cell[0] + steps * direction[0], cell[1] + steps * direction[1]
 
 
 def reachable(start: Cell, directions: Collection[Cell], is_free: Callable[[Cell], bool]) -> set[Cell]:
-    """All cells to which one can walk over free cells, the start included."""
+    """Return all cells reachable from ``start`` over free cells, including ``start``."""
     found, frontier = {start}, deque([start])
     while frontier:
         cell = frontier.popleft()
@@ -35,7 +35,7 @@ def reachable(start: Cell, directions: Collection[Cell], is_free: Callable[[Cell
 
 
 def written(rows: Sequence[Sequence[str]], style: GridStyle, names: Mapping[str, str]) -> str:
-    """A grid of symbols as text. ``names`` says what each symbol that is worth a line in ``coordinates`` stands for."""
+    """Return a grid of symbols as text. ``names`` maps the symbols that ``coordinates`` lists to their meaning."""
     if style == "grid":
         return "\n".join("".join(row) for row in rows)
     if style == "spaced":
@@ -49,13 +49,13 @@ def written(rows: Sequence[Sequence[str]], style: GridStyle, names: Mapping[str,
 
 
 def check_style(style: str) -> None:
-    """Raises `BadOption` for an unknown one."""
+    """Raise `BadOption` for an unknown style."""
     if style not in ("grid", "spaced", "coordinates"):
         raise BadOption("observation", f"{style!r} is no way to write a grid", "`grid`, `spaced` or `coordinates`")
 
 
 def with_symbols(defaults: Mapping[str, str], symbols: Mapping[str, str] | None) -> dict[str, str]:
-    """The symbol of each kind of cell, some of them replaced. Raises `BadOption`."""
+    """Return the symbol of each kind of cell, with the user's replacements. Raises `BadOption`."""
     chosen = dict(defaults) | dict(symbols or {})
     unknown = [key for key in chosen if key not in defaults]
     if unknown:
@@ -68,6 +68,8 @@ def with_symbols(defaults: Mapping[str, str], symbols: Mapping[str, str] | None)
 
 
 def side_of(drawing: str) -> int:
-    """0 or 1: which half of all maps this one belongs to. Training has even seeds and validation odd ones, so a map of
-    the seed's own half is never in both."""
+    """Return 0 or 1: the half of all maps that this map belongs to.
+
+    Training has even seeds and validation odd ones. If each seed uses only maps of its own half, no map is in both.
+    """
     return hashlib.blake2b(drawing.encode(), digest_size=1).digest()[0] % 2

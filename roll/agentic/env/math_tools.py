@@ -1,6 +1,6 @@
-"""Arithmetic that is tedious by head and easy with a tool: problems made from a seed, the answer checked exactly.
+"""Arithmetic problems that are tedious by hand and easy with a tool, made from a seed and checked exactly.
 
-The final answer stands in `<answer>..</answer>`; the last one counts. Harder levels have larger numbers and more steps.
+The final answer stands in `<answer>..</answer>`; the last one counts. Higher levels have larger numbers and more steps.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LEVELS = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and the number that answers it."""
+    """A question and its numeric answer."""
 
     question: str
     answer: Fraction
 
 
 def make_problem(kind: str, level: int, random: np.random.Generator) -> Problem:
-    """A problem of one of `KINDS`, at a level from 1 to 5."""
+    """Return a problem of one of the `KINDS`, at a level from 1 to 5."""
     return KINDS[kind](level, random)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that a text consists of, exactly; None if it is none."""
+    """Return the number that the text consists of, exactly; None if it is not a number."""
     text = text.strip().replace(",", "").replace("$", "").replace("_", "").replace("\N{MINUS SIGN}", "-").strip()
     if len(text) > _LONGEST_ANSWER or not _NUMBER.fullmatch(text):
         return None
@@ -52,7 +52,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _whole(random: np.random.Generator, digits: int) -> int:
-    """A number of that many decimal digits."""
+    """Return a random number with this many decimal digits (for one digit: from 2)."""
     return int(random.integers(10 ** (digits - 1) if digits > 1 else 2, 10**digits))
 
 
@@ -135,7 +135,7 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Problem]] = {
 
 
 class MathProblemEnv(gymnasium.Env[str, str]):
-    """One problem an episode, answered in one of a few attempts."""
+    """One problem per episode, with a limited number of attempts."""
 
     metadata = {"render_modes": ["ansi"]}
 
@@ -184,7 +184,7 @@ class MathProblemEnv(gymnasium.Env[str, str]):
 
 
 class MathToolsEnv(ToolEnv):
-    """The environment `math_tools`: problems, and the tools to solve them with."""
+    """The environment `math_tools`: problems, and the tools to solve them."""
 
     def __init__(
         self,
@@ -196,10 +196,10 @@ class MathToolsEnv(ToolEnv):
         attempts: int = 1,
         instructions: bool = True,
     ) -> None:
-        """``tools``: see `roll.agentic.tools.registry`; empty for none. ``tool_settings``: fields of `ToolSettings`.
-        ``levels``: from 1 (easy) to 5. ``attempts``: answers that may be given. ``instructions``: a system message.
+        """Check the options and build the tools. Raises `ConfigError`.
 
-        Raises `ConfigError`.
+        ``tools``: see `roll.agentic.tools.registry`; empty for none. ``tool_settings``: fields of `ToolSettings`.
+        ``levels``: from 1 (easy) to 5. ``attempts``: number of answers allowed. ``instructions``: add a system message.
         """
         problems = [
             ConfigProblem("kinds", f"there are no problems of the kind `{kind}`", nearest_name_hint(str(kind), KINDS))

@@ -1,4 +1,4 @@
-"""Guess a number; each answer says whether the number is higher or lower."""
+"""A game: guess a number. Each answer says whether the number is higher or lower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 class NumberGuessingEnv(gymnasium.Env[str, str]):
-    """Reward for the right guess within a number of guesses."""
+    """A reward for the right guess within a limited number of guesses."""
 
     metadata = {"render_modes": ["ansi"]}
 
@@ -29,9 +29,12 @@ class NumberGuessingEnv(gymnasium.Env[str, str]):
         guess_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """The number is one of ``low`` to ``high``, both included. ``guess_reward`` is of each wrong guess.
-        ``instructions``: a system message and whole sentences; without, only `higher`, `lower`, `right`. A text that is
-        no guess costs none. Raises `BadOption`."""
+        """Check and keep the options. Raises `BadOption`.
+
+        The number is from ``low`` to ``high``, both included. ``guess_reward``: reward of each wrong guess.
+        ``instructions``: add a system message and use whole sentences; without it, answers are only `higher`, `lower`
+        and `right`. A text that is not a guess does not use one up.
+        """
         if not -(10**18) < low < high < 10**18:
             raise BadOption("high", f"from {low} to {high} there is nothing to guess", "`low` below `high`")
         if max_guesses < 1:
@@ -51,7 +54,7 @@ class NumberGuessingEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """Three guesses."""
+        """Three guesses: the lowest, the middle and the highest number."""
         guesses = (self._low, (self._low + self._high) // 2, self._high)
         return tuple(as_answer(str(guess), self._format) for guess in guesses)
 
@@ -92,7 +95,7 @@ class NumberGuessingEnv(gymnasium.Env[str, str]):
         self._known = (low, high)
 
     def _state(self) -> str:
-        """All that a policy can know: where the number may be, and how many guesses are left."""
+        """Return all that a policy can know: the range left for the number, and the number of guesses left."""
         return f"{self._known[0]} to {self._known[1]}, {self._max_guesses - len(self._guesses)} guesses left"
 
     def _verdict(self, guess: int) -> str:

@@ -1,7 +1,7 @@
 """Frames of text as pictures: PNG, animated GIF, or an array for TensorBoard.
 
-Each character has a cell of its own, so grids stay grids whatever the font. What is too large is cut, and says so with
-an ellipsis; of too many frames, some between the first and the last are left out.
+Each character has its own cell, so grids stay aligned in any font. A frame that is too large is cut and marked with an
+ellipsis. If there are too many frames, some between the first and the last are left out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def text_to_png(text: str, path: str | Path) -> None:
 
 
 def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame: float = 0.6) -> None:
-    """Write frames as an animated GIF that begins anew after a longer look at its last frame. Raises `ValueError` if
-    there is none."""
+    """Write frames as an animated GIF that loops and shows the last frame longer.
+
+    Raises `ValueError` if there is no frame.
+    """
     images = _images(frames)
     milliseconds = [max(20, round(1000 * seconds_per_frame))] * len(images)
     milliseconds[-1] *= 3
@@ -34,12 +36,12 @@ def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame:
 
 
 def frames_to_array(frames: Sequence[str]) -> np.ndarray:
-    """uint8 [frames, height, width, 3]. Raises `ValueError` if there is none."""
+    """Return frames as uint8 [frames, height, width, 3]. Raises `ValueError` if there is none."""
     return np.stack([np.asarray(image) for image in _images(frames)])
 
 
 def _images(frames: Sequence[str]) -> list[Image.Image]:
-    """All of one size, that of the largest."""
+    """Return images that all have the size of the largest."""
     if not frames:
         raise ValueError("there are no frames: an episode has at least the one after its reset")
     chosen = [_cells(frames[index]) for index in _thinned(len(frames))]
@@ -48,12 +50,12 @@ def _images(frames: Sequence[str]) -> list[Image.Image]:
 
 
 def _thinned(count: int) -> list[int]:
-    """At most `MAX_FRAMES` numbers from 0 to ``count`` - 1, evenly, with the first and the last."""
+    """Return at most `MAX_FRAMES` evenly spaced numbers from 0 to ``count`` - 1, with the first and the last."""
     return sorted({round(each) for each in np.linspace(0, count - 1, min(count, MAX_FRAMES))})
 
 
 def _cells(text: str) -> list[str]:
-    """Lines of visible characters, cut to the limits."""
+    """Return lines of printable characters, cut to the limits."""
     lines = [
         "".join(each if each.isprintable() else " " for each in line.expandtabs(TAB)) for line in text.splitlines()
     ]

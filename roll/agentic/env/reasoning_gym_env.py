@@ -1,6 +1,6 @@
-"""A reasoning-gym task as an episode: a question, some attempts, the data set's own score.
+"""A reasoning-gym task as an episode: a question, some attempts, and the data set's own score.
 
-The package is imported when the environment is made. The seed of the reset chooses the task, so equal seeds ask the
+The package is imported when the environment is made. The seed of the reset selects the task, so equal seeds ask the
 same question in every process.
 """
 
@@ -18,7 +18,7 @@ from roll.data.names import nearest_name_hint
 
 
 class ReasoningGymEnv(gymnasium.Env[str, str]):
-    """The reward is the score of the last attempt; an attempt that scores ``success_score`` ends the episode."""
+    """A reasoning-gym task. The reward is the last attempt's score; a score of ``success_score`` ends the episode."""
 
     metadata = {"render_modes": ["ansi"]}
 
@@ -33,8 +33,11 @@ class ReasoningGymEnv(gymnasium.Env[str, str]):
         action_format: ActionFormat = "answer_tag",
         render_mode: str | None = "ansi",
     ) -> None:
-        """``config``: arguments of the data set. ``size``: number of different tasks; lower it for a data set that
-        makes all of them at once. ``instructions``: a system message on how to answer. Raises `BadOption`."""
+        """Check the options and load the data set. Raises `BadOption`.
+
+        ``config``: arguments of the data set. ``size``: number of different tasks; lower it for a data set that
+        generates all of them at once. ``instructions``: add a system message on how to answer.
+        """
         if max_attempts < 1:
             raise BadOption("max_attempts", f"{max_attempts} attempts are no task", "at least 1")
         if action_format not in ("answer_tag", "plain"):
@@ -52,7 +55,7 @@ class ReasoningGymEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """The right answer to the present task, and two that are most probably wrong."""
+        """The right answer to the current task, and two that are most probably wrong."""
         right = [str(self._entry["answer"])] if self._entry is not None else []
         return tuple(as_answer(answer, self._format) for answer in [*right, "0", "yes"])
 
@@ -95,8 +98,10 @@ class ReasoningGymEnv(gymnasium.Env[str, str]):
         return "\n".join([str(self._entry["question"]), *self._answers])
 
     def _score(self, answer: str | None) -> tuple[float, bool]:
-        """The score, and whether the scorer failed: some data sets raise on answers they do not expect, and no answer
-        of a policy may end an episode as a failure of the environment."""
+        """Return the score, and True if the scorer failed.
+
+        Some data sets raise on answers that they do not expect. A policy's answer must not make the environment fail.
+        """
         if not answer:
             return 0.0, False
         try:

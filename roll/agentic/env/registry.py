@@ -1,7 +1,7 @@
-"""Environments by name, import path, entry point or gymnasium id, checked against their signature before they are made.
+"""Environments by name, import path, entry point or gymnasium id, checked against their signature before creation.
 
-A new built-in environment is one file and one line in `BUILT_IN`. Everybody else's environment is named by its import
-path, by a name that its package gives in the entry-point group `roll.environments`, or by its gymnasium id.
+A new built-in environment is one file and one line in `BUILT_IN`. Any other environment is named by its import path, by
+a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
@@ -25,20 +23,20 @@ from roll.agentic.env.base import BadOption
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.wording import nearest
 from roll.data.arguments import converted_arguments
-from roll.data.imports import import_object
+from roll.data.imports import import_object, look_in_working_folder
 from roll.data.names import nearest_name_hint
 
 ENTRY_POINTS = "roll.environments"
 GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
 GYMNASIUM_OPTIONS = ("max_episode_steps",)
-"""What `gymnasium.make` takes for every environment."""
+"""Options that `gymnasium.make` accepts for every environment."""
 NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Sequence", "Tuple")
-"""Action spaces of gymnasium that no text is in."""
+"""Gymnasium's action spaces that contain no text."""
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """An environment of our own: where it is, and what it needs."""
+    """The import path and the requirements of a built-in environment."""
 
     import_path: str
     gymnasium_id: str
@@ -59,24 +57,28 @@ BUILT_IN = {
 
 
 def register_built_ins() -> None:
-    """Make the built-in environments known to gymnasium. Harmless to repeat."""
+    """Register the built-in environments with gymnasium. Calling it twice is harmless."""
     for built_in in BUILT_IN.values():
         if built_in.gymnasium_id not in registration.registry:
             gymnasium.register(built_in.gymnasium_id, entry_point=built_in.import_path, disable_env_checker=True)
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
-    """A new text environment; one with discrete actions is wrapped into one (`TextAdapter`).
+    """Make a text environment. One with discrete actions is wrapped (`TextAdapter`).
 
-    Raises `ConfigError`, with the paths `env_type` and `env_config.<key>`, before any code of the environment runs but
-    its module's; and after, if it refuses a value or is no text environment.
+    Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Names and signatures are checked before any
+    code of the environment runs, except its module's. The environment may still refuse a value or turn out not to be a
+    text environment.
     """
     return _checked(env_type, env_config, _Paths("env_type", "env_config")).made()
 
 
 def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
-    """What is wrong with ``custom_envs.<tag>``. Built-in environments and gymnasium's own are made for this (they are
-    small); of others the name and the signature are looked at."""
+    """Return the problems of ``custom_envs.<tag>``.
+
+    Built-in environments and gymnasium's own are made for this check (they are small). For others, only the name and
+    the signature are checked.
+    """
     paths = _Paths(f"custom_envs.{tag}.env_type", f"custom_envs.{tag}.env_config")
     try:
         ready = _checked(env_type, env_config, paths)
@@ -95,23 +97,23 @@ class _Paths:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where an environment comes from."""
+    """Origin of an environment."""
 
     env_type: str
     create: Callable[..., Any]
-    """The class or factory, for its signature."""
+    """The class or factory whose signature is checked."""
     call: Callable[..., Any]
-    """Makes the environment: `create`, or gymnasium on its behalf."""
+    """Function that makes the environment: `create`, or gymnasium's `make`."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that gymnasium's registration sets."""
     extra_options: tuple[str, ...] = ()
     is_small: bool = False
-    """Made in a moment, without anything beyond memory."""
+    """True if making it is fast and uses nothing but memory."""
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """An environment whose options are checked."""
+    """An environment whose options have been checked."""
 
     source: _Source
     options: dict[str, Any]
@@ -154,7 +156,7 @@ def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Re
     source = _find(env_type, paths.env_type)
     try:
         parameters = inspect.signature(source.create, eval_str=True).parameters
-    except NameError:  # annotations that only a type checker can resolve: their values go unconverted
+    except NameError:  # annotations that only a type checker can resolve: their values are not converted
         parameters = inspect.signature(source.create).parameters
     except (TypeError, ValueError) as cause:
         message = f"the signature of `{env_type}` cannot be read ({cause})"
@@ -177,8 +179,7 @@ def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Re
 def _find(env_type: str, path: str) -> _Source:
     if env_type in BUILT_IN:
         return _find_built_in(env_type, BUILT_IN[env_type], path)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the console command does not put the working folder there
+    look_in_working_folder()  # the console command does not add the working folder
     module, _, name = env_type.partition(":")
     if name and GYMNASIUM_ID.fullmatch(name):
         _imported(module, path)
@@ -217,7 +218,7 @@ def _imported_source(env_type: str, import_path: str, path: str) -> _Source:
 
 
 def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | None = None) -> _Source:
-    """An environment of gymnasium's registry, by its id (without version: the newest)."""
+    """Return an environment of gymnasium's registry by its id. Without a version, the newest one is used."""
     try:
         spec = gymnasium.spec(env_id)
     except gymnasium.error.Error as cause:
@@ -230,7 +231,7 @@ def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | 
         if spec.entry_point is None:
             raise ImportError("it has no entry point")
         create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)
-    except Exception as cause:  # whatever its module raises, such as gymnasium's own error for a missing package
+    except Exception as cause:  # any error of its module, such as gymnasium's own error for a missing package
         message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
         raise _error(path, message, "install what it needs, or correct its entry point") from cause
 

@@ -1,7 +1,7 @@
 """Sokoban with generated levels: push every box onto a target.
 
-A level is made backwards: boxes stand on the targets and are pulled away from them. Each pull can be undone by a push,
-so every level can be solved. Rewards are those of gym-sokoban. Everything random comes from the seed of the reset.
+A level is made backwards: boxes start on the targets and are pulled away. Each pull can be undone by a push, so every
+level is solvable. Rewards are those of gym-sokoban. All randomness comes from the seed of the reset.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SYMBOLS = {
     "player_on_target": "S",
 }
 CELLS_PER_BOX = 3
-"""Cells inside the outer walls that a box needs at least, so that a level is found soon."""
+"""Smallest number of cells inside the outer walls per box, so that a level is found quickly."""
 DRAWS = 64
-"""Levels tried for one of the seed's own half."""
+"""Number of levels tried to find one of the seed's own half."""
 ROOMS = 400
-"""Rooms tried for one level."""
+"""Number of rooms tried for one level."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A room and what stands in it."""
+    """A room with its boxes and the player."""
 
     height: int
     width: int
@@ -48,15 +48,15 @@ class Level:
     player: Cell
 
     def is_solved(self) -> bool:
-        """Whether each box is on a target."""
+        """Return True if each box is on a target."""
         return self.boxes == self.targets
 
     def is_free(self, cell: Cell) -> bool:
-        """Neither wall nor box."""
+        """Return True if the cell holds neither wall nor box."""
         return cell not in self.walls and cell not in self.boxes
 
     def after_push(self, direction: Cell) -> Level | None:
-        """The level after a step in a direction, which may push one box; None if something is in the way."""
+        """Return the level after one step, which may push one box; None if the way is blocked."""
         ahead = moved(self.player, direction)
         if self.is_free(ahead):
             return self._with(self.boxes, ahead)
@@ -66,7 +66,7 @@ class Level:
         return None
 
     def pulls(self) -> list[Level]:
-        """All levels from which one push leads to this arrangement of boxes, the player standing beside the box."""
+        """Return all levels from which one push leads to these boxes, with the player next to the pushed box."""
         places = reachable(self.player, DIRECTIONS, self.is_free)
         found = []
         for box in sorted(self.boxes):
@@ -81,7 +81,7 @@ class Level:
 
 
 class SokobanEnv(gymnasium.Env[str, str]):
-    """The episode ends when all boxes are on targets."""
+    """The game Sokoban. The episode ends when all boxes are on targets."""
 
     metadata = {"render_modes": ["ansi"]}
 
@@ -103,11 +103,14 @@ class SokobanEnv(gymnasium.Env[str, str]):
         finish_reward: float = 10.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """``dim_room``: rows and columns, outer walls included. ``search_depth``: pulls tried when a level is made;
-        more of them give harder levels. ``wall_share``: share of the inside that is walled up. ``disjoint_levels``: no
-        level of an even seed (training) is one of an odd seed (validation). ``instructions``: a system message, and
-        words about invalid actions; without, only grids. ``action_names``: for up, down, left, right. Raises
-        `BadOption`."""
+        """Check and keep the options. Raises `BadOption`.
+
+        ``dim_room``: rows and columns, including the outer walls. ``search_depth``: number of pulls tried when a level
+        is made; more give harder levels. ``wall_share``: share of the inside that becomes wall. ``disjoint_levels``:
+        levels of even seeds (training) and of odd seeds (validation) do not overlap, except where none of `DRAWS`
+        levels is of the right half. ``instructions``: add a system message and text about invalid actions; without it,
+        observations are only grids. ``action_names``: names for up, down, left, right.
+        """
         check_style(observation)
         self._room = _checked_room(dim_room)
         _check_generation(self._room, num_boxes, search_depth, wall_share)
@@ -125,7 +128,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @property
     def example_actions(self) -> tuple[str, ...]:
-        """An answer for each direction, in the form that is asked for."""
+        """An answer for each direction, in the requested format."""
         return self._reader.examples()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -141,7 +144,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @property
     def level(self) -> Level:
-        """Where the boxes and the player stand. Raises `gymnasium.error.ResetNeeded` before the first reset."""
+        """The current level. Raises `gymnasium.error.ResetNeeded` before the first reset."""
         if self._level is None:
             raise gymnasium.error.ResetNeeded("there is no level before the first reset")
         return self._level
@@ -212,9 +215,10 @@ class SokobanEnv(gymnasium.Env[str, str]):
 def make_level(
     room: tuple[int, int], num_boxes: int, search_depth: int, wall_share: float, random: np.random.Generator
 ) -> Level:
-    """A level that can be solved and is not; boxes are pulled as far from their targets as `search_depth` pulls found.
+    """Return a solvable, unsolved level.
 
-    Raises `RuntimeError` if no room of `ROOMS` has place for it.
+    Boxes are pulled as far from their targets as `search_depth` random pulls get them. Raises `RuntimeError` if none of
+    `ROOMS` rooms has space for the level.
     """
     for attempt in range(ROOMS):
         emptier = wall_share * (1 - attempt / ROOMS)
@@ -228,7 +232,7 @@ def make_level(
 def _empty_level(
     room: tuple[int, int], num_boxes: int, wall_share: float, random: np.random.Generator
 ) -> Level | None:
-    """A connected room with its boxes on targets; None if the walls left too little."""
+    """Return a connected room with its boxes on targets; None if the walls leave too little space."""
     height, width = room
     inside = [(r, c) for r in range(1, height - 1) for c in range(1, width - 1)]
     floor = {cell for cell in inside if random.random() >= wall_share}
@@ -243,7 +247,7 @@ def _empty_level(
 
 
 def _pulled_apart(level: Level | None, search_depth: int, random: np.random.Generator) -> Level | None:
-    """The level with boxes farthest from their targets on a random walk of pulls; None if no pull is possible."""
+    """Return the level of a random walk of pulls whose boxes are farthest from their targets; None if no pull helps."""
     best, best_score = None, (0, 0)
     for _ in range(search_depth):
         choices = level.pulls() if level is not None else []
@@ -260,7 +264,7 @@ def _pulled_apart(level: Level | None, search_depth: int, random: np.random.Gene
 
 
 def _distance(level: Level) -> int:
-    """Steps from each box to its nearest target, walls ignored, in all."""
+    """Return the sum of the steps from each box to its nearest target, ignoring walls."""
     return sum(min(abs(r - tr) + abs(c - tc) for tr, tc in level.targets) for r, c in level.boxes)
 
 

@@ -1,5 +1,5 @@
-"""Environment managers: one conducts one episode, an environment on one side, the policy on the other.
+"""Environment managers. Each one runs one episode between an environment and the policy.
 
-What the policy sampled is what is trained: its tokens are never encoded again, and the response mask is true at them
-and nowhere else. Managers are pure asyncio and hold nothing between episodes.
+The policy is trained on exactly what it sampled: its tokens are never encoded again, and the response mask is true at
+them and nowhere else. Managers are pure asyncio and keep no state between episodes.
 """

@@ -1,7 +1,7 @@
-"""From what was played to what is trained on and looked at. Pure functions.
+"""Conversion of played episodes to training samples and readable records. Pure functions.
 
-A sample is one row of tokens: the last prompt and the last response, in which each turn has its place because each
-turn's prompt begins with all that came before it. A single turn is the same with nothing before.
+A sample is one row of tokens: the last prompt and the last response. It contains every turn, because each turn's prompt
+begins with everything before it. A sample of a single turn works the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll.data.records import Sample
 
 
 def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
-    """The whole episode as one sample. Its text is everything after the first prompt, special tokens included."""
+    """Return the whole episode as one sample. Its text is everything after the first prompt, with special tokens."""
     sample = _sample_of(played.turns, _credited_rewards(played.turns))
     sample.response_text = decoder.decode(
         sample.token_ids[len(played.turns[0].prompt) :].tolist(), skip_special_tokens=False
@@ -27,7 +27,7 @@ def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
 
 
 def turn_samples(played: PlayedEpisode) -> list[Sample]:
-    """One sample per turn in which the policy wrote anything; the first turn's if it never did."""
+    """Return one sample per turn in which the policy wrote anything; the first turn's if it never did."""
     rewards = _credited_rewards(played.turns)
     written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
     samples = [_sample_of([turn], rewards) for turn in written]
@@ -39,7 +39,7 @@ def turn_samples(played: PlayedEpisode) -> list[Sample]:
 
 
 def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
-    """The episode with these samples. Whether it is a success is the environment's last word on it."""
+    """Return the episode with these samples. Its success is the last value that the environment reported."""
     answers = [turn.answer for turn in played.turns]
     said = [answer.success for answer in answers if answer.success is not None]
     return Episode(
@@ -56,7 +56,7 @@ def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
 
 
 def state_id(state: str | None) -> int:
-    """A signed 64-bit number for a state, equal on every machine; -1 for none, and for none only."""
+    """Return a signed 64-bit number for a state, equal on every machine. None, and only None, gives -1."""
     if state is None:
         return -1
     digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
@@ -65,13 +65,16 @@ def state_id(state: str | None) -> int:
 
 
 def readable(messages: Sequence[Message]) -> str:
-    """The contents of messages as one text."""
+    """Return the contents of messages as one text."""
     return "\n".join(str(message.get("content", "")) for message in messages)
 
 
 def _credited_rewards(turns: Sequence[PlayedTurn]) -> dict[int, float]:
-    """Reward by turn number. A turn without a token gives its reward to the last one before it that has one; rewards
-    before the first token have no token to stand at."""
+    """Return the reward by turn number.
+
+    A turn without a token adds its reward to the last turn before it that has one. Rewards before the first token are
+    credited to no turn.
+    """
     rewards: dict[int, float] = {}
     for turn in turns:
         if len(turn.sampled.token_ids):
@@ -82,7 +85,7 @@ def _credited_rewards(turns: Sequence[PlayedTurn]) -> dict[int, float]:
 
 
 def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample:
-    """One row of the turns given, each of whose prompts begins with the row up to it."""
+    """Return one row for the given turns. Each turn's prompt must begin with the row up to it."""
     token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
     length = len(token_ids)
     numbers = np.full(length, -1, dtype=np.int32)
@@ -111,7 +114,7 @@ def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample
 
 
 def _finish_reason(played: PlayedEpisode) -> str:
-    """``length`` for an episode that was cut for want of room. A turn that was cut at its own limit is no such end."""
+    """Return ``length`` if the episode ran out of room, else ``stop``. A turn cut at its own limit does not count."""
     return "length" if played.end == "sequence_length" else "stop"
 
 
@@ -136,7 +139,7 @@ def _record(turn: PlayedTurn) -> TurnRecord:
 
 
 def _metrics(played: PlayedEpisode) -> dict[str, float]:
-    """The environment's last values; our own three win where a name is taken."""
+    """Return the environment's last values. Our own metrics replace those of the same name."""
     metrics = dict(played.turns[0].observation.metrics)
     for turn in played.turns:
         metrics |= turn.answer.metrics

@@ -1,11 +1,14 @@
-"""Episodes that cannot be had. Whoever asked for one decides whether to try again; none of these is data."""
+"""Errors of episodes that yield no data. The caller decides whether to try again."""
 
 from __future__ import annotations
 
 
 class EpisodeRefused(ValueError):
-    """The episode cannot begin: its first prompt leaves the policy no room. Names tag, seed, lengths and key."""
+    """The first prompt leaves the policy no room, so the episode cannot begin.
+
+    The message names tag, seed, lengths and key.
+    """
 
 
 class PolicyAborted(RuntimeError):
-    """The policy was stopped inside a turn, so the episode has no end. Names tag, seed and turn."""
+    """The policy was stopped inside a turn, so the episode has no end. The message names tag, seed and turn."""

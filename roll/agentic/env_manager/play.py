@@ -1,7 +1,7 @@
-"""The loop of an episode: read, write, act, until it ends. The same for every manager.
+"""The loop of an episode: read, write, act, until it ends. All managers share it.
 
-What is played is kept as it was: prompts, sampled tokens, answers. Samples and scores are made of it afterwards (see
-`bookkeeping`), and the session is closed whatever happens.
+Prompts, sampled tokens and answers are kept unchanged. Samples and scores are made from them afterwards (see
+`bookkeeping`). The session is closed whatever happens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Decoder(Protocol):
     """The part of a tokenizer that turns a response into text."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; special ones left out if asked for."""
+        """Return the text of token ids; without special tokens if ``skip_special_tokens``."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,27 @@ class PlayedTurn:
     """One turn as it happened."""
 
     number: int
-    """From 0."""
+    """Number of the turn, from 0."""
     observation: Observation
-    """What the turn acted on."""
+    """The observation that the turn acted on."""
     prompt: np.ndarray
-    """int32: all that the policy read."""
+    """int32: the tokens that the policy read."""
     sampled: SampledTurn
     text: str
-    """What the environment was told."""
+    """The text sent to the environment."""
     answer: Observation
-    """What the environment answered."""
+    """The environment's answer."""
     penalty: float
 
     @property
     def reward(self) -> float:
-        """The environment's reward and the penalty."""
+        """The environment's reward plus the penalty."""
         return self.answer.reward + self.penalty
 
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """All turns, at least one, and why there are no more."""
+    """All turns of an episode, at least one, and the reason for its end."""
 
     tag: str
     seed: int
@@ -58,13 +58,13 @@ class PlayedEpisode:
 
 
 class Prompter(Protocol):
-    """What the policy reads in each turn of one episode."""
+    """Source of the prompts of one episode."""
 
     def first(self, observation: Observation) -> np.ndarray:
-        """The first prompt, int32, however long it is."""
+        """Return the first prompt, int32, however long it is."""
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """The prompt after these turns, int32; None if none fits that leaves room for a token."""
+        """Return the prompt after these turns, int32; None if none fits that leaves room for a token."""
 
 
 async def play(
@@ -77,7 +77,7 @@ async def play(
     tag: str,
     seed: int,
 ) -> PlayedEpisode:
-    """One episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, and what the policy raises."""
+    """Play one episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, and what the policy raises."""
     try:
         return await _play(session, policy, prompter, decoder, settings, tag, seed)
     finally:
@@ -102,7 +102,7 @@ async def _play(
     turns: list[PlayedTurn] = []
     while True:
         where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
-        prompt.flags.writeable = False  # it is part of the record, and of later prompts
+        prompt.flags.writeable = False  # it is part of the record and of later prompts
         sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
         text = decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
         answer = await session.step(text)

@@ -1,4 +1,4 @@
-"""Environment managers by name, or as a class of the user's own named by its import path."""
+"""Environment managers by name, or a user's own class by its import path."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ BUILT_IN = {
 
 
 class EnvManager(Protocol):
-    """Conducts episodes; may conduct many at once."""
+    """A manager that runs episodes; it may run many at once."""
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """One episode, for which the session is used and closed."""
+        """Run one episode with the session, and close the session."""
 
 
 class EnvManagerFactory(Protocol):
-    """What a name stands for: a class or function of three arguments."""
+    """The class or function behind a name. It takes three arguments."""
 
     def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
 
 
 def manager_factory(name: str, path: str = "env_manager_cls") -> EnvManagerFactory:
-    """The manager called ``name``: `trajectory`, `step`, or ``package.module:Class``.
+    """Return the manager called ``name``: `trajectory`, `step`, or ``package.module:Class``.
 
-    ``path`` is the key that named it. Raises `ConfigError`.
+    ``path`` is the configuration key that named it. Raises `ConfigError`.
     """
     import_path = BUILT_IN.get(name, name)
     if ":" not in import_path:
@@ -54,5 +54,5 @@ def manager_factory(name: str, path: str = "env_manager_cls") -> EnvManagerFacto
 def make_manager(
     name: str, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder, path: str = "env_manager_cls"
 ) -> EnvManager:
-    """A manager; see `manager_factory`. Raises `ConfigError`."""
+    """Return a manager; see `manager_factory`. Raises `ConfigError`."""
     return manager_factory(name, path)(settings, template, decoder)

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ManagerSettings:
-    """What a manager must keep to."""
+    """Settings of a manager."""
 
     max_steps: int
-    """Turns of an episode."""
+    """Largest number of turns of an episode."""
     prompt_length: int
-    """Longest first prompt; with the step-wise manager longest prompt of any turn."""
+    """Longest first prompt; for the step-wise manager, longest prompt of any turn."""
     sequence_length: int
-    """Longest prompt with everything after it."""
+    """Longest prompt together with everything after it."""
     max_tokens_per_step: int | None = None
-    """Longest response of one turn; None: whatever room is left."""
+    """Longest response of one turn; None: as long as there is room."""
     format_penalty: float = 0.0
-    """Added to the reward of a turn whose action is invalid; at most 0."""
+    """Added to the reward of a turn with an invalid action; at most 0."""
     history_length: int = 10
-    """Step-wise only: earlier turns that a prompt repeats."""
+    """Number of earlier turns that a prompt repeats. Step-wise only."""
     keep_first_observation: bool = True
-    """Step-wise only: whether a prompt begins with the first observation even where the history has moved on."""
+    """True if a prompt keeps the first observation after the history window has passed it. Step-wise only."""
 
     def __post_init__(self) -> None:
         for name, smallest in (("max_steps", 1), ("prompt_length", 1), ("sequence_length", 2), ("history_length", 0)):
@@ -40,6 +40,6 @@ class ManagerSettings:
         return min(self.prompt_length, self.sequence_length - 1)
 
     def response_limit(self, prompt_tokens: int) -> int:
-        """Longest response to a prompt of this many tokens."""
+        """Return the length of the longest response to a prompt of this many tokens."""
         room = self.sequence_length - prompt_tokens
         return room if self.max_tokens_per_step is None else min(room, self.max_tokens_per_step)

@@ -1,7 +1,7 @@
-"""`step`: each turn's prompt is rendered anew from a window of the episode, and each turn becomes a sample.
+"""The manager `step`: each turn's prompt is rendered from a window of the episode, and each turn becomes a sample.
 
-For episodes that are longer than a context, and for chat templates that rewrite what they wrote. Earlier responses are
-part of a prompt as text, never as something that is trained on.
+It suits episodes that are longer than a context, and chat templates that rewrite earlier turns. Earlier responses are
+part of a prompt as text, and are never trained on there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from roll.data.chat_turns import TurnTemplate
 
 @dataclass(frozen=True)
 class StepManager:
-    """Conducts episodes whose turns are read and trained on by themselves."""
+    """A manager for episodes whose turns are read and trained on separately."""
 
     settings: ManagerSettings
     template: TurnTemplate
     decoder: Decoder
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """One episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the
-        policy raises. The session is closed in each case."""
+        """Run one episode and close the session, whatever happens.
+
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        """
         prompter = HistoryWindow(self.template, self.settings)
         played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
         return episode_of(played, turn_samples(played))
@@ -36,17 +38,17 @@ class StepManager:
 
 @dataclass(frozen=True)
 class HistoryWindow:
-    """The prompts of one episode: system messages, first observation, the last turns, the present observation."""
+    """The prompts of one episode: system messages, first observation, last turns, current observation."""
 
     template: TurnTemplate
     settings: ManagerSettings
 
     def first(self, observation: Observation) -> np.ndarray:
-        """The observation as the template renders it."""
+        """Return the observation as the template renders it."""
         return self.template.prompt(observation.messages, observation.tools)
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """The longest window that fits."""
+        """Return the prompt of the longest window that fits; None if none does."""
         tools = turns[0].observation.tools
         for messages in self._windows(turns):
             prompt = self.template.prompt(messages, tools)
@@ -55,7 +57,7 @@ class HistoryWindow:
         return None
 
     def _windows(self, turns: Sequence[PlayedTurn]) -> Iterator[list[Message]]:
-        """The messages of each window, from the longest to the present observation alone."""
+        """Yield the messages of each window, from the longest one to the current observation alone."""
         system, first = _without_system(turns[0].observation.messages)
         present = turns[-1].answer.messages
         for length in range(min(self.settings.history_length, len(turns)), -1, -1):
@@ -74,14 +76,16 @@ def _history(turns: Sequence[PlayedTurn]) -> Iterator[Message]:
 
 
 def _without_system(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """The leading system messages, and the others."""
+    """Return the leading system messages, and the others."""
     count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return list(messages[:count]), list(messages[count:])
 
 
 def _joined(first: list[Message], rest: list[Message]) -> list[Message]:
-    """Both, in order. Where a user message meets another they become one: many chat templates insist that user and
-    assistant take turns."""
+    """Return both lists in order, merging a user message with a user message that follows it.
+
+    Many chat templates require that user and assistant alternate.
+    """
     if not first or not (_is_user_text(first[-1]) and _is_user_text(rest[0])):
         return [*first, *rest]
     meeting = {**rest[0], "content": f"{first[-1]['content']}\n\n{rest[0]['content']}"}

@@ -1,4 +1,4 @@
-"""`trajectory`: the policy reads its whole episode as one growing context, which becomes one sample."""
+"""The manager `trajectory`: the policy reads its whole episode as one growing context, which becomes one sample."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from roll.data.chat_turns import Conversation, TurnTemplate
 
 @dataclass(frozen=True)
 class TrajectoryManager:
-    """Conducts episodes whose context only grows. Needs an append-only template."""
+    """A manager for episodes whose context only grows. Needs an append-only template."""
 
     settings: ManagerSettings
     template: TurnTemplate
     decoder: Decoder
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """One episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the
-        policy raises. The session is closed in each case."""
+        """Run one episode and close the session, whatever happens.
+
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        """
         prompter = GrowingContext(self.template, self.settings.sequence_length)
         played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
         return episode_of(played, [trajectory_sample(played, self.decoder)])
 
 
 class GrowingContext:
-    """The prompts of one episode, each a beginning of the next.
+    """The prompts of one episode. Each one is the beginning of the next.
 
-    They are views of one buffer, so that an episode costs the memory of its longest prompt and not of all of them.
+    They are views of one buffer, so an episode costs the memory of its longest prompt, not of all prompts.
     """
 
     def __init__(self, template: TurnTemplate, sequence_length: int) -> None:
@@ -43,12 +45,12 @@ class GrowingContext:
         self._tokens = np.zeros(0, dtype=np.int32)
 
     def first(self, observation: Observation) -> np.ndarray:
-        """The observation as the template renders it."""
+        """Return the observation as the template renders it."""
         conversation = self._conversation = self._template.begin(observation.messages, observation.tools)
         return conversation.prompt_token_ids
 
     def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """The last prompt, what was sampled, and the glue up to where the policy writes next."""
+        """Return the last prompt, the sampled tokens and the glue before the policy's next turn; None if too long."""
         if self._conversation is None:
             raise RuntimeError("a prompt follows the first one: call `first` before `following`")
         last = turns[-1]

@@ -1,5 +1,5 @@
-"""Environment workers: processes that hold many environments each, and the pool that shares them out to episodes.
+"""Environment workers: processes that hold many environments each, and the pool that assigns them to episodes.
 
-`host` and `threads` live in a worker and know no Ray; `worker` is the Ray actor around them; `process` and `pool` are
-the driver's side.
+`host` and `threads` run in a worker and do not use Ray; `worker` is the Ray actor around them; `process` and `pool` are
+the driver's part.
 """

@@ -1,9 +1,9 @@
-"""All environments of one process: none waits for another one, and none is used again after it failed.
+"""All environments of one process. No environment waits for another, and none is reused after a failure.
 
 Every call of an environment (make, reset, step, render, close) runs in a thread with a deadline. An environment that
-raised, did not return or answered nonsense is abandoned: closed behind everybody's back, and never used again. One
-whose calls all returned serves the next episode of its tag. What cannot be cured in a running process (stuck threads,
-leaks) is counted, and at a limit the host asks to be retired.
+raises, does not return or gives an invalid answer is abandoned: it is closed in the background and never used again. An
+environment whose calls all returned serves the next episode of its tag. Stuck threads and leaks cannot be repaired in a
+running process. They are counted, and at a limit the host asks to be replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TRACEBACK_FRAMES = 6
 
 
 class Nonsense(Exception):
-    """An environment answered what is no observation."""
+    """An environment's answer is not an observation."""
 
 
 class CallFailed(Exception):
-    """A call of an environment did not end as it should."""
+    """A call of an environment failed."""
 
     def __init__(self, kind: FailureKind, cause: str) -> None:
         super().__init__(cause)
@@ -56,18 +56,20 @@ class EnvHost:
         self._make_env = make_env
         self._threads = CallThreads(settings.thread_stack_bytes)
         self._environments: dict[int, gymnasium.Env] = {}
-        """All that are not abandoned, by identity: an environment may be unhashable."""
+        """All environments that are not abandoned, by identity, because an environment may be unhashable."""
         self._idle: dict[str, list[gymnasium.Env]] = {tag: [] for tag in specs}
         self._closing: set[asyncio.Task[None]] = set()
         self._at_first = holdings()
 
     def open(self, tag: str, frames: bool) -> HostSession:
-        """A session, which has no environment before its first reset. With ``frames`` its observations have one each,
-        which costs a `render`. Raises `KeyError` for an unknown tag."""
+        """Return a session. It has no environment before its first reset.
+
+        With ``frames`` each observation has a frame, which costs a `render`. Raises `KeyError` for an unknown tag.
+        """
         return HostSession(self, tag, self._specs[tag], frames)
 
     def retire_because(self) -> str | None:
-        """Why this process should be replaced; None: it should not."""
+        """Return why this process should be replaced; None if it should not."""
         limits = self._settings
         if self._threads.stuck > limits.max_stuck_threads:
             return f"{self._threads.stuck} threads are stuck in environments that do not return"
@@ -83,7 +85,7 @@ class EnvHost:
         return None
 
     async def close(self) -> None:
-        """Close every environment, whatever it is doing; returns when all are closed or their time is up."""
+        """Close every environment, whatever it is doing. Returns when all are closed or their time is up."""
         for environment in list(self._environments.values()):
             self.abandon(environment)
         while self._closing:
@@ -91,7 +93,7 @@ class EnvHost:
         self._threads.end()
 
     async def acquire(self, tag: str) -> gymnasium.Env:
-        """An environment of a tag: the one that became idle last, or a new one. Raises `CallFailed`."""
+        """Return an environment of a tag: the one that became idle last, or a new one. Raises `CallFailed`."""
         if self._idle[tag]:
             self.counts["reused"] += 1
             return self._idle[tag].pop()
@@ -104,12 +106,14 @@ class EnvHost:
         return environment
 
     def give_back(self, tag: str, environment: gymnasium.Env) -> None:
-        """Let the tag's next episode have it."""
+        """Make the environment available to the tag's next episode."""
         self._idle[tag].append(environment)
 
     def abandon(self, environment: gymnasium.Env) -> None:
-        """Never use an environment again, and close it in the background: it may be in a call that does not return,
-        which closing might end. Harmless to repeat."""
+        """Never use an environment again, and close it in the background. Calling it twice is harmless.
+
+        The environment may be in a call that does not return; closing may end that call.
+        """
         if self._environments.pop(id(environment), None) is not None:
             self._in_background(self._close(environment))
 
@@ -149,7 +153,7 @@ class EnvHost:
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a call may take, and how messages name both."""
+    """The time limit of a call, and the names of both in messages."""
 
     what: str
     setting: str
@@ -182,7 +186,7 @@ class HostSession:
         return await self._guarded(partial(self._step, text))
 
     def release(self) -> None:
-        """Give the environment back, after the call that is running, if there is one. Harmless to repeat."""
+        """Give back the environment, after the running call if there is one. Calling it twice is harmless."""
         self._released = True
         if self._environment is not None and not self._busy:
             self._host.give_back(self._tag, self._environment)
@@ -223,7 +227,7 @@ class HostSession:
 
 
 def described(error: BaseException) -> str:
-    """Class and first line of an error."""
+    """Return the class and the first line of an error."""
     message = str(error).strip()
     return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
 
@@ -252,7 +256,10 @@ def _parts(answer: Any, due: str, count: int) -> tuple[Any, ...]:
 
 
 def _observation(observe: Observe, text: Any, info: Any, **results: Any) -> Observation:
-    """Convert an answer, and make sure that it can leave the process, or its report would take others along."""
+    """Convert an answer to an observation, and check that it can be pickled.
+
+    An observation that cannot be pickled would make the whole report fail, with the answers of other environments.
+    """
     try:
         observation = observe(text, info, **results)
         pickle.dumps(observation)

@@ -1,7 +1,7 @@
-"""What the process holds of the system's resources: the only way to notice an environment that leaks them.
+"""Resources that the process holds: the only way to notice an environment that leaks them.
 
-Environments of many tags share a process, so a leak cannot be laid at one environment's door; but it can be seen, and
-a new process has none. Linux only: elsewhere nothing is measured and every figure is 0.
+Environments of many tags share a process, so a leak cannot be attributed to one of them. It can still be detected, and
+a new process starts without it. Linux only: elsewhere nothing is measured and every number is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Holdings:
-    """Of this process, now."""
+    """Resources of this process at one moment."""
 
     open_files: int = 0
     threads: int = 0
@@ -30,7 +30,7 @@ class Holdings:
 
 
 def holdings() -> Holdings:
-    """Measure."""
+    """Measure the resources of this process."""
     if not _PROCESS.is_dir():
         return Holdings()
     resident_pages = int((_PROCESS / "statm").read_text().split()[1])

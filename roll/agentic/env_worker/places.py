@@ -1,4 +1,4 @@
-"""A fixed number of places, first come, first served, whose count stays exact whoever is cancelled when."""
+"""A fixed number of slots, first come, first served. The count stays exact whenever a waiter is cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll.agentic.env_worker.records import EnvPoolClosed
 
 
 class Places:
-    """Like a semaphore that can be closed. Wherever a place is free, nobody waits."""
+    """A semaphore that can be closed. No caller waits while a slot is free."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -19,16 +19,16 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Places given away."""
+        """Number of slots in use."""
         return self.count - self._free
 
     @property
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """Number of callers that wait for a slot."""
         return sum(not turn.done() for turn in self._queue)
 
     async def take(self) -> None:
-        """Wait for a place. A call that is cancelled has taken none. Raises `EnvPoolClosed`."""
+        """Wait for a slot. A cancelled call has taken none. Raises `EnvPoolClosed`."""
         if self._closed_because is not None:
             raise EnvPoolClosed(self._closed_because)
         if self._free:
@@ -41,11 +41,11 @@ class Places:
         except asyncio.CancelledError:
             self._queue.pop(turn, None)
             if not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # the place came in the same moment as the cancellation
+                self.give_back()  # the slot arrived at the same moment as the cancellation
             raise
 
     def give_back(self) -> None:
-        """A place is free again; who waits longest has it."""
+        """Free a slot; the longest waiting caller gets it."""
         self._free += 1
         while self._free and self._queue:
             turn, _ = self._queue.popitem(last=False)
@@ -54,7 +54,7 @@ class Places:
                 turn.set_result(None)
 
     def close(self, because: str) -> None:
-        """End all waiting, and whatever is asked later."""
+        """Make all waiting and all later calls raise `EnvPoolClosed`."""
         self._closed_because = because
         while self._queue:
             turn, _ = self._queue.popitem(last=False)

@@ -1,10 +1,9 @@
-"""Environments for thousands of episodes at once, in a few worker processes that come and go.
+"""Environments for thousands of concurrent episodes, in a few worker processes that are replaced as needed.
 
-An episode holds one of `max_sessions` places from its first reset until it is closed, fails or is cancelled, whatever
-comes first; places are given first come, first served. A process that dies or does not answer takes its sessions
-along, each of which learns why, and is replaced; who was near two deaths plays alone from then on (see `suspects` and
-`quarantine`). One that should retire is replaced at once and ends with its last session. Nothing is left after
-`shutdown`.
+An episode holds one of `max_sessions` slots from its first reset until it is closed, fails or is cancelled. Slots are
+given first come, first served. When a process dies or stops answering, its sessions fail with the cause and the process
+is replaced. An episode that was in a call at two deaths runs alone from then on (see `suspects` and `quarantine`). A
+process that should retire is replaced at once and ends with its last session. Nothing is left after `shutdown`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,6 +26,7 @@ from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, EnvSpec, 
 from roll.agentic.env_worker.suspects import Suspects, Who
 from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
 from roll.agentic.episode import EnvironmentFailed, Observation
+from roll.data.imports import driver_folders
 from roll.data.names import nearest_name_hint
 from roll.tracking.busy_spans import BusySpans
 from roll.tracking.waits import waiting
@@ -36,47 +34,47 @@ from roll.tracking.waits import waiting
 logger = logging.getLogger(__name__)
 
 SessionEnd = Literal["whole", "failed", "interrupted"]
-"""``whole``: between two calls; ``failed``: its environment raised, hung or answered nonsense; ``interrupted``: in a
-call."""
+"""``whole``: between two calls; ``failed``: the environment raised, hung or gave an invalid answer; ``interrupted``:
+the session ended during a call."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What a run decides about all environment workers."""
+    """Settings that all environment workers of a run share."""
 
     num_workers: int = 2
     max_sessions: int = 4096
-    """Episodes that hold an environment at the same time, over all workers."""
+    """Largest number of episodes that hold an environment at the same time, over all workers."""
     host: HostSettings = field(default_factory=HostSettings)
     make_env: str = "roll.agentic.env.registry:make_env"
-    """`package.module:function`, an `EnvFactory`."""
+    """`package.module:function` of an `EnvFactory`."""
     observe: str = "roll.agentic.env.base:observation_from"
-    """The same, an `Observe`."""
+    """`package.module:function` of an `Observe`."""
     actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the Ray actors beyond `num_cpus=0`, such as a scheduling strategy."""
+    """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
     log_dir: str | None = None
     start_timeout_seconds: float = 120.0
     silence_timeout_seconds: float = 60.0
-    """A process that has not answered for so long is killed. Also what an environment may block its process for."""
+    """Longest silence of a process before it is killed, and so the longest time a call may block the process."""
     place_timeout_seconds: float = 3600.0
-    """How long an episode waits for a place."""
+    """Longest wait of an episode for a slot."""
     max_failed_starts: int = 3
-    """Replacements that do not start, one after the other, before the pool gives up."""
+    """Number of failed replacements in a row after which the pool gives up."""
 
 
 class EnvPool:
     """The environment workers of a run."""
 
     def __init__(self, envs: Mapping[str, EnvSpec], settings: PoolSettings) -> None:
-        """Starts nothing."""
+        """Prepare the pool without starting anything."""
         self._envs = dict(envs)
         self._settings = settings
         self._places = Places(settings.max_sessions)
         self._numbers = itertools.count()
         self._processes: set[EnvProcess] = set()
-        """All that are not known to be dead."""
+        """All processes that are not known to be dead."""
         self._live: list[EnvProcess] = []
-        """Those that take new sessions."""
+        """Processes that take new sessions."""
         self._any_live = asyncio.Event()
         self._suspects = Suspects()
         self._quarantine = Quarantine(lambda: self._in_background(self._start_another(self._quarantined)))
@@ -89,7 +87,7 @@ class EnvPool:
         """Totals of the processes that are gone."""
 
     async def start(self) -> None:
-        """Start all worker processes. Raises `EnvPoolClosed` if one does not come up, and leaves none behind then."""
+        """Start all worker processes. If one does not start, stop the others and raise `EnvPoolClosed`."""
         starts = [asyncio.create_task(self._started()) for _ in range(self._settings.num_workers)]
         try:
             for process in await asyncio.gather(*starts):
@@ -104,17 +102,22 @@ class EnvPool:
             raise
 
     def session(self, tag: str, *, frames: bool = False) -> EnvPoolSession:
-        """An episode's environment, which takes a place with its first reset. With ``frames`` its observations have
-        them. Raises `ValueError` for an unknown tag."""
+        """Return an episode's environment, which takes a slot at its first reset.
+
+        With ``frames`` its observations have frames. Raises `ValueError` for an unknown tag.
+        """
         if tag not in self._envs:
             raise ValueError(f"no environment has the tag `{tag}`; {nearest_name_hint(tag, self._envs)}")
         return EnvPoolSession(self, tag, frames)
 
     def counts(self) -> dict[str, int]:
-        """Totals over the run: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes),
-        ``quarantined`` (sessions opened there), ``failures/<tag>/<kind>`` (`FailureKind`),
-        ``environments/{made,reused,closed,close_failures}``; and as of now ``sessions``, ``waiting`` (for a place or
-        for quarantine), ``workers`` (that of the quarantine not counted)."""
+        """Return totals of the run, and current numbers.
+
+        Totals: ``steps``, ``resets``, ``restarts`` (of dead processes), ``retired`` (processes), ``quarantined``
+        (sessions opened there), ``failures/<tag>/<kind>`` (`FailureKind`),
+        ``environments/{made,reused,closed,close_failures}``. Current: ``sessions``, ``waiting`` (for a slot or for
+        quarantine), ``workers`` (without that of the quarantine).
+        """
         environments = self._gone_counts.copy()
         for process in self._processes:
             environments.update(process.counts)
@@ -125,12 +128,14 @@ class EnvPool:
         return now | totals | {f"environments/{name}": count for name, count in environments.items()}
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """When at least one environment acted, see `BusySpans`."""
+        """Return the spans in which at least one environment was acting; see `BusySpans`."""
         return {"environments": self.busy.recent()}
 
     async def shutdown(self) -> None:
-        """Close all environments and end all worker processes. Calls under way, and waiting for places, raise
-        `EnvPoolClosed`. May be called twice."""
+        """Close all environments and end all worker processes. May be called twice.
+
+        Running calls, and callers that wait for slots, raise `EnvPoolClosed`.
+        """
         self._close("the environment workers have been shut down")
         tasks = list(self._tasks)
         for task in tasks:
@@ -140,8 +145,10 @@ class EnvPool:
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
     async def take(self, who: Who) -> Lease:
-        """A place, and a session in the least loaded process, or in quarantine. Raises `TimeoutError`,
-        `EnvPoolClosed`."""
+        """Wait for a slot, and open a session in the least loaded process or in quarantine.
+
+        Raises `TimeoutError`, `EnvPoolClosed`.
+        """
         async with asyncio.timeout(self._settings.place_timeout_seconds):
             while True:
                 lease = await self._leased(who, alone=self._suspects.must_be_alone(who))
@@ -149,7 +156,7 @@ class EnvPool:
                     return lease
 
     def give_back(self, lease: Lease, end: SessionEnd) -> None:
-        """End a session."""
+        """End a session and free its slot."""
         if lease.alone:
             self._judge(lease, end)
         lease.process.release(lease.session)
@@ -158,11 +165,11 @@ class EnvPool:
             self._quarantine.leave()
 
     def may_stay(self, lease: Lease, who: Who) -> bool:
-        """Whether a session may begin an episode where its last one was."""
+        """Return True if a session may begin its next episode in the same process."""
         return not (lease.alone or self._suspects.must_be_alone(who))
 
     def check_open(self) -> None:
-        """Raise `EnvPoolClosed` once there are no environments any more."""
+        """Raise `EnvPoolClosed` once the pool is closed."""
         if self._closed_because is not None:
             raise EnvPoolClosed(self._closed_because)
 
@@ -172,11 +179,11 @@ class EnvPool:
 
     @property
     def place_timeout_seconds(self) -> float:
-        """Longest wait of an episode for a place, in seconds."""
+        """Longest wait of an episode for a slot, in seconds."""
         return self._settings.place_timeout_seconds
 
     async def _leased(self, who: Who, alone: bool) -> Lease | None:
-        """None if after all the waiting ``alone`` is no longer right."""
+        """Return a lease, or None if ``alone`` has become wrong during the wait."""
         with ExitStack() as undo:
             if alone:
                 await self._quarantine.enter()
@@ -199,8 +206,11 @@ class EnvPool:
         return min(self._live, key=lambda each: each.load)
 
     def _judge(self, lease: Lease, end: SessionEnd) -> None:
-        """Learn from the end of a session in quarantine. What an episode left unfinished must not be there with the
-        next one, which would be blamed for it."""
+        """Update the suspicion after a session in quarantine.
+
+        A process whose episode did not end cleanly is retired, because its leftovers would be blamed on the next
+        episode.
+        """
         if lease.process.is_lost:
             self._suspects.prove(lease.who)
             return
@@ -210,12 +220,11 @@ class EnvPool:
             lease.process.retire()
 
     async def _started(self) -> EnvProcess:
-        """A new process that takes commands. Raises `ProcessLost`, with nothing left of it."""
+        """Start a process and wait until it takes commands. On failure raise `ProcessLost` and leave nothing behind."""
         settings = self._settings
         name = f"environments/{next(self._numbers)}"
-        folders = tuple(os.path.abspath(folder) for folder in ("", *sys.path))
         setup = WorkerSetup(
-            name, self._envs, settings.host, settings.make_env, settings.observe, folders, settings.log_dir
+            name, self._envs, settings.host, settings.make_env, settings.observe, driver_folders(), settings.log_dir
         )
         options = {"num_cpus": 0, "max_restarts": 0, **settings.actor_options}
         actor = ray.remote(EnvWorker).options(**options).remote(setup)
@@ -240,7 +249,7 @@ class EnvPool:
         self._in_background(self._serve(process))
 
     async def _serve(self, process: EnvProcess) -> None:
-        """Be with a process from its admission to its end."""
+        """Supervise a process from its admission to its end."""
         death = await process.serve()
         if death is None:
             await self._end(process)
@@ -280,7 +289,7 @@ class EnvPool:
                 return
 
     async def _end(self, process: EnvProcess) -> None:
-        """Close a process' environments, and end it."""
+        """Close a process's environments, and end it."""
         await process.close_environments(2 * self._settings.host.close_timeout_seconds)
         await self._kill(process)
 
@@ -291,7 +300,7 @@ class EnvPool:
             self._gone_counts.update(process.counts)
 
     def _close(self, because: str) -> None:
-        """End every call and all waiting. The first cause stays."""
+        """Fail every call and all waiting. The first cause is kept."""
         self._closed_because = self._closed_because or because
         self._places.close(self._closed_because)
         self._quarantine.close(self._closed_because)
@@ -314,18 +323,18 @@ class EnvPool:
 
 @dataclass(frozen=True)
 class Lease:
-    """A session of a process, and with it a place."""
+    """A session of a process, with its slot."""
 
     process: EnvProcess
     session: int
     who: Who
-    """Who it was taken for."""
+    """The episode for which it was taken."""
     alone: bool
-    """In quarantine, whose turn it has too."""
+    """True if the session runs in quarantine; then it also has the quarantine's turn."""
 
 
 class EnvPoolSession:
-    """An `EnvSession` of the pool. After a failure or a cancellation it holds nothing; a reset begins anew."""
+    """An `EnvSession` of the pool. After a failure or a cancellation it holds nothing; a reset starts over."""
 
     def __init__(self, pool: EnvPool, tag: str, frames: bool) -> None:
         self._pool = pool
@@ -338,8 +347,10 @@ class EnvPoolSession:
         self._closed = False
 
     async def reset(self, seed: int) -> Observation:
-        """Wait for a place, unless the session has one, and begin an episode. Raises `EnvironmentFailed` (as
-        `SessionFailed`, unless it is for want of a place), `EnvPoolClosed`."""
+        """Wait for a slot, unless the session has one, and begin an episode.
+
+        Raises `EnvironmentFailed` (as `SessionFailed`, unless no slot became free in time) and `EnvPoolClosed`.
+        """
         self._seed, self._turn, self._closed = seed, None, False
         with self._one_call():
             self._pool.check_open()
@@ -351,7 +362,7 @@ class EnvPoolSession:
             return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
 
     async def step(self, text: str) -> Observation:
-        """Carry out an action. Raises as `reset` does, and `EnvironmentFailed` without a reset before."""
+        """Carry out an action. Raises as `reset` does, and `EnvironmentFailed` without a successful reset before."""
         with self._one_call():
             self._pool.check_open()
             if self._lease is None:
@@ -361,7 +372,7 @@ class EnvPoolSession:
             return await self._ask(self._lease, Step(self._lease.session, text))
 
     async def close(self) -> None:
-        """Give environment and place back. A call under way raises `EnvironmentFailed`."""
+        """Give back the environment and the slot. A running call raises `EnvironmentFailed`."""
         self._closed = True
         self._release("interrupted" if self._busy else "whole")
 

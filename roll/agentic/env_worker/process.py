@@ -1,8 +1,7 @@
-"""One worker process as the driver sees it: commands in, answers out, until it dies or has served its time.
+"""One worker process as the driver sees it: commands go in, answers come out, until it dies or retires.
 
-All commands of one turn of the event loop leave in one call, and the next call leaves when that one has arrived: under
-load the batches grow by themselves, and commands never overtake each other. The long poll for answers is the process'
-sign of life.
+All commands of one turn of the event loop leave in one call. The next call leaves when that one has arrived. So batches
+grow under load, and commands never overtake each other. The long poll for answers is the process's sign of life.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class ProcessLost(Exception):
 
 @dataclass(frozen=True)
 class Death:
-    """How a process ended before its time."""
+    """The cause of a process's early death, and the suspects."""
 
     because: str
     suspects: frozenset[Who]
-    """Those that it had been given a call of, whose answer has not come. A call that was never sent kills nobody."""
+    """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class OpenCall:
 
 
 class EnvProcess:
-    """The process and the sessions that it holds."""
+    """The process and its sessions."""
 
     def __init__(
         self, name: str, actor: ActorHandle, silence_seconds: float, on_retire: Callable[[EnvProcess, str], None]
@@ -57,7 +56,7 @@ class EnvProcess:
         self.name = name
         self.pid: int | None = None
         self.counts: dict[str, int] = {}
-        """As of its last report."""
+        """Totals of its last report."""
         self._actor = actor
         self._silence_seconds = silence_seconds
         self._on_retire = on_retire
@@ -72,31 +71,31 @@ class EnvProcess:
 
     @property
     def load(self) -> int:
-        """Sessions."""
+        """Number of sessions."""
         return len(self._sessions)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process has ended, or no longer answers."""
+        """True if the process has ended or no longer answers."""
         return self._lost_because is not None
 
     @property
     def takes_sessions(self) -> bool:
-        """Whether new episodes may begin in it."""
+        """True if new episodes may begin in it."""
         return not self.is_lost and not self._retiring
 
     async def start(self, timeout_seconds: float) -> None:
-        """Wait until it takes commands. Raises `ProcessLost`."""
+        """Wait until the process takes commands. Raises `ProcessLost`."""
         self.pid = await self._remote(self._actor.start.remote(), timeout_seconds)
 
     def open(self) -> int:
-        """A new session. The process hears of it at its first `Reset`."""
+        """Open a session and return its number. The process learns of it with its first `Reset`."""
         session = next(self._numbers)
         self._sessions.add(session)
         return session
 
     def release(self, session: int) -> None:
-        """The session has ended; a call of it that is under way raises `ProcessLost`."""
+        """End a session. A running call of it raises `ProcessLost`."""
         self._sessions.discard(session)
         self._send(Close(session))
         if session in self._pending:
@@ -104,12 +103,12 @@ class EnvProcess:
         self._end_if_drained()
 
     def retire(self) -> None:
-        """End with the last session."""
+        """Let the process end with its last session."""
         self._retiring = True
         self._end_if_drained()
 
     async def ask(self, command: Reset | Step, who: Who) -> Observation | EnvFailure:
-        """Have a command carried out. Raises `ProcessLost`."""
+        """Send a command and return its outcome. Raises `ProcessLost`."""
         if self._lost_because is not None:
             raise ProcessLost(self._lost_because)
         call = OpenCall(who, asyncio.get_running_loop().create_future())
@@ -122,8 +121,11 @@ class EnvProcess:
             del self._pending[command.session]
 
     async def serve(self) -> Death | None:
-        """Carry commands and answers. Returns how the process died, or None when it was retired and its last session
-        has ended. Open calls end with `ProcessLost`."""
+        """Transfer commands and answers until the process ends.
+
+        Returns how the process died, or None if it was retired and its last session has ended. After a death, open
+        calls fail with `ProcessLost`.
+        """
         watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
         try:
             await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -140,20 +142,20 @@ class EnvProcess:
                 watch.cancel()
 
     def lose(self, because: str) -> None:
-        """End all calls with `ProcessLost`, now and later. The first cause stays."""
+        """Fail all calls with `ProcessLost`, now and later. The first cause is kept."""
         self._lost_because = self._lost_because or because
         for session in self._pending:
             self._fail(session, self._lost_because)
 
     async def close_environments(self, timeout_seconds: float) -> None:
-        """Let the environments end their own processes and connections. One that cannot is left to `kill`."""
+        """Let the environments end their own processes and connections. `kill` handles those that cannot."""
         try:
             await self._remote(self._actor.close.remote(), timeout_seconds)
         except ProcessLost:
             return
 
     async def kill(self) -> None:
-        """End the process, whatever it is doing, and wait until Ray knows."""
+        """Kill the process, whatever it is doing, and wait until Ray reports its death."""
         ray.kill(self._actor)
         try:
             await asyncio.wait_for(self._actor.start.remote(), EXIT_TIMEOUT_SECONDS)
@@ -184,10 +186,10 @@ class EnvProcess:
                 self.retire()
 
     async def _remote(self, reference: ray.ObjectRef, seconds: float) -> Any:
-        """An answer of the actor. Raises `ProcessLost`."""
+        """Return an answer of the actor. Raises `ProcessLost`."""
         answer = asyncio.wrap_future(reference.future())
         try:
-            # Not `asyncio.timeout`: after this process itself stood still, an answer that has come counts.
+            # Not `asyncio.timeout`: if this process itself was suspended, an answer that has arrived still counts.
             await asyncio.wait([answer], timeout=seconds)
             if not answer.done():
                 raise ProcessLost(f"the worker process did not answer for {seconds:g} s, and was killed")
@@ -223,11 +225,11 @@ class EnvProcess:
 
 
 def death_cause(text: str) -> str:
-    """What Ray's long text about a dead actor says about its end."""
+    """Return what Ray's long text about a dead actor says about the cause."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no cause given"]
     ends = [line for line in lines if line.startswith("The actor is dead")]
     if not ends:
-        return lines[-1]  # it failed to begin, and this is the error
+        return lines[-1]  # the actor failed to start, and this is the error
     exit_code = re.search(r"exit code (-?\d+)", ends[-1])
     if exit_code is not None:
         return f"its process ended with exit code {exit_code[1]}"

@@ -1,7 +1,7 @@
-"""Where a suspect plays alone: one process that holds one session at a time, first come, first served.
+"""Quarantine for suspects: one process that holds one session at a time, first come, first served.
 
-The process is started when it is first needed, and again when the last one died or was not left clean. A session first
-waits for its turn here, then for a place of the pool, so those that wait keep no place from others.
+The process is started when it is first needed, and again when the last one died or was not left clean. A session waits
+for its turn here first and then for a slot of the pool, so waiting sessions hold no slot.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from roll.agentic.env_worker.records import EnvPoolClosed
 
 
 class Quarantine:
-    """The turn, and the process."""
+    """The turn and the process."""
 
     def __init__(self, order_process: Callable[[], None]) -> None:
-        """``order_process`` sees to it that a new process comes by `admit`, or else that `close` is called."""
+        """Prepare without starting. ``order_process`` must lead to a call of `admit` or of `close`."""
         self._order_process = order_process
         self._turn = Places(1)
         self._process: EnvProcess | None = None
@@ -28,19 +28,19 @@ class Quarantine:
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """Number of sessions that wait for their turn."""
         return self._turn.waiting
 
     async def enter(self) -> None:
-        """Wait for one's turn. A call that is cancelled has not entered. Raises `EnvPoolClosed`."""
+        """Wait for the turn. A cancelled call has not entered. Raises `EnvPoolClosed`."""
         await self._turn.take()
 
     def leave(self) -> None:
-        """The turn is over."""
+        """End the turn."""
         self._turn.give_back()
 
     async def process(self) -> EnvProcess:
-        """The process, for who has the turn. Raises `EnvPoolClosed`."""
+        """Return the process. Only the holder of the turn may call this. Raises `EnvPoolClosed`."""
         while self._process is None or not self._process.takes_sessions:
             if self._closed_because is not None:
                 raise EnvPoolClosed(self._closed_because)
@@ -52,13 +52,13 @@ class Quarantine:
         return self._process
 
     def admit(self, process: EnvProcess) -> None:
-        """Here is the process."""
+        """Accept a new process."""
         self._process = process
         self._is_ordered = False
         self._news.set()
 
     def close(self, because: str) -> None:
-        """End all waiting."""
+        """Make all waiting raise `EnvPoolClosed`."""
         self._closed_because = because
         self._turn.close(because)
         self._news.set()

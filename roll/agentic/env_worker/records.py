@@ -1,6 +1,6 @@
-"""What crosses the border between the driver and an environment worker: commands one way, answers the other.
+"""Records that the driver and an environment worker exchange: commands one way, answers the other.
 
-A failure is a record, not an exception: thousands of episodes share one call, and one that failed must not fail it.
+A failure is a record, not an exception: thousands of episodes share one call, and one failure must not fail the others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import gymnasium
 from roll.agentic.episode import EnvironmentFailed, Observation
 
 EnvFactory = Callable[[str, Mapping[str, Any]], gymnasium.Env]
-"""(env_type, env_config) -> a new environment."""
+"""Factory of environments: (env_type, env_config) -> a new environment."""
 
 Observe = Callable[..., Observation]
-"""(text, info, *, reward, terminated, truncated, frame) -> what the policy gets to see; after a reset it is called with
-``frame`` only. Whatever it raises says that the environment answered nonsense."""
+"""Function that makes an observation from (text, info, *, reward, terminated, truncated, frame).
+
+After a reset it is called with ``frame`` only. An exception means that the environment's answer is invalid.
+"""
 
 FailureKind = Literal["raised", "hung", "nonsense", "lost"]
 """``lost``: the process that held the environment is gone."""
@@ -26,43 +28,44 @@ FailureKind = Literal["raised", "hung", "nonsense", "lost"]
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """How the environments of a tag are made, and how long their calls may take."""
+    """Environments of one tag: how to make them, and time limits of their calls."""
 
     env_type: str
     env_config: Mapping[str, Any] = field(default_factory=dict)
     reset_timeout_seconds: float = 60.0
-    """Of a reset, and of making the environment before its first one."""
+    """Limit of a reset, and of making the environment before its first one."""
     step_timeout_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """Limits of one worker process. Where one is passed the process is replaced once its episodes have ended."""
+    """Limits of one worker process. A process that exceeds one is replaced once its episodes have ended."""
 
     close_timeout_seconds: float = 5.0
-    """For an environment's `close`, which nobody waits for except at the very end."""
+    """Limit of an environment's `close`. Only the shutdown waits for it."""
     max_stuck_threads: int = 8
-    """Threads in calls that are past their deadline and will perhaps never return."""
+    """Number of threads in calls that are past their deadline and may never return."""
     max_open_files: int = 1024
-    """More than when the process began and than `files_per_environment` explains. This and what follows finds
-    environments that leak; Linux only."""
+    """Open files beyond those at the start and those that `files_per_environment` allows.
+
+    This limit and the following ones find environments that leak; Linux only.
+    """
     files_per_environment: int = 32
-    """What a living environment may hold; one with a tool server has pipes and sockets."""
+    """Files that a living environment may hold; one with a tool server has pipes and sockets."""
     max_extra_threads: int = 256
-    """More than when the process began and than `threads_per_environment` explains, those of running calls not
-    counted."""
+    """Threads beyond those at the start, those that `threads_per_environment` allows, and those of running calls."""
     threads_per_environment: int = 8
     max_memory_growth_bytes: int = 4 * 2**30
-    """Resident."""
+    """Growth of the resident memory."""
     leak_check_seconds: float = 1.0
-    """Between two looks at these."""
+    """Interval between two checks of these limits."""
     thread_stack_bytes: int = 2**20
-    """Of the threads that run calls."""
+    """Stack size of the threads that run calls."""
 
 
 @dataclass(frozen=True)
 class EnvFailure:
-    """Why an episode cannot go on."""
+    """Reason why an episode cannot continue."""
 
     tag: str
     seed: int
@@ -71,11 +74,11 @@ class EnvFailure:
     kind: FailureKind
     cause: str
     proven: bool = False
-    """Of a ``lost`` one: no other episode was in the process. Else it may have been another one's doing."""
+    """True if no other episode was in a ``lost`` process. Otherwise another one may have caused the loss."""
 
     @property
     def may_be_innocent(self) -> bool:
-        """Whether the environment may have had no part in it, so that the episode may simply be begun again."""
+        """True if the environment may not be the cause, so that the episode can simply be started again."""
         return self.kind == "lost" and not self.proven
 
     def __str__(self) -> str:
@@ -84,7 +87,7 @@ class EnvFailure:
 
 
 class SessionFailed(EnvironmentFailed):
-    """An `EnvironmentFailed` that can be counted."""
+    """An `EnvironmentFailed` whose failure can be counted."""
 
     def __init__(self, failure: EnvFailure) -> None:
         super().__init__(str(failure))
@@ -92,7 +95,7 @@ class SessionFailed(EnvironmentFailed):
 
 
 class EnvPoolClosed(RuntimeError):
-    """No environments any more: the pool was shut down, or it cannot start its processes. No retry cures that."""
+    """The pool was shut down or cannot start its processes, so there are no environments. A retry does not help."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Close:
-    """The session has ended. There is no answer."""
+    """End a session. There is no answer."""
 
     session: int
 
@@ -125,7 +128,7 @@ Command = Reset | Step | Close
 
 @dataclass(frozen=True)
 class Answer:
-    """How a `Reset` or a `Step` ended."""
+    """Outcome of a `Reset` or a `Step`."""
 
     session: int
     outcome: Observation | EnvFailure
@@ -133,10 +136,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker has to say since its last report."""
+    """News of a worker since its last report."""
 
     answers: list[Answer]
     retire_because: str | None
-    """Why the process should take no new sessions; None: it may."""
+    """Reason why the process should take no new sessions; None: it may."""
     counts: dict[str, int]
     """Totals of the process: environments ``made``, ``reused``, ``closed``, ``close_failures``."""

@@ -1,8 +1,8 @@
 """Threads for calls that may never return.
 
-Every call has a thread to itself from the moment it is made, so no call waits for another one. Python cannot end a
-thread: one whose call is late stays where it is and is counted as stuck until the call returns, if ever. Threads are
-daemons, since a stuck one must not keep the process alive, and are used again, the last one to become idle first.
+Every call has its own thread, so no call waits for another. Python cannot end a thread: a late call keeps its thread,
+which counts as stuck until the call returns, if ever. Threads are daemons, because a stuck one must not keep the
+process alive. They are reused, the one that became idle last first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CallHung(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended: with a value, or with an error of any class."""
+    """Result of a call: a value, or an error of any class."""
 
     value: Any = None
     error: BaseException | None = None
@@ -39,7 +39,7 @@ _Inbox = SimpleQueue["_Call | None"]
 
 
 class CallThreads:
-    """As many threads as calls were ever running at once. Belongs to one event loop."""
+    """A pool with as many threads as calls ever ran at once. Belongs to one event loop."""
 
     def __init__(self, stack_bytes: int) -> None:
         self.count = 0
@@ -54,8 +54,10 @@ class CallThreads:
         deadline_seconds: float,
         on_late: Callable[[Outcome], None] = lambda outcome: None,
     ) -> Outcome:
-        """Run ``function`` in a thread. Raises `CallHung` at the deadline; ``on_late`` gets the outcome if there is one
-        after that."""
+        """Run ``function`` in a thread.
+
+        Raises `CallHung` at the deadline; ``on_late`` is called with an outcome that comes after that.
+        """
         call = _Call(function, self._loop.create_future(), on_late)
         inbox = self._idle.pop() if self._idle else self._new_thread()
         inbox.put(call)
@@ -70,7 +72,7 @@ class CallThreads:
         return call.done.result()
 
     def end(self) -> None:
-        """Let the idle threads end. Calls that are running go on; their threads stay."""
+        """Let the idle threads end. Running calls continue and keep their threads."""
         while self._idle:
             self._idle.pop().put(None)
             self.count -= 1
@@ -78,7 +80,7 @@ class CallThreads:
     def _new_thread(self) -> _Inbox:
         inbox: _Inbox = SimpleQueue()
         thread = threading.Thread(target=self._serve, args=[inbox], name="environment", daemon=True)
-        # A setting of the whole process, which the environments' own threads should not inherit.
+        # The stack size is a setting of the whole process, which the environments' own threads should not inherit.
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
@@ -90,12 +92,12 @@ class CallThreads:
     def _serve(self, inbox: _Inbox) -> None:
         while (call := inbox.get()) is not None:
             outcome = _outcome(call.function)
-            # Idle before the outcome is known: what its receiver starts next finds this thread, not a new one.
+            # Mark the thread idle before delivering the outcome, so that the receiver's next call reuses it.
             self._idle.append(inbox)
             try:
                 self._loop.call_soon_threadsafe(self._deliver, call, outcome)
             except RuntimeError:
-                return  # the event loop is closed: nobody is left to be told
+                return  # the event loop is closed, and nothing waits for the outcome
             del call, outcome
 
     def _deliver(self, call: _Call, outcome: Outcome) -> None:
@@ -109,5 +111,5 @@ class CallThreads:
 def _outcome(function: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(function())
-    except BaseException as error:  # also `SystemExit`, which environments raise by calling `sys.exit`
+    except BaseException as error:  # includes `SystemExit`, which environments raise by calling `sys.exit`
         return Outcome(error=error)

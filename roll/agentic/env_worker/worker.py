@@ -1,15 +1,14 @@
 """The process of one environment worker: an async Ray actor around an `EnvHost`.
 
-Commands come in batches and answers leave in batches through one long poll, so the cost of crossing processes is paid
-per event, not per step. What is wrong with an environment travels as data; an error of the worker itself makes the
-poll fail, so that the whole process is replaced.
+Commands arrive in batches and answers leave in batches through one long poll, so the cost of crossing processes is paid
+per event, not per step. An environment's failure travels as data. An error of the worker itself makes the poll fail,
+and the whole process is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,27 +26,29 @@ from roll.agentic.env_worker.records import (
     Step,
 )
 from roll.agentic.episode import Observation
-from roll.data.imports import import_object
+from roll.data.imports import DriverFolders, import_object
 from roll.tracking.chatter import give_away_output
 from roll.tracking.logs import configure_logging
 
 GATHER_SECONDS = 0.005
-"""How long a report waits for more answers: little beside a policy's turn, and it saves most of the reports."""
+"""Wait of a report for more answers. It is short compared to a policy's turn, and saves most of the reports."""
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker process needs to begin. Functions travel by name, since a user's module is found only after the
-    folders are."""
+    """Everything a worker process needs to start.
+
+    Functions are passed by name, because a user's module can be found only once the import folders are known.
+    """
 
     name: str
     specs: Mapping[str, EnvSpec]
     host: HostSettings
     make_env: str
-    """`package.module:function`, an `EnvFactory`."""
+    """`package.module:function` of an `EnvFactory`."""
     observe: str
-    """The same, an `Observe`."""
-    import_folders: tuple[str, ...]
+    """`package.module:function` of an `Observe`."""
+    folders: DriverFolders
     log_dir: str | None
 
 
@@ -55,7 +56,7 @@ class EnvWorker:
     """Body of the actor."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        sys.path += [folder for folder in setup.import_folders if folder not in sys.path]
+        setup.folders.enter()
         if setup.log_dir is not None:
             give_away_output(Path(setup.log_dir), setup.name)
             configure_logging(Path(setup.log_dir), setup.name)
@@ -64,7 +65,7 @@ class EnvWorker:
         self._observe = import_object(setup.observe)
 
     async def start(self) -> int:
-        """Be ready for commands. Returns the process id."""
+        """Prepare for commands, and return the process id."""
         setup = self._setup
         self._host = EnvHost(setup.specs, setup.host, self._make_env, self._observe)
         self._sessions: dict[int, HostSession] = {}
@@ -77,7 +78,7 @@ class EnvWorker:
         return os.getpid()
 
     async def submit(self, commands: Sequence[Command]) -> None:
-        """Take commands on, in order. Answers come out of `collect`."""
+        """Start these commands, in order. `collect` returns their answers."""
         for command in commands:
             match command:
                 case Reset():
@@ -87,17 +88,17 @@ class EnvWorker:
                 case Step():
                     self._begin(command.session, self._sessions[command.session].step(command.text))
                 case Close():
-                    if command.session in self._sessions:  # it may have been given up before its first reset
+                    if command.session in self._sessions:  # the session may have been given up before its first reset
                         self._sessions.pop(command.session).release()
 
     async def collect(self, wait_seconds: float) -> Report:
-        """What ended since the last call; waits for something at most ``wait_seconds``."""
+        """Return what finished since the last call, waiting at most ``wait_seconds`` for something."""
         try:
             async with asyncio.timeout(wait_seconds):
                 await self._any_news.wait()
             await asyncio.sleep(GATHER_SECONDS)
         except TimeoutError:
-            pass  # no news is a report too: the process lives
+            pass  # an empty report is useful too: it shows that the process lives
         self._any_news.clear()
         if self._broken is not None:
             raise self._broken
@@ -105,7 +106,7 @@ class EnvWorker:
         return Report(answers, self._look_for_leaks(), dict(self._host.counts))
 
     async def close(self) -> None:
-        """Close all environments, as far as they let themselves be closed in time."""
+        """Close all environments that can be closed within their time limit."""
         await self._host.close()
 
     def _begin(self, session: int, call: Awaitable[Observation | EnvFailure]) -> None:

@@ -1,1 +1,1 @@
-"""Tools that a policy may call in its episodes: what they are, how calls are found in text, and where they run."""
+"""Tools that a policy may call in its episodes: the tools, the parser of calls, and the environment that runs them."""

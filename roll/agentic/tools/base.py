@@ -1,7 +1,7 @@
-"""What a tool is: a name, a description, a JSON schema of its arguments, and a call that answers with text.
+"""The tool interface: a name, a description, a JSON schema of the arguments, and a call that returns text.
 
-Whatever goes wrong in a call because of what the policy wrote is an answer too, marked as an error, so that the policy
-can read it and do better. Exceptions are for our own mistakes.
+A call that fails because of the policy's text returns an answer marked as an error, which the policy can read and
+correct. Exceptions are for our own mistakes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jsonschema import Draft202012Validator
 
 
 class ToolUnavailable(Exception):
-    """A tool cannot work at all, whatever it is asked: no answer for the policy, but for the people who run it."""
+    """A tool cannot work at all, whatever the call. This is reported to the user, not to the policy."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool says."""
+    """A tool's answer."""
 
     text: str
     is_error: bool = False
@@ -28,17 +28,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a call must have ended, on the monotonic clock."""
+    """The time by which a call must have ended, on the monotonic clock."""
 
     at: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The deadline in so many seconds from now."""
+        """Return the deadline this many seconds from now."""
         return cls(time.monotonic() + seconds)
 
     def seconds_left(self) -> float:
-        """Never negative."""
+        """Return the seconds left, at least 0."""
         return max(0.0, self.at - time.monotonic())
 
 
@@ -52,11 +52,13 @@ class Tool(Protocol):
     """JSON schema of the arguments, of type `object`."""
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """Do it. ``arguments`` fit the schema. Ends by the deadline. Raises `ToolUnavailable`, and nothing else for
-        what the policy wrote."""
+        """Call the tool with ``arguments`` that fit the schema, and return by the deadline.
+
+        Raises only `ToolUnavailable`; a fault of the policy's text is an answer.
+        """
 
     def close(self) -> None:
-        """Give back what the tool holds; harmless to repeat. It may be called again afterwards."""
+        """Release what the tool holds. Calling it twice is harmless, and the tool may be called again afterwards."""
 
 
 @runtime_checkable
@@ -64,20 +66,20 @@ class Toolset(Protocol):
     """Tools that are known only once something runs, such as those of a server."""
 
     def tools(self) -> Sequence[Tool]:
-        """The tools; starts what is needed for them. Raises `ToolUnavailable`."""
+        """Return the tools, starting what they need. Raises `ToolUnavailable`."""
 
     def close(self) -> None:
-        """Give back all; harmless to repeat. `tools` may be asked for again afterwards."""
+        """Release everything. Calling it twice is harmless, and `tools` may be called again afterwards."""
 
 
 def function_schema(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates take it: a function in the format that OpenAI's interface made common."""
+    """Return a tool as chat templates expect it: a function in the format of OpenAI's interface."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def argument_problem(tool: Tool, arguments: dict[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call, for the policy to read; None if nothing is."""
+    """Return what is wrong with the arguments of a call, for the policy to read; None if nothing is."""
     errors = sorted(Draft202012Validator(tool.parameters).iter_errors(arguments), key=lambda error: str(error.path))
     if not errors:
         return None
@@ -86,7 +88,7 @@ def argument_problem(tool: Tool, arguments: dict[str, Any]) -> str | None:
 
 
 def call_tool(tool: Tool, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-    """Check the arguments, then call."""
+    """Check the arguments, then call the tool."""
     problem = argument_problem(tool, arguments)
     return Answer(problem, is_error=True) if problem else tool.call(arguments, deadline)
 

@@ -1,7 +1,7 @@
-"""A calculator: exact arithmetic on whole numbers and fractions, the usual functions on the rest, of bounded size.
+"""A calculator of bounded size: exact arithmetic on whole numbers and fractions, floating point for the rest.
 
-The expression is read as a syntax tree of which only numbers, operators and known names are let through; nothing is
-ever evaluated as code, and no result, on the way or at the end, may be too large to be of use.
+The expression is parsed to a syntax tree. Only numbers, operators and known names are allowed in it, and nothing is
+evaluated as code. No intermediate or final result may be too large to be useful.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REAL_FUNCTIONS = {
 
 
 class CannotCalculate(Exception):
-    """The message says why."""
+    """An expression cannot be calculated. The message says why."""
 
 
 class Calculator:
@@ -56,11 +56,14 @@ class Calculator:
             return Answer(f"cannot calculate: {error}", is_error=True)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the calculator holds nothing."""
 
 
 def calculate(expression: str) -> str:
-    """The value as text: exact for whole numbers, and for fractions also as a decimal. Raises `CannotCalculate`."""
+    """Return the value as text: a whole number, an exact decimal, or a fraction with its approximate decimal.
+
+    Floating-point results have 15 digits. Raises `CannotCalculate`.
+    """
     if len(expression) > _LONGEST_EXPRESSION:
         raise CannotCalculate(f"the expression is longer than {_LONGEST_EXPRESSION} characters")
     try:
@@ -70,7 +73,7 @@ def calculate(expression: str) -> str:
         raise CannotCalculate("this is no arithmetic expression") from None
     except RecursionError:
         raise CannotCalculate("the expression is nested too deeply") from None
-    except MemoryError:  # the parser's way to say so
+    except MemoryError:  # the parser reports deep nesting this way
         raise CannotCalculate("the expression is nested too deeply") from None
     except ZeroDivisionError:
         raise CannotCalculate("division by zero") from None
@@ -110,7 +113,7 @@ def _power(base: _Number, exponent: _Number) -> _Number:
         size = max(base.numerator.bit_length(), base.denominator.bit_length())
         if size > 1 and size * abs(exponent.numerator) > 2 * _MOST_BITS:
             raise CannotCalculate("the result is too large")
-        if size <= 1:  # of 0, 1 and -1 only the parity of the exponent matters
+        if size <= 1:  # for 0, 1 and -1 only the parity of the exponent matters
             exponent = exponent if base == 0 else Fraction(exponent.numerator % 2)
         return base**exponent.numerator
     result = float(base) ** float(exponent)
@@ -220,7 +223,7 @@ def _shown(value: _Number) -> str:
 
 
 def _terminating(value: Fraction) -> str | None:
-    """The decimal of a fraction whose decimal ends within 30 digits."""
+    """Return a fraction as a decimal if that ends within 30 digits; else None."""
     for digits in range(1, 31):
         if 10**digits % value.denominator == 0:
             scaled = abs(value.numerator) * (10**digits // value.denominator)

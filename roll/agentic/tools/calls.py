@@ -1,7 +1,7 @@
-"""The tool calls in what a policy wrote, and what is wrong with those that are none. Never raises, whatever the text.
+"""Parser for the tool calls in a policy's text. Malformed calls are reported; nothing raises, whatever the text.
 
-Understood is the form that the chat templates of Hermes and Qwen teach: a JSON object with `name` and `arguments`
-between `<tool_call>` and `</tool_call>`, any number of times. On request a fenced block of Python is a call too.
+It reads the form that the chat templates of Hermes and Qwen teach: a JSON object with `name` and `arguments` between
+`<tool_call>` and `</tool_call>`, any number of times. On request, a fenced block of Python is a call too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A well-formed call. Whether there is such a tool, and whether the arguments suit it, is not known here."""
+    """A well-formed call. The tool may not exist, and the arguments may not suit it."""
 
     name: str
     arguments: dict[str, Any]
@@ -27,18 +27,18 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Something that was meant as a call."""
+    """Text that was meant as a call."""
 
     problem: str
-    """For the policy to read."""
+    """Message for the policy to read."""
 
 
 def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | MalformedCall]:
-    """The calls in a text, in its order.
+    """Return the calls in a text, in order.
 
-    ``code_tool``: name of the tool whose argument `code` a fenced block of Python becomes, where no tagged call is
-    around it; None: such blocks are just text. A call inside of another one is malformed as a whole, and so is a last
-    call without its end tag, unless its JSON is complete: the end may have been a stop text.
+    ``code_tool``: name of the tool that receives fenced blocks of Python outside of tagged calls, as its argument
+    `code`; None: such blocks are plain text. A call inside another one makes the whole call malformed. A last call
+    without its end tag is malformed too, unless its JSON is complete: the end tag may have been a stop text.
     """
     found: list[tuple[int, ToolCall | MalformedCall]] = []
     outside, begin = [], 0
@@ -55,7 +55,7 @@ def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | M
 
 
 def _tagged(text: str) -> list[tuple[int, int, str | None]]:
-    """Begin, end and content of the outermost tagged parts; no content if it is nested."""
+    """Return begin, end and content of the outermost tagged parts; the content is None if calls are nested."""
     parts: list[tuple[int, int, str | None]] = []
     begin = text.find(CALL_BEGIN)
     while begin >= 0:
@@ -98,14 +98,14 @@ def _parsed(body: str | None) -> ToolCall | MalformedCall:
 
 
 def _loaded(text: str) -> Any:
-    """The JSON value, or what is wrong with it."""
+    """Return the JSON value, or what is wrong with it."""
     if len(text) > _LONGEST_CALL:
         return MalformedCall(f"the call is longer than {_LONGEST_CALL} characters")
     try:
         return json.loads(text.strip(), strict=False, parse_constant=_no_constant)
     except RecursionError:
         return MalformedCall("the call is nested too deeply")
-    except ValueError as error:  # also numbers of absurd length
+    except ValueError as error:  # includes numbers of absurd length
         return MalformedCall(f"the call is no JSON: {error}")
 
 

@@ -1,7 +1,7 @@
-"""Any text environment with tools: calls in the policy's text are carried out and answered, all else is passed on.
+"""Wrapper that adds tools to a text environment: calls in the policy's text are carried out, all other text passes on.
 
-A text with a call is never passed on, so a call beside a final answer wins: the answer was written before its author
-could have read what the tool says. Tools give no reward; `call_penalty` may make them cost.
+A text with a call never reaches the environment, so a call next to a final answer wins: the answer was written before
+the policy could read the tool's result. Tools give no reward; `call_penalty` can make calls cost something.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """How tools are offered and called."""
+    """Settings for offering and calling tools."""
 
     max_calls_per_turn: int = 4
     call_timeout_seconds: float = 15.0
-    """Of one call."""
+    """Time limit of one call."""
     turn_timeout_seconds: float = 40.0
-    """Of all calls of a turn together; must be less than the environment's step timeout."""
+    """Time limit of all calls of a turn together; must be less than the environment's step timeout."""
     max_answer_characters: int = 8000
     """Longer answers are cut in the middle."""
     call_penalty: float = 0.0
     """Added to the reward of a turn for each call in it; not positive."""
     answer_role: Literal["tool", "user"] = "tool"
-    """Who speaks the answers; `user` for chat templates that know no tools."""
+    """Role of the messages with answers; `user` for chat templates that do not support tools."""
     describe_in_prompt: bool = False
-    """Put the tools into the system message, for chat templates that know no tools."""
+    """True if the tools are listed in the system message, for chat templates that do not support tools."""
     code_block_tool: str | None = None
-    """Tool that fenced blocks of Python are calls of."""
+    """Tool that receives fenced blocks of Python as calls."""
 
     def __post_init__(self) -> None:
         for name in ("max_calls_per_turn", "call_timeout_seconds", "turn_timeout_seconds", "max_answer_characters"):
@@ -52,7 +52,7 @@ class ToolSettings:
 
     @classmethod
     def named(cls, values: dict[str, Any]) -> ToolSettings:
-        """From a configuration. Raises `ValueError` for unknown names."""
+        """Return the settings of a configuration. Raises `ValueError` for unknown names."""
         known = [each.name for each in fields(cls)]
         for name in values:
             if name not in known:
@@ -66,7 +66,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
     def __init__(
         self, env: gymnasium.Env[str, str], tools: Sequence[Tool | Toolset], settings: ToolSettings | None = None
     ) -> None:
-        """Starts none of the tools. They are closed with this environment."""
+        """Wrap ``env`` without starting the tools. They are closed with this environment."""
         super().__init__(env)
         self._sources = list(tools)
         self._settings = settings or ToolSettings()
@@ -101,7 +101,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
         super().close()
 
     def _gathered(self) -> dict[str, Tool]:
-        """By name. Raises `ToolUnavailable`, also if two tools have the same name."""
+        """Return the tools by name. Raises `ToolUnavailable`, also if two tools have the same name."""
         tools: dict[str, Tool] = {}
         for source in self._sources:
             for tool in source.tools() if isinstance(source, Toolset) else (source,):
@@ -134,7 +134,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
         self._errors += sum(answer.is_error for _, answer in answers)
         messages = self._messages(answers)
         text = "\n\n".join(message["content"] for message in messages)
-        # What was asked belongs to the state: equal answers to different questions are different situations.
+        # The calls belong to the state: equal answers to different calls are different situations.
         self._state = "\n".join([self._state, *map(str, within), text])
         info = {"messages": messages, "action_is_valid": valid, "state": self._state}
         reward = self._settings.call_penalty * len(within)
@@ -157,7 +157,7 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
             return self._tools[call.name].call(call.arguments, Deadline.after(seconds))
         except ToolUnavailable:
             raise
-        except Exception as error:  # a fault of the tool is no end of the episode, but must be seen
+        except Exception as error:  # a fault of the tool must not end the episode, but must be logged
             _logger.exception("the tool `%s` failed", call.name)
             return Answer(f"the tool `{call.name}` failed: {type(error).__name__}", is_error=True)
 

@@ -1,8 +1,8 @@
 """The tools of a server that speaks the Model Context Protocol, through the official package `mcp`.
 
-What is started, and where, is said by the configuration alone; nothing a policy writes reaches a command line. The
-server starts when its tools are first asked for. One that dies, hangs or breaks the protocol is left, and the next call
-meets a new one: the policy reads that its call failed. The protocol's event loop has a thread of its own.
+The configuration alone decides what is started and where; nothing that a policy writes reaches a command line. The
+server starts when its tools are first requested. A server that dies, hangs or breaks the protocol is dropped: the
+policy reads that its call failed, and the next call starts a new server. The protocol's event loop has its own thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _CLOSE_SECONDS = 10.0
-"""How long a server may take to end before it is left to the operating system."""
+"""Longest wait for a server to end before it is left to the operating system."""
 _MOST_PAGES = 100
 _logger = logging.getLogger(__name__)
 
 
 class McpServer:
-    """The tools `mcp`: those of one server, a process of its own or at an address."""
+    """The tools `mcp`: those of one server, run as a process or reached at an address."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class McpServer:
         prefix: str = "",
         start_timeout_seconds: float = 30.0,
     ) -> None:
-        """``command``, ``args``, ``env``: a program that speaks over its standard input and output; it sees no
-        environment variables but ``env`` and a few harmless ones (PATH, HOME, ...). ``url``: of a server that speaks
-        streamable HTTP. ``only``: names of the tools to offer; all of them by default. ``prefix`` goes before names.
+        """Check the options without starting anything.
 
+        ``command``, ``args``, ``env``: a program that speaks over its standard input and output; it sees no environment
+        variables except ``env`` and a few harmless ones (PATH, HOME, ...). ``url``: address of a server that speaks
+        streamable HTTP. ``only``: names of the tools to offer; all by default. ``prefix``: put before the tools' names.
         Raises `ValueError` unless exactly one of ``command`` and ``url`` is given.
         """
         if (command is None) == (url is None):
@@ -66,11 +67,11 @@ class McpServer:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The server's command line or address, for messages."""
         return self._url or " ".join([self._command or "", *self._args])
 
     def tools(self) -> list[Tool]:
-        """Asked of the server once. Raises `ToolUnavailable`."""
+        """Return the server's tools, requested once. Raises `ToolUnavailable`."""
         if self._tools is None:
             deadline = Deadline.after(self._start_seconds)
             try:
@@ -86,7 +87,7 @@ class McpServer:
         self.drop_session()
 
     def session(self, deadline: Deadline) -> _Session:
-        """The connection, made if there is none. Raises `McpFailed`."""
+        """Return the connection, opening it if there is none. Raises `McpFailed`."""
         if self._session is None:
             session = _Session(self._connect, self.where)
             try:
@@ -98,7 +99,7 @@ class McpServer:
         return self._session
 
     def drop_session(self) -> None:
-        """End the connection, and the process if it is ours. The next call makes a new one."""
+        """Close the connection, and end the process if it is ours. The next call opens a new one."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -150,19 +151,19 @@ class McpTool:
         return Answer(_text_of(result), is_error=result.is_error)
 
     def close(self) -> None:
-        """The server is closed with all its tools."""
+        """Do nothing: the server is closed with all its tools."""
 
 
 class McpFailed(Exception):
-    """The server did not answer as it should, or not at all: the connection is of no more use."""
+    """The server did not answer correctly, or not at all. The connection is no longer usable."""
 
 
 class McpRefused(Exception):
-    """The server answered that it will not do this."""
+    """The server answered that it refuses the call."""
 
 
 class _Session:
-    """One connection, kept open by a task in an event loop in a thread."""
+    """One connection, kept open by a task in an event loop in its own thread."""
 
     def __init__(self, connect: Any, where: str) -> None:
         self._connect = connect
@@ -173,7 +174,7 @@ class _Session:
         self._keeping: concurrent.futures.Future[None] | None = None
 
     def open(self, deadline: Deadline) -> None:
-        """Start the server and shake hands. Raises `McpFailed`; then `close` is still to be called."""
+        """Start the server and connect. Raises `McpFailed`; the caller must call `close` even then."""
         self._thread.start()
         self._keeping = asyncio.run_coroutine_threadsafe(self._keep_open(), self._loop)
         try:
@@ -185,7 +186,7 @@ class _Session:
         """Run ``what(client)``, a coroutine. Raises `McpFailed` and `McpRefused`."""
         client = self._opened.result(0)
         running = asyncio.run_coroutine_threadsafe(_told_apart(what(client)), self._loop)
-        # A connection that ends does not always end the calls in it.
+        # Calls do not always end when their connection does.
         ended = [running, *([self._keeping] if self._keeping else [])]
         done, _ = concurrent.futures.wait(
             ended, deadline.seconds_left(), return_when=concurrent.futures.FIRST_COMPLETED
@@ -196,7 +197,7 @@ class _Session:
         raise McpFailed("the connection ended" if done else "it did not answer in time")
 
     def close(self) -> None:
-        """Never raises for what the server does."""
+        """Close the connection. Never raises, whatever the server does."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -212,7 +213,7 @@ class _Session:
             self._loop.close()
 
     async def _keep_open(self) -> None:
-        """The connection is opened and closed by the same task, as the library wants it."""
+        """Open and close the connection in the same task, as the library requires."""
         with tempfile.TemporaryFile("w+", errors="replace") as error_output:
             try:
                 async with _either(self._closing, self._connect(error_output)) as client:
@@ -228,13 +229,13 @@ class _Session:
 
 @contextlib.asynccontextmanager
 async def _either(closing: asyncio.Event, client: Client) -> AsyncIterator[Client | None]:
-    """The client once it is connected, or None if closing began before."""
+    """Yield the client once it is connected, or None if closing began before."""
     async with client as connected:
         yield None if closing.is_set() else connected
 
 
 async def _told_apart(call: Coroutine[Any, Any, _Result]) -> _Result:
-    """What the server refuses is not what goes wrong with the server."""
+    """Await a call. Raise `McpRefused` if the server refuses it, `McpFailed` if the server or the connection fails."""
     from mcp import MCPError
     from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -260,7 +261,7 @@ async def _listed(client: Client) -> list[Any]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first real error in a group of them."""
+    """Describe the first real error in a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

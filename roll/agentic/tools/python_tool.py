@@ -1,4 +1,4 @@
-"""Python for a policy: a program goes in, what it prints comes out. Each call is a new process in the sandbox."""
+"""Python for a policy: it sends a program and reads what it prints. Each call is a new process in the sandbox."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PythonTool:
         output_bytes: int = 16 * 1024,
         accept_weak_sandbox: bool = False,
     ) -> None:
-        """Limits of one call; see `sandbox.Limits`. ``accept_weak_sandbox``: see `Sandbox`."""
+        """Set the limits of one call; see `sandbox.Limits`. ``accept_weak_sandbox``: see `Sandbox`."""
         self._limits = Limits(
             wall_seconds=wall_seconds,
             cpu_seconds=cpu_seconds,
@@ -66,8 +66,11 @@ class PythonTool:
         self._sandbox = Sandbox(accept_weak=True) if accept_weak_sandbox else default_sandbox()
 
     def tools(self) -> tuple[PythonTool]:
-        """Itself, as a `Toolset` whose sandbox is tried before it is offered: were that noticed at the first call, only
-        episodes that call it would fail, and the policy would learn not to."""
+        """Return this tool, after checking that the sandbox works.
+
+        If a broken sandbox were noticed only at the first call, just the episodes that call the tool would fail, and
+        the policy would learn not to call it. Raises `ToolUnavailable`.
+        """
         try:
             self._sandbox.check()
         except SandboxUnavailable as error:
@@ -75,7 +78,7 @@ class PythonTool:
         return (self,)
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-        """See `Tool.call`; ``code`` is run in the sandbox. Raises `ToolUnavailable` where nothing can be run safely."""
+        """See `Tool.call`; runs ``code`` in the sandbox. Raises `ToolUnavailable` if nothing can be run safely."""
         seconds = min(self._limits.wall_seconds, max(0.1, deadline.seconds_left()))
         try:
             result = self._sandbox.run(
@@ -89,7 +92,7 @@ class PythonTool:
         return Answer(_told(result), is_error=result.returncode != 0 or result.killed_because is not None)
 
     def close(self) -> None:
-        """Nothing outlives a call."""
+        """Do nothing: nothing outlives a call."""
 
 
 def _told(result: SandboxResult) -> str:

@@ -1,7 +1,7 @@
 """Tools by name or import path, checked against their signature before anything runs.
 
-A tool in a configuration is a name, or a mapping of `tool` and the keywords of its class. A new built-in tool is one
-file and one line in `BUILT_IN`; one of a user's own is `package.module:Class`.
+A tool in a configuration is a name, or a mapping of `tool` and the keyword arguments of its class. A new built-in tool
+is one file and one line in `BUILT_IN`; a user's own tool is `package.module:Class`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.data.names import nearest_name_hint
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A tool of our own: where it is, and which package it needs beyond the required ones."""
+    """The import path of a built-in tool, and the optional package that it needs."""
 
     import_path: str
     package: str | None = None
@@ -39,7 +39,7 @@ ToolSpec = str | Mapping[str, Any]
 
 
 def check_tools(specs: Sequence[ToolSpec], path: str) -> list[ConfigProblem]:
-    """What is wrong with the tools of a configuration at ``path``. Starts nothing."""
+    """Return the problems of the tools configured at ``path``. Starts nothing."""
     problems = []
     for index, spec in enumerate(specs):
         try:
@@ -50,7 +50,7 @@ def check_tools(specs: Sequence[ToolSpec], path: str) -> list[ConfigProblem]:
 
 
 def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
-    """The tools of a configuration at ``path``. Raises `ConfigError` with every problem."""
+    """Return the tools configured at ``path``. Raises `ConfigError` with every problem."""
     problems = check_tools(specs, path)
     if problems:
         raise ConfigError(problems)
@@ -103,7 +103,7 @@ def _found(name: str, path: str) -> Any:
 
 
 def _checked_options(name: str, made_by: Any, options: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The options, converted to the types that the signature names."""
+    """Return the options, converted to the types of the signature. Raises `ConfigError`."""
     try:
         parameters = inspect.signature(made_by, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as cause:

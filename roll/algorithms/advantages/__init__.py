@@ -1,4 +1,4 @@
-"""Advantage estimators, by name, and what is done to advantages afterwards.
+"""Advantage estimators by name, and what happens to advantages afterwards.
 
 One file per family; the modules imported here register their estimators.
 """

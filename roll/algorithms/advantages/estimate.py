@@ -1,4 +1,4 @@
-"""From the rewards of samples to the advantages of tokens."""
+"""Turn the rewards of samples into the advantages of tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def estimate_advantages(
     turns: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Tensor:
-    """From the rewards of samples ``[batch]`` to the advantages of tokens ``[batch, seq]``, for a whole batch.
+    """Turn the rewards of samples ``[batch]`` into the advantages of tokens ``[batch, seq]``, for a whole batch.
 
-    float64 if the rewards are, else float32. With ``logprobs`` and ``reference_logprobs`` (both or neither, else
-    ``ValueError``) the KL penalty is part of the token rewards. Whitening comes next, clipping to [-clip, clip] last.
-    ``turn_rewards`` ``[batch, seq]`` are added to the token rewards. The other fields are those of `AdvantageInputs`;
-    ``ValueError`` names one that the estimator lacks.
+    Return float64 if the rewards are float64, else float32. With ``logprobs`` and ``reference_logprobs`` the token
+    rewards include the KL penalty; give both or neither, else ``ValueError``. ``turn_rewards`` ``[batch, seq]`` are
+    added to the token rewards. Whitening comes after the estimator, clipping to [-clip, clip] last. The other arguments
+    are the fields of `AdvantageInputs`; ``ValueError`` names one that the estimator needs and lacks.
     """
     if logprobs is not None and reference_logprobs is not None:
         token_rewards = kl_penalised_token_rewards(
@@ -59,7 +59,7 @@ def estimate_advantages(
 
 
 def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, clip: float | None) -> Tensor:
-    """Whitened over the batch where asked for, and clipped to [-clip, clip] last; all ``[batch, seq]``."""
+    """Whiten advantages over the batch if ``whitened``, then clip them to [-clip, clip]; all ``[batch, seq]``."""
     if whitened:
         advantages = whiten(advantages, response_mask)
     return advantages if clip is None else clip_advantages(advantages, clip)

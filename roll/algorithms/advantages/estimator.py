@@ -1,9 +1,9 @@
-"""What an advantage estimator is: a named function of masked inputs, with its knobs and what it needs.
+"""The definition of an advantage estimator: a named function of masked inputs, with its arguments and requirements.
 
 Rewards come per token (a sequence's reward sits on its last response token, KL penalties on their own tokens) and are
-never changed in place. Tokens the policy did not choose carry no advantage and end no return: a reward after a tool's
-answer reaches the tokens before it. Groups and batch statistics need the whole batch, so an estimator is called once
-per batch and never per micro-batch.
+never changed in place. Tokens that the policy did not choose have no advantage and do not cut a return: a reward after
+a tool's answer still reaches the tokens before that answer. Groups and batch statistics need the whole batch, so an
+estimator is called once per batch and never per micro-batch.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ ADVANTAGE_ESTIMATORS = Registry("advantage estimator")
 
 @dataclass(frozen=True)
 class AdvantageTraits:
-    """What the surroundings must know about an estimator."""
+    """Requirements and properties of an advantage estimator, for its callers."""
 
     group_relative: bool = False
-    """It compares the samples of a group: one sample a group leaves it nothing to learn from."""
+    """True if it compares the samples of a group; a group of one sample then teaches nothing."""
     needs_greedy_baseline: bool = False
-    """It needs ``baseline_rewards``."""
+    """True if it needs ``baseline_rewards``."""
     needs_values: bool = False
-    """It needs ``values``."""
+    """True if it needs ``values``."""
     needs_turns: bool = False
-    """It needs ``turns``."""
+    """True if it needs ``turns``."""
     needs_states: bool = False
-    """It needs ``states``."""
+    """True if it needs ``states``."""
     for_episodes: bool = False
-    """It differs from others only where an episode has several turns."""
+    """True if it differs from other estimators only for episodes of several turns."""
     returns_to_go: bool = False
-    """Tokens of one response differ, if there is a discount or rewards of tokens."""
+    """True if tokens of one response can have different advantages, given a discount or token rewards."""
     shifts_cancel: Literal["none", "batch", "group"] = "none"
-    """Whether rewards may be shifted without effect: all by one amount, or each group by its own."""
+    """Shifts of the rewards that have no effect: one amount for the whole batch, or one per group."""
     scales_cancel: Literal["none", "batch", "group"] = "none"
-    """Whether rewards may be scaled without effect: all by one factor, or each group by its own."""
+    """Scalings of the rewards that have no effect: one factor for the whole batch, or one per group."""
     whitens: bool = False
-    """It gives the batch mean 0 and deviation 1 itself, so whitening once more does nothing."""
+    """True if it already gives the batch mean 0 and deviation 1, so that whitening again does nothing."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may look at: float64, 0 outside the mask."""
+    """Inputs of an estimator. Floating-point tensors are float64 and 0 outside the mask."""
 
     token_rewards: Tensor
     """``[batch, seq]``."""
@@ -59,18 +59,18 @@ class AdvantageInputs:
     groups: Tensor
     """int64 ``[batch]``."""
     values: Tensor | None = None
-    """``[batch, seq]``: the critic's estimate of the return from each response token on, before that token."""
+    """``[batch, seq]``: the critic's estimate, made before each response token, of the return from that token on."""
     baseline_rewards: Tensor | None = None
-    """``[batch]``: reward of the greedy response to the sample's prompt."""
+    """``[batch]``: the reward of the greedy response to the sample's prompt."""
     turns: Tensor | None = None
-    """int64 ``[batch, seq]``: turn that a response token belongs to, counted from 0; -1 outside the mask."""
+    """int64 ``[batch, seq]``: the turn of each response token, counted from 0; -1 outside the mask."""
     states: Tensor | None = None
-    """int64 ``[batch, turns]``: id of the state that each turn acted in; -1: none."""
+    """int64 ``[batch, turns]``: the id of the state in which each turn acted; -1 for none."""
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A named estimator with its knobs filled in."""
+    """A named estimator with its arguments filled in."""
 
     name: str
     function: Callable[[AdvantageInputs, Any], Tensor]
@@ -88,10 +88,11 @@ class AdvantageEstimator:
         turns: Tensor | None = None,
         states: Tensor | None = None,
     ) -> Tensor:
-        """Advantages ``[batch, seq]`` of a whole batch, without gradient and 0 outside the mask, whatever stood there.
+        """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
 
-        Computed in float64; returned as float64 if the rewards are, else float32. Shapes are those of
-        `AdvantageInputs`. ``ValueError`` names a field that is needed and missing, or has another shape.
+        They are 0 outside the mask, whatever the inputs held there. Computed in float64; returned as float64 if the
+        rewards are float64, else float32. Shapes are those of `AdvantageInputs`. ``ValueError`` names a field that is
+        needed and missing, or that has the wrong shape.
         """
         given = {"values": values, "baseline_rewards": baseline_rewards, "turns": turns, "states": states}
         self._check(given, response_mask)
@@ -126,7 +127,7 @@ class AdvantageEstimator:
 
 
 def make_advantage_estimator(name: str, args: Mapping[str, Any] | None = None) -> AdvantageEstimator:
-    """The estimator ``name`` with the knobs ``args``.
+    """Return the estimator ``name`` with the arguments ``args``.
 
     Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
     """
@@ -135,5 +136,5 @@ def make_advantage_estimator(name: str, args: Mapping[str, Any] | None = None) -
 
 
 def result_dtype(rewards: Tensor) -> torch.dtype:
-    """float64 for float64 rewards, else float32."""
+    """Return float64 for float64 rewards, else float32."""
     return torch.float64 if rewards.dtype == torch.float64 else torch.float32

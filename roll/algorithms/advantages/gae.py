@@ -1,7 +1,7 @@
 """Generalised advantage estimation over response tokens only.
 
-What stands between two response tokens (a tool's answer, padding) is skipped: the next response token's value is the
-bootstrap, and after the last one there is none.
+Positions between two response tokens (a tool's answer, padding) are skipped: the bootstrap is the value of the next
+response token. After the last response token there is no bootstrap.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from roll.algorithms.registry import knob
 def generalised_advantages(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambda_: float
 ) -> Tensor:
-    """Advantages ``[batch, seq]``; the returns that values are trained on are advantage + value.
+    """Return GAE advantages ``[batch, seq]``; the returns that values are trained on are advantage + value.
 
     With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
-    (arXiv 1506.02438). ``token_rewards`` and ``values`` ``[batch, seq]``, ``response_mask`` bool. Without gradient, 0
-    outside the mask, float64 if the rewards are, else float32.
+    (arXiv 1506.02438). ``token_rewards`` and ``values`` are ``[batch, seq]``, ``response_mask`` is bool. The result has
+    no gradient and is 0 outside the mask; it is float64 if the rewards are, else float32.
     """
     rewards = keep(token_rewards.detach(), response_mask).double()
     predicted = keep(values.detach(), response_mask).double()
@@ -40,7 +40,7 @@ def generalised_advantages(
 
 
 def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
-    """Value of the response token that follows each position, 0 where none does."""
+    """Return the value of the response token that follows each position, 0 where none does."""
     outside = (~response_mask).to(values.dtype)
     carried = accumulate_from_the_end(values, outside)
     return pad(carried[:, 1:], (0, 1))
@@ -48,7 +48,7 @@ def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GAEKnobs:
-    """Knobs of `gae`."""
+    """Arguments of `gae`."""
 
     gamma: float = knob(1.0, help="Discount per response token.", at_least=0, at_most=1)
     lambda_: float = knob(
@@ -68,7 +68,7 @@ class GAEKnobs:
     traits=AdvantageTraits(needs_values=True, returns_to_go=True),
 )
 def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
-    """The advantages of `generalised_advantages`, ``[batch, seq]``."""
+    """Return the advantages of `generalised_advantages`, ``[batch, seq]``."""
     return generalised_advantages(
         inputs.token_rewards,
         needed(inputs.values, "values"),

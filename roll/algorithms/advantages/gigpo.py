@@ -1,4 +1,4 @@
-"""GiGPO: episodes are compared within their group, and turns with other turns that acted in the same state."""
+"""GiGPO: compares episodes within their group, and turns with other turns that acted in the same state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class GiGPOKnobs:
-    """Knobs of `gigpo`."""
+    """Arguments of `gigpo`."""
 
     gamma: float = knob(0.95, help="Discount per turn in the returns of turns.", at_least=0, at_most=1)
     step_weight: float = knob(1.0, help="Weight of the comparison of turns beside that of episodes.", at_least=0)
@@ -34,11 +34,11 @@ class GiGPOKnobs:
     traits=AdvantageTraits(group_relative=True, needs_turns=True, needs_states=True, for_episodes=True),
 )
 def gigpo_advantages(inputs: AdvantageInputs, knobs: GiGPOKnobs) -> Tensor:
-    """Advantage of the episode plus ``step_weight`` x advantage of the turn, ``[batch, seq]`` (arXiv 2505.10978).
+    """Return the episode's advantage plus ``step_weight`` x the turn's advantage, ``[batch, seq]`` (arXiv 2505.10978).
 
-    The reward of an episode is undiscounted. A turn that shares its state with no other of its group, or has none (-1),
-    has a step advantage of exactly 0. Equal states of different groups are different states. ``ValueError`` if
-    ``states`` has fewer turns than ``turns``.
+    The reward of an episode is undiscounted. A turn has a step advantage of exactly 0 if no other turn of its group
+    shares its state, or if it has no state (-1). Equal states of different groups are different states. ``ValueError``
+    if ``states`` has fewer turns than ``turns``.
     """
     normalisation = GRPOKnobs(knobs.normalize_by_std, knobs.eps)
     turns = checked_turns(inputs)
@@ -61,7 +61,7 @@ def _states_of_turns(inputs: AdvantageInputs, number: int) -> Tensor:
 
 
 def _anchors(groups: Tensor, states: Tensor, anchored: Tensor) -> Tensor:
-    """Number of the pair (group, state) of each anchored turn, ``[anchored turns]``."""
+    """Return the number of the pair (group, state) of each anchored turn, ``[anchored turns]``."""
     _, group = groups[:, None].expand(states.shape)[anchored].unique(return_inverse=True)
     names, state = states[anchored].unique(return_inverse=True)
     return group * len(names) + state

@@ -1,8 +1,8 @@
 """Estimators that compare the samples of a group: `grpo`, `rloo`, `opo`.
 
-The reward of a sample is the sum of its token rewards, and all its tokens get the same advantage. A sample without a
-single response token has shown no reward and is no member of its group. A group of one and a group of equal rewards
-have nothing to compare: exactly 0.
+The reward of a sample is the sum of its token rewards, and all its tokens get the same advantage. A sample without
+response tokens does not count as a member of its group. The advantage is exactly 0 in a group of one sample and in a
+group of equal rewards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from roll.algorithms.registry import NoKnobs, knob
 
 
 def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Advantages ``[batch, seq]`` from ``compare(rewards, groups, lengths)`` over the samples that have tokens.
+    """Return advantages ``[batch, seq]`` from ``compare(rewards, groups, lengths)`` over the samples that have tokens.
 
-    ``rewards`` float64, ``groups`` and ``lengths`` (response tokens) int64; they and the result are ``[samples]``.
+    ``rewards`` are float64, ``groups`` and ``lengths`` (response tokens) int64; they and the result are ``[samples]``.
     """
     lengths = inputs.response_mask.sum(-1)
     present = lengths > 0
@@ -32,7 +32,7 @@ def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class GRPOKnobs:
-    """Knobs of `grpo`."""
+    """Arguments of `grpo`."""
 
     normalize_by_std: bool = knob(
         True, help="Divide by the group's standard deviation; false gives the estimator of Dr. GRPO."
@@ -52,12 +52,13 @@ class GRPOKnobs:
     ),
 )
 def grpo_advantages(inputs: AdvantageInputs, knobs: GRPOKnobs) -> Tensor:
-    """Reward minus the group's mean, over the group's unbiased deviation, ``[batch, seq]`` (arXiv 2402.03300)."""
+    """Return (reward - group mean) / group deviation (unbiased), ``[batch, seq]`` (arXiv 2402.03300)."""
     return compared(inputs, lambda rewards, groups, _: group_normalised(rewards, groups, knobs))
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, knobs: GRPOKnobs) -> Tensor:
-    """The `grpo` advantage of each sample, ``[batch]``, from ``rewards`` float64 and ``groups`` int64, ``[batch]``."""
+    """Return the `grpo` advantage of each sample ``[batch]``, from ``rewards`` float64 and ``groups`` int64,
+    ``[batch]``."""
     centred = rewards - group_mean(rewards, groups)
     return centred / (group_deviation(rewards, groups) + knobs.eps) if knobs.normalize_by_std else centred
 
@@ -70,7 +71,7 @@ def group_normalised(rewards: Tensor, groups: Tensor, knobs: GRPOKnobs) -> Tenso
     traits=AdvantageTraits(group_relative=True, shifts_cancel="group"),
 )
 def rloo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
-    """Reward minus the mean of the others, which is n / (n - 1) x (reward - mean of all), ``[batch, seq]``."""
+    """Return the reward minus the mean of the others, n / (n - 1) x (reward - mean of all), ``[batch, seq]``."""
 
     def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
         sizes = group_sizes(groups)
@@ -88,5 +89,5 @@ def rloo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
     traits=AdvantageTraits(group_relative=True, shifts_cancel="group"),
 )
 def opo_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
-    """Reward minus the group's mean weighted by response length in tokens, ``[batch, seq]`` (arXiv 2505.23585)."""
+    """Return the reward minus the length-weighted group mean (tokens), ``[batch, seq]`` (arXiv 2505.23585)."""
     return compared(inputs, lambda rewards, groups, lengths: rewards - group_mean(rewards, groups, lengths))

@@ -1,6 +1,6 @@
 """REINFORCE++: returns or group-centred rewards, normalised over all response tokens of the batch.
 
-One deviation for the whole batch does not depend on the sample it divides, unlike that of a small group.
+The deviation is that of the whole batch, so a sample hardly influences its own divisor, unlike in a small group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusKnobs:
-    """Knobs of `reinforce_plus_plus`."""
+    """Arguments of `reinforce_plus_plus`."""
 
     gamma: float = knob(1.0, help="Discount per response token.", at_least=0, at_most=1)
     eps: float = knob(1e-8, help="Added to the deviation of the batch, in units of the return.", above=0)
@@ -41,14 +41,14 @@ class ReinforcePlusPlusKnobs:
     ),
 )
 def reinforce_plus_plus_advantages(inputs: AdvantageInputs, knobs: ReinforcePlusPlusKnobs) -> Tensor:
-    """Discounted returns of the token rewards, whitened over the batch, ``[batch, seq]`` (arXiv 2501.03262)."""
+    """Return discounted returns of the token rewards, whitened over the batch, ``[batch, seq]`` (arXiv 2501.03262)."""
     returns = token_returns(inputs.token_rewards, inputs.response_mask, knobs.gamma)
     return whiten(returns, inputs.response_mask, knobs.eps)
 
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaselineKnobs:
-    """Knobs of `reinforce_plus_plus_baseline`."""
+    """Arguments of `reinforce_plus_plus_baseline`."""
 
     eps: float = knob(1e-8, help="Added to the deviation of the batch, in units of the reward.", above=0)
 
@@ -64,9 +64,9 @@ class ReinforcePlusPlusBaselineKnobs:
     traits=AdvantageTraits(group_relative=True, whitens=True, shifts_cancel="group", scales_cancel="batch"),
 )
 def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, knobs: ReinforcePlusPlusBaselineKnobs) -> Tensor:
-    """Reward minus the group's mean, whitened over the tokens of the batch, ``[batch, seq]`` (arXiv 2501.03262).
+    """Return group-centred rewards, whitened over the tokens of the batch, ``[batch, seq]`` (arXiv 2501.03262).
 
-    Tokens weigh alike, so where lengths differ the mean that whitening takes away need not be 0.
+    Every token has the same weight, so the mean that whitening subtracts need not be 0 if lengths differ.
     """
     centred = compared(inputs, lambda rewards, groups, _: rewards - group_mean(rewards, groups))
     return whiten(centred, inputs.response_mask, knobs.eps)

@@ -17,6 +17,6 @@ from roll.algorithms.registry import NoKnobs
     traits=AdvantageTraits(needs_greedy_baseline=True),
 )
 def remax_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
-    """Reward of the sequence (sum of its token rewards) minus its greedy baseline, ``[batch, seq]``."""
+    """Return the sequence's reward (sum of its token rewards) minus its greedy baseline, ``[batch, seq]``."""
     advantages = inputs.token_rewards.sum(-1) - needed(inputs.baseline_rewards, "baseline_rewards")
     return advantages[:, None].expand(inputs.response_mask.shape)

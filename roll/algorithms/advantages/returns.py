@@ -1,4 +1,4 @@
-"""Sums of rewards from a position on, and `reinforce`, which is nothing else."""
+"""Discounted sums of rewards from a position on, and `reinforce`, the estimator that returns them unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from roll.algorithms.registry import knob
 
 
 def accumulate_from_the_end(values: Tensor, factors: Tensor) -> Tensor:
-    """y with y[t] = values[t] + factors[t] x y[t + 1] and nothing after the end; all ``[batch, length]``.
+    """Return y with y[t] = values[t] + factors[t] x y[t + 1] and 0 after the end; all ``[batch, length]``.
 
-    By doubling: after k rounds each entry holds the sum over 2^k positions, so a sequence of 32,768 takes 15 rounds.
+    Works by doubling: after k rounds each entry holds the sum over 2^k positions, so a sequence of 32,768 takes 15
+    rounds.
     """
     distance = 1
     while distance < values.shape[-1]:
@@ -26,9 +27,9 @@ def accumulate_from_the_end(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def token_returns(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Discounted return to go at each response token, ``[batch, seq]``, discounted per response token.
+    """Return the return to go at each response token, ``[batch, seq]``, discounted per response token.
 
-    ``token_rewards`` must be 0 outside ``response_mask`` (bool); both ``[batch, seq]``.
+    ``token_rewards`` must be 0 outside ``response_mask`` (bool); both are ``[batch, seq]``.
     """
     step = torch.tensor(gamma, dtype=token_rewards.dtype, device=token_rewards.device)
     return accumulate_from_the_end(token_rewards, torch.where(response_mask, step, torch.ones_like(step)))
@@ -36,7 +37,7 @@ def token_returns(token_rewards: Tensor, response_mask: Tensor, gamma: float) ->
 
 @dataclass(frozen=True)
 class ReinforceKnobs:
-    """Knobs of `reinforce`."""
+    """Arguments of `reinforce`."""
 
     gamma: float = knob(1.0, help="Discount per response token.", at_least=0, at_most=1)
 
@@ -51,5 +52,5 @@ class ReinforceKnobs:
     traits=AdvantageTraits(returns_to_go=True),
 )
 def reinforce_advantages(inputs: AdvantageInputs, knobs: ReinforceKnobs) -> Tensor:
-    """Discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""
+    """Return the discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""
     return token_returns(inputs.token_rewards, inputs.response_mask, knobs.gamma)

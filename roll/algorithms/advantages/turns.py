@@ -1,7 +1,7 @@
 """Returns counted in turns: `step_reinforce` and `agentic_reinforce`.
 
-The reward of a turn is the sum of its token rewards, and all tokens of a turn get the turn's discounted return: a long
-answer is not discounted more than a short one.
+The reward of a turn is the sum of its token rewards, and all tokens of a turn get the turn's discounted return. A long
+answer is therefore not discounted more than a short one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from roll.algorithms.registry import knob
 
 
 def response_segments(response_mask: Tensor) -> Tensor:
-    """Which unbroken run of response tokens each token is in: int64 ``[batch, seq]`` from 0, -1 outside the mask."""
+    """Number the unbroken runs of response tokens: int64 ``[batch, seq]`` from 0, -1 outside the mask."""
     before = torch.cat([torch.zeros_like(response_mask[:, :1]), response_mask[:, :-1]], dim=-1)
     return torch.where(response_mask, (response_mask & ~before).cumsum(-1) - 1, -1)
 
 
 def checked_turns(inputs: AdvantageInputs) -> Tensor:
-    """The turns of ``inputs``. ``ValueError`` if a response token has none: its reward would be lost."""
+    """Return the turns of ``inputs``. ``ValueError`` if a response token has none: its reward would be lost."""
     turns = needed(inputs.turns, "turns")
     if (inputs.response_mask & (turns < 0)).any():
         raise ValueError("turns: a response token belongs to no turn; turns are counted from 0")
@@ -33,27 +33,27 @@ def checked_turns(inputs: AdvantageInputs) -> Tensor:
 
 
 def turn_sums(token_values: Tensor, turns: Tensor) -> Tensor:
-    """Sum over the tokens of each turn, ``[batch, turns]``, from ``[batch, seq]`` and int64 turns, -1 for none."""
+    """Sum over the tokens of each turn: ``[batch, turns]`` from ``[batch, seq]`` and int64 turns, -1 for none."""
     number = int(turns.max()) + 1 if turns.numel() else 0
     sums = token_values.new_zeros(len(turns), number + 1)
     return sums.scatter_add(1, torch.where(turns < 0, number, turns), token_values)[:, :number]
 
 
 def turn_returns(token_rewards: Tensor, turns: Tensor, gamma: float) -> Tensor:
-    """Return to go of each turn, ``[batch, turns]``, discounted by ``gamma`` per turn number."""
+    """Return the return to go of each turn, ``[batch, turns]``, discounted by ``gamma`` per turn number."""
     rewards = turn_sums(token_rewards, turns)
     return accumulate_from_the_end(rewards, torch.full_like(rewards, gamma))
 
 
 def spread_over_tokens(turn_values: Tensor, turns: Tensor) -> Tensor:
-    """The value of its turn at each token, ``[batch, seq]``; 0 where there is no turn."""
+    """Give each token the value of its turn, ``[batch, seq]``; 0 where there is no turn."""
     number = turn_values.shape[-1]
     return pad(turn_values, (0, 1)).gather(1, torch.where(turns < 0, number, turns))
 
 
 @dataclass(frozen=True)
 class StepReinforceKnobs:
-    """Knobs of `step_reinforce`."""
+    """Arguments of `step_reinforce`."""
 
     gamma: float = knob(1.0, help="Discount per turn.", at_least=0, at_most=1)
 
@@ -67,14 +67,15 @@ class StepReinforceKnobs:
     traits=AdvantageTraits(needs_turns=True, for_episodes=True),
 )
 def step_reinforce_advantages(inputs: AdvantageInputs, knobs: StepReinforceKnobs) -> Tensor:
-    """Discounted return of each token's turn, ``[batch, seq]``. A turn number without tokens still counts as time."""
+    """Return the discounted return of each token's turn, ``[batch, seq]``. A turn without tokens is still
+    discounted."""
     turns = checked_turns(inputs)
     return spread_over_tokens(turn_returns(inputs.token_rewards, turns, knobs.gamma), turns)
 
 
 @dataclass(frozen=True)
 class AgenticReinforceKnobs:
-    """Knobs of `agentic_reinforce`."""
+    """Arguments of `agentic_reinforce`."""
 
     gamma: float = knob(1.0, help="Discount per segment of response tokens.", at_least=0, at_most=1)
 
@@ -90,11 +91,12 @@ class AgenticReinforceKnobs:
     traits=AdvantageTraits(for_episodes=True),
 )
 def agentic_reinforce_advantages(inputs: AdvantageInputs, knobs: AgenticReinforceKnobs) -> Tensor:
-    """Discounted return of each token's segment, ``[batch, seq]``.
+    """Return the discounted return of each token's segment, ``[batch, seq]``.
 
-    As in ROLL the discount is applied once per segment and all tokens of a segment share its return. ROLL counts the
-    reward on the last token of a segment only; here all rewards of the segment count, so that a KL penalty on the
-    others is not lost. Two turns without a token between them are one segment; `step_reinforce` tells them apart.
+    The discount is applied once per segment, and all tokens of a segment share its return; ROLL does the same. But ROLL
+    counts only the reward on the last token of a segment. Here all rewards of the segment count, so that a KL penalty
+    on the other tokens is not lost. Two turns without a token between them are one segment; `step_reinforce` tells them
+    apart.
     """
     segments = response_segments(inputs.response_mask)
     return spread_over_tokens(turn_returns(inputs.token_rewards, segments, knobs.gamma), segments)

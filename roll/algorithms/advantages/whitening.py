@@ -1,4 +1,4 @@
-"""What is done to advantages after they are estimated: whitening and clipping."""
+"""Whitening and clipping of estimated advantages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from roll.algorithms.masking import keep
 
 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Advantages with mean 0 and deviation 1 over the response tokens of the whole batch, ``[batch, seq]``.
+    """Give advantages ``[batch, seq]`` mean 0 and deviation 1 over the response tokens of the whole batch.
 
-    Population moments. Equal values (or a single token, or none) give exactly 0. Same type as ``advantages``.
+    Uses population moments. Equal values (or a single token, or none) give exactly 0. Returns the type of
+    ``advantages``.
     """
     tokens = advantages[response_mask].double()
     if not len(tokens):
@@ -23,7 +24,7 @@ def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tens
 
 
 def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
-    """Advantages (any shape) clipped to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
+    """Clip advantages (any shape) to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
     if not limit > 0:
         raise ValueError(f"advantages are clipped to a limit above 0, not {limit}")
     return advantages.clamp(-limit, limit)

@@ -1,8 +1,8 @@
 """Policy-gradient losses per token, by name.
 
-Ratios are anchored on the log-probabilities recorded when the tokens were sampled, unless a run asks for recomputed
-ones, so every correction sees the real distance between the policy that acted and the one that learns. The modules
-imported here register their losses: a new family is a new file and one line below.
+The old policy of a ratio is the one that sampled the tokens, with the log-probabilities recorded then, unless a run
+asks for recomputed ones. Every correction therefore sees the real distance between the sampling policy and the trained
+policy. The modules imported here register their losses: a new family is a new file and one line below.
 """
 
 from roll.algorithms.policy_losses import (

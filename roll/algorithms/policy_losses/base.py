@@ -1,7 +1,7 @@
-"""What all policy losses share: their inputs, their traits, and the mask around them.
+"""The common parts of all policy losses: their inputs, their requirements, and the mask around them.
 
-A loss is a function of `PolicyInputs` and its knobs and returns per-token values; which tokens count is decided around
-it, in `PolicyLoss`, and never inside. A loss that needs more than it is given fails instead of correcting nothing.
+A loss is a function of `PolicyInputs` and its arguments, and returns per-token values. `PolicyLoss` decides which
+tokens count; a loss never does. A loss that lacks an input it needs fails instead of correcting nothing.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or th
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss may look at. ``[batch, seq]`` unless stated; entry t describes one token.
+    """Inputs of a policy loss. ``[batch, seq]`` unless stated; entry t describes one token.
 
     Methods that return ratios expect masked inputs: they give 0 (logarithm) or 1 (ratio) outside the mask.
     """
 
     logprobs: Tensor
-    """Current policy, with gradient."""
+    """Log-probabilities of the current policy, with gradient."""
     behaviour_logprobs: Tensor
-    """Recorded when the token was sampled."""
+    """Log-probabilities recorded when the token was sampled."""
     advantages: Tensor
     response_mask: Tensor
     """bool: tokens the policy chose."""
     proximal_logprobs: Tensor | None = None
-    """Recomputed by the trainer before the first update on the batch."""
+    """Log-probabilities that the trainer recomputed before the first update on the batch."""
     scores: Tensor | None = None
     """``[batch]``: raw verifier output."""
     anchor: Anchor = "behaviour"
-    """What the ratio is taken against."""
+    """The policy in the denominator of the ratio."""
 
     def __post_init__(self) -> None:
         if self.anchor not in get_args(Anchor):
             raise ValueError(f"unknown anchor {self.anchor!r}; valid: {', '.join(get_args(Anchor))}")
 
     def masked(self) -> PolicyInputs:
-        """The same with 0 outside the mask, whatever stood there."""
+        """Return a copy with 0 outside the mask, whatever the entries were."""
         mask, proximal = self.response_mask, self.proximal_logprobs
         return replace(
             self,
@@ -64,7 +64,7 @@ class PolicyInputs:
         )
 
     def anchor_logprobs(self) -> Tensor:
-        """Log-probabilities the ratio is taken against. ``ValueError`` if they were not recomputed."""
+        """Return the log-probabilities of the ratio's denominator. ``ValueError`` if they were not recomputed."""
         if self.anchor == "behaviour":
             return self.behaviour_logprobs
         if self.proximal_logprobs is None:
@@ -72,49 +72,51 @@ class PolicyInputs:
         return self.proximal_logprobs
 
     def log_ratio(self) -> Tensor:
-        """log(current / anchor)."""
+        """Return log(current / anchor)."""
         return self.logprobs - self.anchor_logprobs()
 
     def ratio(self) -> Tensor:
-        """current / anchor. Not clamped: an overflow must be seen."""
+        """Return current / anchor. Not clamped: an overflow must be visible."""
         return self.log_ratio().exp()
 
     def behaviour_ratio(self) -> Tensor:
-        """current / behaviour, whatever the anchor. Not clamped."""
+        """Return current / behaviour, whatever the anchor. Not clamped."""
         return (self.logprobs - self.behaviour_logprobs).exp()
 
     def response_lengths(self) -> Tensor:
-        """Response tokens of each row, ``[batch, 1]``, at least 1 so that one can divide by it."""
+        """Count the response tokens of each row, ``[batch, 1]``; at least 1, so that it can be a divisor."""
         return self.response_mask.sum(-1, keepdim=True).clamp(min=1)
 
     def sequence_log_ratio(self, mean: bool) -> Tensor:
-        """Sum or mean of the log ratio over the response tokens of each row, ``[batch, 1]``; 0 for a row without."""
+        """Return the sum or mean of the log ratio over the response tokens of each row, ``[batch, 1]``; 0 without
+        any."""
         total = keep(self.log_ratio(), self.response_mask).sum(-1, keepdim=True)
         return total / self.response_lengths() if mean else total
 
 
 @dataclass(frozen=True)
 class PolicyLossTraits:
-    """What the surroundings must know of a policy loss to tell a configuration that works from one that does not."""
+    """Requirements and properties of a policy loss, from which the configuration checks tell if a configuration
+    works."""
 
     uses_anchor: bool = True
-    """Whether the anchor enters at all."""
+    """True if the anchor enters the loss."""
     importance_weighted: bool = True
-    """Whether current / anchor is a weight of the loss; a second weight for the same distance would count twice."""
+    """True if current / anchor is a weight of the loss; a second weight for the same distance would count twice."""
     corrects: bool = True
-    """Whether, anchored on the behaviour policy, it handles stale tokens."""
+    """True if it handles stale tokens when anchored on the behaviour policy."""
     needs_proximal: bool = False
-    """Whether ``proximal_logprobs`` must be there whatever the anchor."""
+    """True if it needs ``proximal_logprobs`` whatever the anchor."""
     needs_scores: bool = False
-    """Whether ``scores`` must be there."""
+    """True if it needs ``scores``."""
     sequence_valued: bool = False
-    """Whether the loss of a token is that of its whole response, so that a weight of one token weighs all of them, and
-    one advantage per response is assumed."""
+    """True if the loss of a token is that of its whole response. A weight of one token then weighs all of them, and one
+    advantage per response is assumed."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A named policy loss with its knobs filled in."""
+    """A named policy loss with its arguments filled in."""
 
     name: str
     function: Callable[[PolicyInputs, Any], tuple[Tensor, TokenMetrics]]
@@ -122,9 +124,9 @@ class PolicyLoss:
     traits: PolicyLossTraits
 
     def __call__(self, inputs: PolicyInputs) -> tuple[Tensor, TokenMetrics]:
-        """Loss and metrics per token ``[batch, seq]``, all 0 outside the mask; inputs there are never read.
+        """Return loss and metrics per token ``[batch, seq]``, all 0 outside the mask; inputs there are never read.
 
-        Raises ``ValueError`` for log-probabilities or scores that the loss needs and does not get.
+        Raises ``ValueError`` if log-probabilities or scores that the loss needs are missing.
         """
         self._check(inputs)
         losses, metrics = self.function(inputs.masked(), self.knobs)
@@ -143,7 +145,7 @@ class PolicyLoss:
 
 
 def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """The policy loss ``name`` with the knobs ``args``.
+    """Return the policy loss ``name`` with the arguments ``args``.
 
     Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
     """
@@ -152,10 +154,10 @@ def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> Policy
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:
-    """The metric from a bool mask ``[batch, seq]`` or ``[batch, 1]`` (then of all tokens of the row)."""
+    """Return the metric from a bool mask ``[batch, seq]``, or ``[batch, 1]`` for all tokens of a row."""
     return {"clip_fraction": changed.to(like.dtype).expand(like.shape)}
 
 
 def nothing_clipped(like: Tensor) -> TokenMetrics:
-    """The metric of a loss without bounds."""
+    """Return the metric of a loss without bounds."""
     return {"clip_fraction": torch.zeros_like(like)}

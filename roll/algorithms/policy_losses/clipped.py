@@ -1,7 +1,7 @@
-"""PPO's clipped surrogate: the gradient of a token ends where its ratio has gone far enough.
+"""PPO's clipped surrogate: a token's gradient is cut once its ratio has moved far enough.
 
-The surrogate is a function of the log ratio, so that `decoupled_ppo` and `gspo` can use it on other ratios. A cut token
-has a gradient of exactly 0, whatever its ratio: the exponential of a cut token is never differentiated.
+The surrogate is a function of the log ratio, so that `decoupled_ppo` and `gspo` can use it with other ratios. A cut
+token has a gradient of exactly 0, whatever its ratio: the exponential of a cut token is never differentiated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class PPOKnobs:
-    """Knobs of `ppo`."""
+    """Arguments of `ppo`."""
 
     clip_low: float = knob(0.2, help="The ratio is clipped from below at 1 − `clip_low`.", at_least=0, at_most=1)
     clip_high: float = knob(0.2, help="The ratio is clipped from above at 1 + `clip_high`.", at_least=0)
@@ -35,7 +35,7 @@ class PPOKnobs:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss per token, and bool: whether the gradient is cut off. Both ``[batch, seq]``.
+    """Return PPO's loss per token, and a bool mask of the tokens whose gradient is cut. Both ``[batch, seq]``.
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347) with r = exp(log_ratio); with ``dual_clip`` c
     the loss of a negative advantage is at most -c A (arXiv 1912.09729).
@@ -61,7 +61,7 @@ def clipped_surrogate(
     traits=PolicyLossTraits(),
 )
 def ppo_loss(inputs: PolicyInputs, knobs: PPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """`clipped_surrogate` of the ratio to the anchor. ``clip_fraction``: share of tokens whose gradient is cut off."""
+    """Return `clipped_surrogate` of the ratio to the anchor. ``clip_fraction``: share of tokens with a cut gradient."""
     losses, cut = clipped_surrogate(
         inputs.log_ratio(), inputs.advantages, knobs.clip_low, knobs.clip_high, knobs.dual_clip
     )

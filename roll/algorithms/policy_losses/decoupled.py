@@ -1,8 +1,8 @@
-"""Decoupled PPO: one policy to correct for, another to stay close to.
+"""Decoupled PPO: corrects for one policy and stays close to another.
 
-The behaviour policy sampled the tokens, so the expectation needs the weight proximal / behaviour; the trust region
-stands around the proximal policy, so stale tokens do not use up their clipping range before training starts. The weight
-belongs to the definition and no knob turns it off.
+The behaviour policy sampled the tokens, so the expectation needs the weight proximal / behaviour. The trust region lies
+around the proximal policy, so stale tokens do not use up their clipping range before training starts. The weight is
+part of the definition; no argument turns it off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class DecoupledPPOKnobs:
-    """Knobs of `decoupled_ppo`."""
+    """Arguments of `decoupled_ppo`."""
 
     clip_low: float = knob(
         0.2, help="The ratio to the proximal policy is clipped from below at 1 − `clip_low`.", at_least=0, at_most=1
@@ -51,10 +51,10 @@ class DecoupledPPOKnobs:
     traits=PolicyLossTraits(needs_proximal=True),
 )
 def decoupled_ppo_loss(inputs: PolicyInputs, knobs: DecoupledPPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """`clipped_surrogate` of current / proximal, times the constant weight proximal / behaviour, ``[batch, seq]``.
+    """Return `clipped_surrogate` of current / proximal times the constant proximal / behaviour, ``[batch, seq]``.
 
-    The anchor of the inputs does not matter. ``clip_fraction``: share of tokens whose gradient is cut off or whose
-    weight is truncated.
+    The anchor of the inputs does not matter. ``clip_fraction``: share of tokens with a cut gradient or a truncated
+    weight.
     """
     proximal = needed(inputs.proximal_logprobs, "proximal_logprobs")
     ratio = (proximal - inputs.behaviour_logprobs).detach().exp()

@@ -1,8 +1,8 @@
 """Divergence PPO: a trust region in probabilities instead of ratios.
 
-A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. So a token
-is cut not by its ratio but by how far the distribution {this token, any other} has moved: what can be known of the
-whole distribution from the log-probability of one token, and a lower bound of its divergence.
+A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. A token is
+therefore cut not by its ratio but by how far the distribution {this token, any other} has moved. That is all that the
+log-probability of one token tells about the whole distribution, and a lower bound of its divergence.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from roll.algorithms.policy_losses.base import (
 from roll.algorithms.registry import knob
 
 PAPER_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-"""Largest divergence by its kind; kl in nats."""
+"""Largest divergence of each kind; kl in nats."""
 
 
 @dataclass(frozen=True)
 class DPPOKnobs:
-    """Knobs of `dppo`."""
+    """Arguments of `dppo`."""
 
     divergence: Literal["tv", "kl"] = knob(
         "tv", help="Total variation, or KL divergence (nats) from the anchor to the policy, of {token, any other}."
@@ -46,7 +46,7 @@ class DPPOKnobs:
 
     @property
     def largest_divergence(self) -> float:
-        """The threshold, or the paper's."""
+        """The configured threshold, or else the paper's."""
         return PAPER_THRESHOLDS[self.divergence] if self.threshold is None else self.threshold
 
 
@@ -61,10 +61,10 @@ class DPPOKnobs:
     traits=PolicyLossTraits(),
 )
 def dppo_loss(inputs: PolicyInputs, knobs: DPPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the anchor.
+    """Return -M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the anchor.
 
-    M is 0 where a step would lead further away and the divergence is above the threshold. With ``ratio_cap`` c the
-    factor of A is at most c, in the value as in the gradient. ``clip_fraction``: share of tokens with M = 0 or a capped
+    M is 0 if a step would lead further away and the divergence is above the threshold. With ``ratio_cap`` c the factor
+    of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens with M = 0 or a capped
     ratio.
     """
     logprobs, advantages = inputs.logprobs, inputs.advantages
@@ -73,21 +73,22 @@ def dppo_loss(inputs: PolicyInputs, knobs: DPPOKnobs) -> tuple[Tensor, TokenMetr
     leaving = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
     weights = ratio if knobs.ratio_cap is None else ratio.clamp(max=knobs.ratio_cap)
     weights = torch.where(leaving & (divergence > knobs.largest_divergence), 0.0, weights)
-    # The value of the second factor is 1: it carries the gradient of the ratio, also where the ratio is capped.
+    # The second factor has the value 1: it carries the gradient of the ratio, even if the ratio is capped.
     losses = -weights * advantages * (logprobs - logprobs.detach()).exp()
     return losses, clip_fraction(weights != ratio, losses)
 
 
 def binary_total_variation(anchor_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """Total variation of {token, any other} under two policies, from the log-probabilities of the token."""
+    """Return the total variation of {token, any other} under two policies, from the log-probabilities of the token."""
     return (anchor_logprobs.exp() - logprobs.exp()).abs()
 
 
 def binary_kl(anchor_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """KL divergence (nats) from the anchor to the policy of {token, any other}, same shape as the log-probabilities.
+    """Return KL(anchor || policy) of {token, any other} in nats, with the shape of the log-probabilities.
 
-    A probability closer to 1 than the precision of its type (or rounded beyond 1) counts as one unit of precision below
-    it: how much is left for the other tokens is not known better, and an infinite divergence would be made of rounding.
+    A probability closer to 1 than the precision of its type (or rounded above 1) counts as one unit of precision below
+    1. The probability left for the other tokens is not known more precisely, and rounding alone could make the
+    divergence infinite.
     """
     finest = -torch.finfo(logprobs.dtype).eps
     anchor, current = anchor_logprobs.clamp(max=finest), logprobs.clamp(max=finest)

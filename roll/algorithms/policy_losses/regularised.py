@@ -1,7 +1,7 @@
 """Kimi k1.5: the plain policy gradient, held near the anchor by a squared log ratio.
 
-No importance weight: a stale token keeps its full weight, and the pull towards the policy that sampled it is what keeps
-the two close. It is the surrogate of policy mirror descent, whose optimum holds for tokens of any policy.
+There is no importance weight: a stale token keeps its full weight, and the penalty alone keeps the policy close to the
+one that sampled the token. It is the surrogate of policy mirror descent, whose optimum holds for tokens of any policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class Kimi15Knobs:
-    """Knobs of `kimi15`."""
+    """Arguments of `kimi15`."""
 
     tau: float = knob(0.1, help="Strength of the pull towards the anchor.", above=0, below=math.inf)
     level: Literal["token", "sequence"] = knob(
@@ -44,7 +44,7 @@ class Kimi15Knobs:
     traits=lambda knobs: PolicyLossTraits(importance_weighted=False, sequence_valued=knobs.level == "sequence"),
 )
 def kimi15_loss(inputs: PolicyInputs, knobs: Kimi15Knobs) -> tuple[Tensor, TokenMetrics]:
-    """-A log pi + (tau / 2) d^2, ``[batch, seq]``, with d the log ratio (arXiv 2501.12599). Clips nothing.
+    """Return -A log pi + (tau / 2) d^2, ``[batch, seq]``, with d the log ratio (arXiv 2501.12599). Clips nothing.
 
     Level ``sequence``: each of the n response tokens has (tau / 2) D^2 / n with D the sum of d over the row, so that
     their sum is the paper's term.

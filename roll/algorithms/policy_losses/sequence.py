@@ -1,7 +1,7 @@
 """Losses with one ratio per response: its geometric mean over the tokens.
 
-A reward is given to a whole response, so the ratio is one of whole responses, with the length taken out. The ratio is
-that of all response tokens, before anything is rejected. Rows are whole sequences, so a split between rows is harmless.
+A reward belongs to a whole response, so the ratio does too, normalised by the length. It covers all response tokens,
+before any rejection. Rows are whole sequences, so a split between rows is harmless.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class GSPOKnobs:
-    """Knobs of `gspo`."""
+    """Arguments of `gspo`."""
 
     clip_low: float = knob(
         3e-4, help="The ratio of the response is clipped from below at 1 − `clip_low`.", at_least=0, at_most=1
@@ -43,10 +43,10 @@ class GSPOKnobs:
     traits=PolicyLossTraits(),
 )
 def gspo_loss(inputs: PolicyInputs, knobs: GSPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """`clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
+    """Return `clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
 
-    Each token has the ratio s of its row as a value and its own log-probability as the direction. ``clip_fraction``:
-    share of tokens whose gradient is cut off; those of a row with one advantage are cut together.
+    Each token has the ratio s of its row as its value, and its own log-probability gives the gradient.
+    ``clip_fraction``: share of tokens with a cut gradient; tokens of a row with one advantage are cut together.
     """
     logprobs = inputs.logprobs
     log_ratio = inputs.sequence_log_ratio(mean=True).detach() + (logprobs - logprobs.detach())
@@ -56,7 +56,7 @@ def gspo_loss(inputs: PolicyInputs, knobs: GSPOKnobs) -> tuple[Tensor, TokenMetr
 
 @dataclass(frozen=True)
 class GMPOKnobs:
-    """Knobs of `gmpo`. Bounds of the logarithm of the ratio."""
+    """Arguments of `gmpo`: bounds of the logarithm of the ratio."""
 
     clip_low: float = knob(0.4, help="Where A < 0, the log ratio of a token is at least −`clip_low`.", at_least=0)
     clip_high: float = knob(0.4, help="Where A > 0, the log ratio of a token is at most `clip_high`.", at_least=0)
@@ -72,10 +72,10 @@ class GMPOKnobs:
     traits=PolicyLossTraits(sequence_valued=True),
 )
 def gmpo_loss(inputs: PolicyInputs, knobs: GMPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-A times the geometric mean of the clipped ratios of the row, ``[batch, seq]`` (arXiv 2507.20673).
+    """Return -A times the geometric mean of the clipped ratios of the row, ``[batch, seq]`` (arXiv 2507.20673).
 
-    The mean carries the gradient, so a token pulls on all of its row. ``clip_fraction``: share of tokens whose own
-    ratio is clipped and has no gradient.
+    The mean carries the gradient, so the loss of a token moves all tokens of its row. ``clip_fraction``: share of
+    tokens whose own ratio is clipped and has no gradient.
     """
     log_ratio, advantages = inputs.log_ratio(), inputs.advantages
     above = (advantages > 0) & (log_ratio > knobs.clip_high)

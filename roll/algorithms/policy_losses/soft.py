@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in the place of clipping. No token is cut off; each fades the further its ratio is from 1."""
+"""SAPO: a smooth gate instead of clipping. No token is cut; its gradient fades as its ratio moves away from 1."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from roll.algorithms.policy_losses.base import (
 from roll.algorithms.registry import knob
 
 FLAT_LOG_RATIO = 60.0
-"""Beyond this log ratio the slope of the gate is 0 in any precision."""
+"""A log ratio above which the slope of the gate is 0 in any precision."""
 
 
 @dataclass(frozen=True)
 class SAPOKnobs:
-    """Knobs of `sapo`."""
+    """Arguments of `sapo`."""
 
     tau_positive: float = knob(1.0, help="How fast tokens with a positive advantage fade.", above=0)
     tau_negative: float = knob(
@@ -39,13 +39,13 @@ class SAPOKnobs:
     traits=PolicyLossTraits(),
 )
 def sapo_loss(inputs: PolicyInputs, knobs: SAPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, ``[batch, seq]`` (arXiv 2511.20347). Clips nothing.
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, ``[batch, seq]`` (arXiv 2511.20347). Clips nothing.
 
     The slope of the gate is 1 at r = 1 for every tau.
     """
     positive = inputs.advantages > 0
     temperature = torch.full_like(inputs.logprobs, knobs.tau_negative).masked_fill(positive, knobs.tau_positive)
-    # Far above 1 the gate is flat; cut there, a ratio that overflows has gradient 0 and not 0 x inf.
+    # Far above 1 the gate is flat. Clamped there, a ratio that would overflow has gradient 0 and not 0 x inf.
     ratio = inputs.log_ratio().clamp(max=FLAT_LOG_RATIO).exp()
     gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
     return -gate * inputs.advantages, nothing_clipped(gate)

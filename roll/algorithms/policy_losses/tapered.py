@@ -1,6 +1,6 @@
-"""TOPR: successes are imitated whoever produced them, failures are unlearned only as far as they are still ours.
+"""TOPR: imitates successes of any policy, and unlearns failures only as far as the current policy still produces them.
 
-Pushing down a response that the policy has stopped giving lowers probabilities without bound and teaches nothing; the
+Pushing down a response that the policy no longer gives lowers probabilities without bound and teaches nothing. The
 ratio of the whole response, at most 1, lets such a response fade. Successes need no ratio: pushing up is bounded.
 """
 
@@ -25,7 +25,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class TOPRKnobs:
-    """Knobs of `topr`."""
+    """Arguments of `topr`."""
 
     positive_weight: float = knob(1.0, help="Weight of responses with a positive score.", at_least=0)
     negative_weight: float = knob(1.0, help="Weight of the other responses.", at_least=0)
@@ -49,7 +49,7 @@ class TOPRKnobs:
     traits=PolicyLossTraits(needs_scores=True),
 )
 def topr_loss(inputs: PolicyInputs, knobs: TOPRKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-w A log pi, ``[batch, seq]``, with a constant weight w (arXiv 2503.14286).
+    """Return -w A log pi, ``[batch, seq]``, with a constant weight w (arXiv 2503.14286).
 
     w is ``positive_weight`` for rows whose score is above ``positive_above``, else ``negative_weight`` times the ratio
     truncated to [0, 1]. ``clip_fraction``: share of tokens whose ratio was truncated.

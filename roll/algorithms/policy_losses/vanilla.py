@@ -1,4 +1,4 @@
-"""The plain policy gradient, which knows nothing of who sampled the tokens."""
+"""The plain policy gradient, which ignores which policy sampled the tokens."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ from roll.algorithms.registry import NoKnobs
     traits=PolicyLossTraits(uses_anchor=False, importance_weighted=False, corrects=False),
 )
 def vanilla_loss(inputs: PolicyInputs, knobs: NoKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-A log pi (REINFORCE, Williams 1992), ``[batch, seq]``. Right for on-policy tokens only; clips nothing."""
+    """Return -A log pi, ``[batch, seq]`` (REINFORCE, Williams 1992). For on-policy tokens only; clips nothing."""
     return -inputs.advantages * inputs.logprobs, nothing_clipped(inputs.logprobs)

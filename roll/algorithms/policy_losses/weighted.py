@@ -1,6 +1,6 @@
-"""Policy gradients under constant importance weights with bounds: every token keeps its direction.
+"""Policy gradients with constant, bounded importance weights: every token keeps its direction.
 
-The weight carries no gradient, so a bound limits how much a token counts and never what it teaches.
+The weight carries no gradient, so a bound limits how much a token counts but not the direction of its gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.algorithms.registry import knob
 
 @dataclass(frozen=True)
 class TISKnobs:
-    """Knobs of `tis`."""
+    """Arguments of `tis`."""
 
     lower: float = knob(0.0, help="Smallest importance weight.", at_least=0)
     upper: float = knob(1.0, help="Largest importance weight; `.inf` for none.", above=0)
@@ -46,7 +46,7 @@ class TISKnobs:
     traits=PolicyLossTraits(),
 )
 def tis_loss(inputs: PolicyInputs, knobs: TISKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-sg(clip(r, lower, upper)) A log pi, ``[batch, seq]`` (Ionides 2008; IMPALA, arXiv 1802.01561).
+    """Return -sg(clip(r, lower, upper)) A log pi, ``[batch, seq]`` (Ionides 2008; IMPALA, arXiv 1802.01561).
 
     Every token keeps a gradient; ``clip_fraction`` is the share of tokens whose weight was changed by the bounds.
     """
@@ -59,7 +59,7 @@ def tis_loss(inputs: PolicyInputs, knobs: TISKnobs) -> tuple[Tensor, TokenMetric
 
 @dataclass(frozen=True)
 class CISPOKnobs:
-    """Knobs of `cispo`."""
+    """Arguments of `cispo`."""
 
     epsilon_low: float = knob(
         1.0, help="Weights are at least 1 − `epsilon_low`; 1 or more: no lower bound, as in the paper.", at_least=0
@@ -82,10 +82,11 @@ class CISPOKnobs:
     traits=PolicyLossTraits(),
 )
 def cispo_loss(inputs: PolicyInputs, knobs: CISPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """-sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, ``[batch, seq]`` (MiniMax-M1, arXiv 2506.13585).
+    """Return -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log pi, ``[batch, seq]`` (arXiv 2506.13585).
 
-    With the unified mask a token with A > 0 and r > 1 + epsilon_high, or A < 0 and r < 1 - epsilon_low, is 0.
-    ``clip_fraction``: share of tokens whose weight was changed by the bounds or the mask.
+    The source is MiniMax-M1. With the unified mask, the loss is 0 for a token with A > 0 and r > 1 + epsilon_high, or
+    with A < 0 and r < 1 - epsilon_low. ``clip_fraction``: share of tokens whose weight was changed by the bounds or the
+    mask.
     """
     ratio, advantages = inputs.ratio().detach(), inputs.advantages
     lower, upper = 1 - knobs.epsilon_low, 1 + knobs.epsilon_high

@@ -1,8 +1,8 @@
-"""How much memory a run will need on each device, by arithmetic alone: no model is loaded, no GPU asked.
+"""An estimate of the memory that a run needs on each device, by arithmetic alone: no model or GPU is touched.
 
-`estimate_memory` judges a configuration that passed `check_config`; `render` prints it line by line, each with its
-arithmetic. What each line means, worked out for a 7B model, is in `docs/memory.md`; how far the estimate is from what
-was measured, in `benchmarks/README.md`.
+`estimate_memory` takes a configuration that passed `check_config`; `render` prints the estimate line by line, each with
+its arithmetic. `docs/memory.md` explains each line for a 7B model; `benchmarks/README.md` compares the estimate with
+measurements.
 """
 
 from roll.configs.memory.estimate import MemoryEstimate, estimate_memory

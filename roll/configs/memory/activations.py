@@ -1,7 +1,7 @@
-"""Bytes that a layer keeps for its backward pass, tensor by tensor, for each token of a micro-batch.
+"""Bytes that a layer keeps for its backward pass, tensor by tensor, per token of a micro-batch.
 
-Counted from what autograd saves, with attention that never holds scores (`sdpa`, `flash_attention_2`); `eager` does.
-For layers of transformers the counts are exact to a percent, and a test compares them with what torch saves.
+The counts follow what autograd saves, with attention that never holds scores (`sdpa`, `flash_attention_2`); `eager`
+does. For layers of transformers the counts are exact to a percent, and a test compares them with what torch saves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from roll.configs.memory.shapes import ModelShape
 HEAD_CHUNK = 2**25
 """Logits that the output layer computes at a time: `roll.algorithms.logprobs.LINEAR_CHUNK_ELEMENTS`."""
 MEGATRON_HEAD_CHUNK = 2**26
-"""The same of `megatron_train`, of a rank's share of the vocabulary."""
+"""Logits that `megatron_train` computes at a time, of a rank's share of the vocabulary."""
 HEAD_COPIES = 3
-"""float32 tensors of a chunk's size at a time: logits, their gradient or exponentials, one on its way."""
+"""float32 tensors of a chunk's size that exist at a time: logits, their gradient or exponentials, and a temporary."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,26 @@ class MicroBatch:
     """The largest micro-batch of a rank."""
 
     tokens: int
-    """With padding."""
+    """Number of tokens, padding included."""
     width: int
     """Tokens of its longest sample."""
     per_step: int
-    """Such micro-batches in an optimizer step."""
+    """Number of micro-batches of this size in an optimizer step."""
 
 
 def norm_bytes(shape: ModelShape, element: int) -> int:
-    """One norm: its input in float32, what is normalised, and the result, which the next layer keeps as its input."""
+    """Return the bytes of one norm: its input in float32, the normalised values, and the result that the next layer
+    keeps."""
     return shape.hidden * (4 + 2 * element)
 
 
 def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> float:
-    """One layer of transformers, per token. ``eager_width``: tokens of a sample, if scores are held."""
+    """Return the bytes of one layer of transformers, per token; ``eager_width`` is the sample length if scores are
+    held."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     attention = element * (2 * queries + 2 * keys) + 4 * shape.heads
     if eager_width:
-        scores = 4 if element == 4 else 4 + element  # of the softmax, in float32; and what multiplies the values
+        scores = 4 if element == 4 else 4 + element  # float32 softmax, and its copy that multiplies the values
         attention += shape.heads * eager_width * scores + element * (queries - keys) * 2
     if shape.qk_norm:
         attention += (4 + element) * (queries + keys)
@@ -49,14 +51,19 @@ def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> flo
 
 
 def joined_bytes(shape: ModelShape, element: int) -> int:
-    """What a packed row adds to a layer where attention goes sample by sample: their results, joined, beside the parts
-    that attention keeps for itself."""
+    """Return the bytes that a packed row adds to a layer if attention runs sample by sample.
+
+    The joined results exist besides the parts that attention keeps for itself.
+    """
     return element * shape.heads * shape.head_size
 
 
 def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
-    """What a layer keeps more, or less, if only adapters on so many of its linear layers learn: the few numbers between
-    their two matrices; and not what frozen weights of norms and experts multiply."""
+    """Return the change in a layer's bytes if only adapters on ``adapted`` of its linear layers learn.
+
+    The few numbers between the two matrices of an adapter are added. The inputs of frozen weights of norms and experts
+    are not kept.
+    """
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     frozen = 2 * shape.hidden + (queries + keys if shape.qk_norm else 0)
     if shape.experts:
@@ -65,7 +72,7 @@ def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> i
 
 
 def feed_forward_bytes(shape: ModelShape, element: int) -> int:
-    """Gate, its activation, up and their product; with experts for each chosen one, with its input and output."""
+    """Return the bytes of gate, activation, up and their product; for each chosen expert also its input and output."""
     if not shape.experts:
         return 4 * shape.intermediate * element
     chosen = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden) * element
@@ -73,21 +80,26 @@ def feed_forward_bytes(shape: ModelShape, element: int) -> int:
 
 
 def backward_bytes(shape: ModelShape, element: int) -> int:
-    """Gradients within one layer that are there at a time, per token: of the product, the activation and up; and of
-    the residual stream."""
+    """Return the bytes of the gradients that exist within one layer at a time, per token.
+
+    These are the gradients of the product, the activation, up and the residual stream.
+    """
     width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
     return (3 * width + 2 * shape.hidden) * element + 4 * shape.hidden
 
 
 def forward_only_bytes(shape: ModelShape, element: int) -> int:
-    """What one layer holds at a time when nothing is kept, per token: gate, activation, up; or a norm in float32."""
+    """Return the bytes of one layer if nothing is kept, per token: gate, activation, up; or a norm in float32."""
     width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
     return 3 * width * element + 2 * shape.hidden * element + 8 * shape.hidden
 
 
 def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_shared: bool) -> float:
-    """One layer of megatron-core on one of ``tensor`` ranks, per token: inputs and results of the norms and the
-    residual sum, rotated queries, keys and values with the result of attention, gate and up with their product."""
+    """Return the bytes of one megatron-core layer on one of ``tensor`` ranks, per token.
+
+    Counted are inputs and results of the norms and the residual sum, rotated queries, keys and values with the result
+    of attention, gate and up with their product.
+    """
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     shared = element * (3 * queries + 4 * keys) + 4 * shape.heads
     if shape.experts:
@@ -98,13 +110,14 @@ def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_sha
 
 
 def head_bytes(shape: ModelShape, tokens: int) -> int:
-    """Of the output layer, beside its weight and the gradient of it: one chunk of logits in float32, three times."""
+    """Return the bytes of the output layer besides its weight and its gradient: one float32 chunk of logits, three
+    times."""
     if shape.value_head:
         return 0
     return HEAD_COPIES * 4 * min(tokens * shape.vocabulary, HEAD_CHUNK)
 
 
 def head_how(shape: ModelShape) -> str:
-    """The arithmetic of `head_bytes` in words."""
+    """Return the arithmetic of `head_bytes` in words."""
     chunk = HEAD_CHUNK * 4 // MIB
     return f"{HEAD_COPIES} x {chunk} MiB: logits are made in chunks, never all {shape.vocabulary:,} for each token"

@@ -1,4 +1,4 @@
-"""What learns in a trainer: all weights, or adapters (LoRA) beside weights that stay as they are."""
+"""The trained elements: all weights, or adapters (LoRA) beside frozen weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ EVERYWHERE = "all-linear"
 
 @dataclass(frozen=True)
 class Learned:
-    """Elements that have gradients and moments."""
+    """Number of elements that have gradients and moments."""
 
     parameters: int
-    """All of them."""
+    """All elements."""
     in_layer: int
     """In one layer."""
     outside: int
-    """In no layer: embedding, last norm, output layer."""
+    """Elements outside the layers: embedding, last norm, output layer."""
     head: int
     """In the output layer's weight."""
     largest: int
@@ -28,13 +28,13 @@ class Learned:
 
     @classmethod
     def all_weights(cls, shape: ModelShape) -> Learned:
-        """The whole model learns."""
+        """Count the whole model."""
         head = 0 if shape.value_head else shape.embedding_parameters
         return cls(shape.parameters, shape.layer_parameters, shape.root_parameters, head, shape.largest_matrix)
 
     @classmethod
     def adapters(cls, shape: ModelShape, arguments: ModelArguments) -> Learned:
-        """Two matrices beside each linear layer that is named: ``[rank, inputs]`` and ``[outputs, rank]``."""
+        """Count two matrices beside each named linear layer: ``[rank, inputs]`` and ``[outputs, rank]``."""
         rank, layers = arguments.lora_rank, adapted_layers(shape, arguments.lora_target)
         in_layer = sum(rank * (inputs + outputs) for inputs, outputs in layers)
         largest = max((rank * max(sizes) for sizes in layers), default=0)
@@ -42,8 +42,10 @@ class Learned:
 
 
 def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequence[tuple[int, int]]:
-    """Inputs and outputs of the linear layers of one layer that are named, by the end of their names. Experts are kept
-    in one tensor and have none. A name that the model does not have is an error elsewhere."""
+    """Return inputs and outputs of the linear layers of one layer that are named, by the end of their names.
+
+    Experts are kept in one tensor and have none. Another rule reports a name that the model does not have.
+    """
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     known = {
         "q_proj": (shape.hidden, queries),

@@ -1,7 +1,7 @@
-"""Memory of one device of an engine: weights, keys and values of what runs, and a forward pass.
+"""Memory of one device of an engine: weights, keys and values of running requests, and a forward pass.
 
-vLLM and SGLang take a share of the device and fill what is left of it with keys and values, so the question is not how
-much they take but how many sequences that holds. `hf_infer` takes what its running requests need.
+vLLM and SGLang take a share of the device and fill the rest of it with keys and values. The estimate therefore says how
+many sequences fit, not how much they take. `hf_infer` takes what its running requests need.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ VLLM_MAX_NUM_SEQS = 128
 VLLM_MAX_BATCHED_TOKENS = 2048
 """vLLM 0.32's defaults for an asynchronous engine."""
 CUDA_GRAPHS = 1.0 * GIB
-"""Captured graphs of vLLM and SGLang, unless they are switched off."""
+"""CUDA graphs captured by vLLM and SGLang, unless they are switched off."""
 LOGIT_COPIES = 4
-"""float32 rows of the vocabulary for each running sequence: logits, log-probabilities, sorted ones, their order."""
+"""float32 rows of the vocabulary for each running sequence: logits, log-probabilities, their sorted copy and its
+order."""
 SGLANG_MAX_RUNNING = 256
 """`max_running_requests`, unless the configuration says otherwise."""
 SGLANG_PREFILL = ((35, 2048), (60, 4096), (160, 8192))
-"""GiB of a GPU -> tokens that SGLang prefills at a time on a smaller one; on larger ones 16,384."""
+"""GPU memory in GiB -> tokens that SGLang prefills at a time on a smaller GPU; on larger ones 16,384."""
 HF_MAX_RUNNING, HF_MAX_PREFILL = 256, 8192
 """Defaults of `HFInferConfig`."""
 HF_LOGIT_COPIES = 3
@@ -34,26 +35,26 @@ HF_LOGIT_COPIES = 3
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one device of a replica."""
+    """Memory of one device of a replica."""
 
     always: tuple[Part, ...]
     notes: tuple[str, ...]
     least: Part
-    """What has to be in the share, with one sequence of the longest length: with less the engine does not start."""
+    """Memory that the share must hold, one sequence of maximum length included; with less the engine does not start."""
     share: Part | None
-    """What the engine takes of the device whatever it needs; None: it takes what is listed."""
+    """The part of the device that the engine reserves whatever it needs; None: it takes what is listed."""
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """Keys and values of one device."""
+    """Keys and values on one device."""
 
     token: float
     """Bytes of one token."""
     length: int
     """Tokens of the longest sequence."""
     sequences: int
-    """How many may run at a time."""
+    """Maximum number of running sequences."""
 
     @property
     def sequence(self) -> float:
@@ -62,17 +63,17 @@ class _Cache:
 
     @property
     def wanted(self) -> float:
-        """Bytes if all that may run are of full length."""
+        """Bytes if the maximum number of sequences run at full length."""
         return self.sequence * self.sequences
 
     def part(self, room: float) -> Part:
-        """So many bytes, and what fits into them."""
+        """Return a line with ``room`` bytes and the number of sequences that fit."""
         fit = f"room for {room / self.sequence:,.0f} sequences of {self.length:,} tokens"
         how = f"{self.token / 1024:,.0f} KiB a token; {fit}; up to {self.sequences:,} run at a time"
         return Part("keys and values", room, how)
 
     def notes(self, room: float, engine: str) -> tuple[str, ...]:
-        """What to know where there is room for some of them only."""
+        """Return a note if only some of the sequences fit."""
         if room >= self.wanted or room < self.sequence:
             return ()
         return (
@@ -82,7 +83,7 @@ class _Cache:
 
 
 def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
-    """Memory on GPUs of ``device_bytes`` each; None if that is not known."""
+    """Estimate the memory on GPUs of ``device_bytes`` each; None if the size is unknown."""
     shared = {"vllm": _vllm, "sglang": _sglang}.get(config.actor_infer.strategy_args.strategy_name)
     if shared is not None and config.cluster.device == "cuda":
         return shared(config, shape, device_bytes)
@@ -90,7 +91,7 @@ def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float
 
 
 def running_sequences(config: PipelineConfig, most: int) -> int:
-    """Sequences that one replica has at a time: all that may have started, if it takes so many."""
+    """Return the sequences that one replica runs at a time: all that may have started, at most ``most``."""
     started = (derived.groups_ahead(config) + config.rollout_batch_size) * derived.group_size(config)
     return max(1, min(most, -(-started // max(1, derived.engine_replicas(config)))))
 
@@ -107,7 +108,7 @@ def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None)
     fixed = weights.size + computing.size + driver(tensor).size
     share = options.get("gpu_memory_utilization", VLLM_MEMORY_SHARE)
     room, taken = cache.wanted, None
-    wanted = options.get("kv_cache_memory_bytes", 0)  # vLLM takes 0 as left out
+    wanted = options.get("kv_cache_memory_bytes", 0)  # vLLM treats 0 as unset
     if wanted:
         room = wanted
     elif device_bytes is not None:
@@ -118,7 +119,8 @@ def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None)
 
 
 def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
-    """`mem_fraction_static` of what the driver leaves is for weights, keys and values; computing is beside that."""
+    """Estimate SGLang: `mem_fraction_static` of the memory that the driver leaves holds weights, keys and values
+    only."""
     role = config.actor_infer
     options, tensor, element = Options.of(role), role.num_gpus_per_engine, _element(role)
     places = options.get("max_running_requests", SGLANG_MAX_RUNNING)
@@ -139,14 +141,16 @@ def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | Non
 
 
 def sglang_prefill(device_bytes: float | None) -> int:
-    """Tokens that SGLang prefills at a time by default; on a GPU of unknown size those of 80 GiB."""
+    """Return the tokens that SGLang prefills at a time by default; a GPU of unknown size counts as 80 GiB."""
     gib = 80.0 if device_bytes is None else device_bytes / GIB
     return next((tokens for below, tokens in SGLANG_PREFILL if gib < below), 16384)
 
 
 def sglang_share(device_bytes: float, tokens: int, places: int, tensor: int) -> float:
-    """SGLang's default of `mem_fraction_static`: it keeps 1.5 MiB a token of a prefill, 2 for each request of a CUDA
-    graph, and on large GPUs at least 10 GiB."""
+    """Return SGLang's default of `mem_fraction_static`.
+
+    It keeps 1.5 MiB per token of a prefill, 2 MiB per request of a CUDA graph, and on large GPUs at least 10 GiB.
+    """
     reserved = MIB * (512 + 1.5 * max(tokens, 2048) + 2 * places + 128 * tensor)
     if device_bytes > 60 * GIB:
         reserved = max(reserved, 10 * GIB)
@@ -154,7 +158,7 @@ def sglang_share(device_bytes: float, tokens: int, places: int, tensor: int) -> 
 
 
 def _computing(shape: ModelShape, element: int, tensor: int, tokens: int, places: int, *, graphs: bool) -> Part:
-    """A forward pass over a prefill, the logits of all requests, and captured graphs."""
+    """Estimate a forward pass over a prefill, the logits of all requests, and captured graphs."""
     pass_bytes = element * tokens * (3 * _width(shape) / tensor + 6 * shape.hidden)
     logits = 4 * LOGIT_COPIES * shape.vocabulary * places
     captured, what = (CUDA_GRAPHS, "logits, CUDA graphs") if graphs else (0.0, "logits")
@@ -162,7 +166,7 @@ def _computing(shape: ModelShape, element: int, tensor: int, tokens: int, places
 
 
 def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
-    """`hf_infer`, and vLLM on a CPU, which is bounded in the same way."""
+    """Estimate `hf_infer`, and vLLM on a CPU, which has the same kind of limits."""
     role = config.actor_infer
     element = _element(role)
     length = -(-derived.sequence_length(config) // 16) * 16
@@ -185,7 +189,7 @@ def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
 
 
 def _embedded_limits(role: ActorInferConfig) -> tuple[int, int]:
-    """Requests at a time, and prompt tokens at a time."""
+    """Return the maximum number of requests and of prompt tokens at a time."""
     options = Options.of(role)
     if options.strategy == "vllm":
         return int(options.get("max_num_seqs", HF_MAX_RUNNING)), HF_MAX_PREFILL

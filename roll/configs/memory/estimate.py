@@ -1,8 +1,8 @@
-"""The memory of a run: each role by itself, then what meets on a device, and on the host of each node.
+"""The memory of a run: each role by itself, then the sum on each device and on the host of each node.
 
-On GPUs roles that share devices take turns: the one that has them has its states there, those of the others are on the
-host. On CPU slots nothing moves, so everything is there at once. Lengths are the longest that the configuration allows,
-so a run of shorter samples needs less.
+On GPUs, roles that share devices take turns: the active role has its states on the device, the states of the others are
+on the host. On CPU slots nothing moves, so everything exists at once. Lengths are the maximum that the configuration
+allows, so a run of shorter samples needs less.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from roll.configs.schema import FORWARD_STRATEGIES, PipelineConfig, RewardConfig
 from roll.configs.wording import count
 
 LIBRARIES = 0.5 * GIB
-"""Of a process on a CPU: Python, torch, transformers, Ray."""
+"""Memory of a process on a CPU: Python, torch, transformers, Ray."""
 MOVED_STATES = ("weights", "adapters", "optimizer")
-"""What makes room on a device that others take."""
+"""States that leave a device while another role has it."""
 TIGHT = 0.9
-"""Share of a device above which an estimate that is a tenth too low, or memory in pieces, makes the difference."""
+"""Share of a device above which an estimate is reported as tight: it may be a tenth too low, and memory fragments."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Devices that the same roles have."""
+    """Memory of the devices that the same roles use."""
 
     devices: list[int]
     roles: list[str]
     peak: float
-    """Bytes of each, or of all these slots together on a CPU."""
+    """Bytes of each device, or on a CPU of all these slots together."""
     how: str
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run needs."""
+    """The memory that a run needs."""
 
     on_gpu: bool
     roles: list[RoleMemory]
     devices: list[DeviceMemory]
     host: list[Part]
-    """In the memory of a node's host, beside what the processes themselves take."""
+    """Memory on a node's host besides what the processes themselves take."""
     device_bytes: float | None
-    """Memory of one GPU; None: not known."""
+    """Memory of one GPU; None if unknown."""
     unknown: list[str]
     """Roles that could not be estimated, and why."""
     misfits: list[str]
-    """What will not fit."""
+    """Messages about memory that will not fit."""
     tight: list[str]
-    """What fits, but barely."""
+    """Messages about memory that fits, but barely."""
 
 
 def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
-    """Memory of a configuration that passed `check_config`."""
+    """Estimate the memory of a configuration that passed `check_config`."""
     gib = config.cluster.device_memory_gib
     on_gpu = config.cluster.device == "cuda"
     device_bytes = gib * GIB if gib is not None and on_gpu else None
@@ -97,7 +97,7 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
 
 
 def _takes_a_share(config: PipelineConfig, roles: list[RoleMemory], peak: float) -> bool:
-    """Whether an engine decides that takes what it was told to take, however large."""
+    """Return True if the peak is that of vLLM, which takes its configured share of the device, however large."""
     vllm = config.actor_infer.strategy_args.strategy_name == "vllm"
     return vllm and all(role.peak < peak - 2 * CONTEXT for role in roles if role.role != "actor_infer")
 
@@ -116,7 +116,7 @@ def _title(config: PipelineConfig, section: WorkerConfig | RewardConfig, shape: 
 
 
 def _engine_misfits(engine: EngineMemory, device_bytes: float | None) -> list[str]:
-    """An engine that takes a share of its device needs room for one sequence in that share."""
+    """Report an engine whose share of the device has no room for one sequence."""
     if device_bytes is None or engine.share is None or engine.least.size <= engine.share.size:
         return []
     share = f"{engine.share.how} = {_gib(engine.share.size)}"
@@ -154,7 +154,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
         infer=_infer_micro_batch(config, section),
     )
     memory = trainer_memory(trainer)
-    # Replicas join their results on the hosts; only trainers talk from device to device.
+    # Replicas join their results on the hosts; only trainers communicate from device to device.
     talking = 1 if section.strategy_args.strategy_name in FORWARD_STRATEGIES else len(devices)
     publication = _publication(config, shape) if name == "actor_train" else None
     pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
@@ -163,7 +163,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
     saved = _saved_state(config, name, memory.state)
     model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
     exports = name == "actor_train"
-    # With checkpoints a model is written while training goes on, on GPUs in any case beside what the host has.
+    # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.
     beside = exports and (on_gpu or config.save_steps > 0)
     at_the_end = (Phase("the model is saved at the end", (model,)),) if exports and not beside else ()
     return RoleMemory(
@@ -184,7 +184,7 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
 
 
 def _saved_state(config: PipelineConfig, name: str, size: float) -> tuple[Part, ...]:
-    """Of a rank, from the moment a checkpoint is taken until it is written."""
+    """Return a rank's part of a training state, held from the moment a checkpoint is taken until it is written."""
     if config.save_steps == 0 or size == 0:
         return ()
     return (Part("state being saved", size, f"{name}: 12 bytes for each weight that learns, shared out over ranks"),)
@@ -221,7 +221,10 @@ def _infer_micro_batch(config: PipelineConfig, role: WorkerConfig) -> MicroBatch
 
 
 def _micro_batch(config: PipelineConfig, samples: int, budget: int | None, fixed: int) -> MicroBatch:
-    """As `plan_micro_batches` cuts them: as many samples as the budget holds, and one that is longer by itself."""
+    """Return the largest micro-batch that `plan_micro_batches` makes.
+
+    It has as many samples as the budget holds, or one sample that is longer by itself.
+    """
     longest = derived.sequence_length(config)
     tokens = min(fixed, samples) * longest if budget is None else min(max(budget, longest), samples * longest)
     return MicroBatch(tokens, longest, -(-samples * longest // tokens))
@@ -234,7 +237,7 @@ def _publication(config: PipelineConfig, shape: ModelShape) -> Part:
 
 
 def _devices(config: PipelineConfig, roles: list[RoleMemory], on_gpu: bool) -> list[DeviceMemory]:
-    """Devices grouped by who has them, and what they need."""
+    """Group devices by the roles that use them, and estimate each group."""
     owners: dict[tuple[str, ...], list[int]] = {}
     for device in range(derived.total_devices(config)):
         names = tuple(role.role for role in roles if device in role.devices)
@@ -246,7 +249,8 @@ def _devices(config: PipelineConfig, roles: list[RoleMemory], on_gpu: bool) -> l
 
 
 def _taking_turns(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
-    """One role has its states there; of the others stay the process, and buffers that are pushed from."""
+    """Estimate devices on which one role has its states; the others keep their process and the buffers they push
+    from."""
     waiting = {role.role: role.stays + (CONTEXT if len(roles) > 1 else 0.0) for role in roles}
     peaks = {
         role.role: role.peak + sum(size for name, size in waiting.items() if name != role.role) for role in roles
@@ -257,7 +261,7 @@ def _taking_turns(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
 
 
 def _together(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
-    """Processes on CPU slots keep everything."""
+    """Estimate CPU slots, where all processes keep everything."""
     first = sum(part.size for role in roles if role.devices[0] in devices for part in role.host_of_first)
     each = [
         (role.peak + sum(part.size for part in role.host)) * len(set(role.devices) & set(devices)) for role in roles
@@ -266,8 +270,10 @@ def _together(roles: list[RoleMemory], devices: list[int]) -> DeviceMemory:
 
 
 def _host(config: PipelineConfig, roles: list[RoleMemory]) -> list[Part]:
-    """Of the node that needs most, on GPUs: what loads, what is published, saved or kept there, and states that make
-    room on a shared device."""
+    """Return the host memory of the node that needs most, on GPUs.
+
+    It holds loading models, weight updates, checkpoints, states kept there, and states that leave a shared device.
+    """
     if config.cluster.device != "cuda":
         return []
     nodes = [_host_of(config, roles, node) for node in range(config.cluster.num_nodes)]

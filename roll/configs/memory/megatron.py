@@ -21,14 +21,14 @@ from roll.configs.wording import count
 
 @dataclass(frozen=True)
 class _Layout:
-    """How megatron-core shares the model out."""
+    """The way megatron-core splits the model."""
 
     tensor: int
     stages: int
     experts: int
     expert_tensor: int
     copies: int
-    """Ranks that hold the same share."""
+    """Number of ranks that hold the same share."""
     expert_copies: int
 
     @classmethod
@@ -49,7 +49,7 @@ class _Layout:
 
 
 def megatron(trainer: Trainer) -> TrainerMemory:
-    """Of the pipeline stage that needs most."""
+    """Estimate the pipeline stage that needs most."""
     layout = _Layout.of(trainer)
     stages = [_stage(trainer, layout, stage) for stage in sorted({0, layout.stages - 1})]
     return max(stages, key=lambda memory: memory.peak)
@@ -92,7 +92,10 @@ def _stage(trainer: Trainer, layout: _Layout, stage: int) -> TrainerMemory:
 
 
 def _activations(trainer: Trainer, layout: _Layout, layers: int, stage: int) -> Part:
-    """Micro-batches in flight: a stage is ahead of its backward passes by as many as there are stages after it."""
+    """Return the activations of the micro-batches in flight.
+
+    A stage runs ahead of its backward passes by the number of stages after it.
+    """
     shape, element, options = trainer.shape, trainer.element, trainer.options
     shared = options.get("sequence_parallel", False)
     one = activations.megatron_layer_bytes(shape, element, layout.tensor, shared)

@@ -1,4 +1,4 @@
-"""One rank of a trainer and what it needs: the words that the trainers' arithmetic is written in."""
+"""One rank of a trainer: the records and helpers of the trainers' memory arithmetic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from roll.configs.wording import count
 BACKWARD_BEGINS, BACKWARD_ENDS, UPDATE = "the backward pass begins", "the backward pass ends", "the optimizer steps"
 LOG_PROBABILITIES, PUBLICATION = "log-probabilities", "weights are gathered"
 STATE_BYTES = 12
-"""Of a parameter in a training state: the weight and two moments in float32."""
+"""Bytes per parameter in a training state: the weight and two moments in float32."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One rank, as far as its memory goes."""
+    """One rank, with the facts that decide its memory."""
 
     config: WorkerConfig
     shape: ModelShape
@@ -40,34 +40,34 @@ class Trainer:
 
     @property
     def options(self) -> Options:
-        """Of the strategy."""
+        """Options of the strategy."""
         return Options.of(self.config)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters learn, and nothing else does."""
+        """True if only adapters learn."""
         return self.learns and self.config.model_args.lora_target is not None
 
     @cached_property
     def learned(self) -> Learned:
-        """What learns, if anything does."""
+        """The elements that learn; meaningful only if ``learns``."""
         if self.has_adapters:
             return Learned.adapters(self.shape, self.config.model_args)
         return Learned.all_weights(self.shape)
 
     @property
     def stored(self) -> int:
-        """Bytes of a number of the model as it is loaded: weights that learn are float32."""
+        """Bytes of a number of the model when loaded: weights that learn are float32."""
         return self.element if self.has_adapters or not self.learns else 4
 
     @property
     def adapted(self) -> Sequence[tuple[int, int]]:
-        """Inputs and outputs of the linear layers of a layer that have adapters."""
+        """Inputs and outputs of the linear layers of one layer that have adapters."""
         return adapted_layers(self.shape, self.config.model_args.lora_target) if self.has_adapters else ()
 
     @property
     def layer_bytes(self) -> float:
-        """What a layer keeps for its backward pass, per token."""
+        """Bytes that a layer keeps for its backward pass, per token."""
         attention, packs = self.config.model_args.attn_implementation, self.config.use_sequence_packing
         width = self.train.width if attention == "eager" else 0
         one = activations.layer_bytes(self.shape, self.element, eager_width=width)
@@ -81,32 +81,32 @@ class Trainer:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Of one rank."""
+    """Memory of one rank."""
 
     always: tuple[Part, ...]
     phases: tuple[Phase, ...]
     elsewhere: tuple[Part, ...] = ()
-    """States that are kept in the memory of the host, of each rank."""
+    """States of each rank that are kept on the host."""
     state: float = 0.0
-    """Bytes of the rank's part of a training state, as a checkpoint has it."""
+    """Bytes of the rank's part of a training state in a checkpoint."""
 
     @property
     def peak(self) -> float:
-        """Bytes of the device at most."""
+        """Largest number of bytes on the device."""
         return sum(part.size for part in self.always) + max(phase.size for phase in self.phases)
 
 
 def states(name: str, parameters: int, ranks: int, size: float, what: str) -> Part:
-    """So many bytes a parameter, shared out over ranks."""
+    """Return a part of ``size`` bytes per parameter, split over ranks."""
     share = f" / {count(ranks, 'rank')}" if ranks > 1 else ""
     return Part(name, parameters * size / ranks, f"{billions(parameters)} x {size} bytes ({what}){share}")
 
 
 def billions(parameters: float) -> str:
-    """A number of parameters in words."""
+    """Format a number of parameters in words."""
     return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
 
 
 def one_matrix(shape: ModelShape) -> Phase:
-    """Publication, where weights leave tensor by tensor."""
+    """Return the weight update of a trainer that sends weights tensor by tensor."""
     return Phase(PUBLICATION, (Part("one matrix", 4 * shape.largest_matrix, "whole, in float32"),))

@@ -1,4 +1,4 @@
-"""The words of a memory estimate: parts with their arithmetic, phases of which one is the largest, roles."""
+"""The records of a memory estimate: parts with their arithmetic, phases (only the largest counts), roles."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """`model_args.dtype` -> bytes of a number."""
 CONTEXT = 0.6 * GIB
-"""Of a process on a GPU: CUDA's context and cuBLAS's workspace."""
+"""Memory of a process on a GPU: CUDA's context and cuBLAS's workspace."""
 COMMUNICATION = 0.5 * GIB
-"""NCCL's buffers of a process that talks to others."""
+"""NCCL's buffers of a process that communicates with others."""
 
 
 @dataclass(frozen=True)
@@ -25,58 +25,58 @@ class Part:
 
 
 def driver(ranks: int) -> Part:
-    """Of a process on a GPU, of ``ranks`` that talk to each other."""
+    """Return the driver's memory of a process on a GPU; with several ``ranks``, NCCL's buffers are added."""
     talks = COMMUNICATION if ranks > 1 else 0.0
     return Part("driver", CONTEXT + talks, "CUDA's context" + (", NCCL's buffers" if talks else ""))
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is there at one moment, beside what is there always."""
+    """A moment of a step, with the memory that exists only then."""
 
     name: str
     parts: tuple[Part, ...] = ()
 
     @property
     def size(self) -> float:
-        """Bytes."""
+        """Size in bytes."""
         return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What one process of a role needs, at the longest lengths that the configuration allows."""
+    """The memory of one process of a role, at the maximum lengths that the configuration allows."""
 
     role: str
     title: str
-    """Engine, model and its parameters."""
+    """Engine, model and number of parameters."""
     devices: list[int]
     always: tuple[Part, ...]
-    """While the role has its devices."""
+    """Parts that exist as long as the role has its devices."""
     phases: tuple[Phase, ...] = ()
     processes: int = 1
     """Ranks, or engine replicas."""
     host: tuple[Part, ...] = ()
-    """In the memory of the host, of each process."""
+    """Host memory of each process."""
     host_of_first: tuple[Part, ...] = ()
-    """In the memory of the host, of the first process beside that."""
+    """Additional host memory of the first process."""
     start: Part | None = None
-    """In the memory of the host while the process loads its model."""
+    """Host memory while the process loads its model."""
     stays: float = 0.0
     """Bytes that stay on a shared device while another role has it."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def largest(self) -> Phase:
-        """The phase that decides."""
+        """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.size, default=Phase(""))
 
     @property
     def peak(self) -> float:
-        """Bytes of a device at most."""
+        """Largest number of bytes on a device."""
         return sum(part.size for part in self.always) + self.largest.size
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of the host while the run goes on, of the process that has most."""
+        """Host bytes during the run, of the process that needs most."""
         return sum(part.size for part in (*self.host, *self.host_of_first))

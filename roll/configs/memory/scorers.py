@@ -13,9 +13,9 @@ SCORING = "a batch is scored"
 
 
 def scorer_memory(config: PipelineConfig, reward: RewardConfig, shape: ModelShape) -> tuple[Part, Phase]:
-    """What is there always, and while a batch is scored. ``shape``: of a model with a head of one number.
+    """Return the weights and the phase in which a batch is scored; ``shape`` is that of a model with a scalar head.
 
-    A conversation is taken to be as long in the reward model's tokens as it is in the policy's.
+    A conversation is assumed to have the same number of tokens for the reward model as for the policy.
     """
     element, longest = ELEMENT_BYTES[reward.model_args.dtype], derived.sequence_length(config)
     length = min(longest, reward.reward_model.max_length or longest)

@@ -1,6 +1,6 @@
-"""Sizes of models: from the `config.json` of a folder, or from a table of published ones, so none need be present.
+"""Sizes of models, from the `config.json` of a folder or from a table of published models, which need not be present.
 
-Only what decides memory is kept: matrices are counted, positions and tokens are not.
+Only sizes that decide memory are kept: matrices are counted, positions and tokens are not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ShapeUnknown(ValueError):
-    """Nothing is known of a model's sizes. The message says what would help."""
+    """Raised if the sizes of a model are unknown. The message says what would help."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,25 @@ class ModelShape:
     vocabulary: int
     hidden: int
     intermediate: int
-    """Width of the feed-forward layer of a dense layer."""
+    """Width of the feed-forward part of a dense layer."""
     layers: int
     heads: int
     kv_heads: int
     head_size: int
     tied: bool
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
-    """0: every layer is dense."""
+    """Number of experts; 0: every layer is dense."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     value_head: bool = False
-    """A number for each token in place of the output layer: a critic."""
+    """True for a critic: a number per token replaces the output layer."""
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values and output, with their biases and norms."""
+        """Parameters of one layer's attention: queries, keys, values and output, with their biases and norms."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         biases = queries + 2 * keys if self.qkv_bias else 0
         norms = 2 * self.head_size if self.qk_norm else 0
@@ -50,34 +50,34 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one layer: all its experts."""
+        """Parameters of all experts of one layer."""
         return self.experts * 3 * self.hidden * self.expert_intermediate
 
     @property
     def dense_parameters(self) -> int:
-        """Of one layer: the feed-forward layer, or the router that chooses experts."""
+        """Parameters of one layer's feed-forward part, or of the router that chooses experts."""
         return self.hidden * self.experts if self.experts else 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, with its two norms."""
+        """Parameters of one layer, with its two norms."""
         return self.attention_parameters + self.expert_parameters + self.dense_parameters + 2 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """The embedding: a row for each token of the vocabulary."""
+        """Parameters of the embedding: a row for each token of the vocabulary."""
         return self.vocabulary * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """What belongs to no layer: embedding, last norm, and the output layer where it is one of its own."""
+        """Parameters outside the layers: embedding, last norm, and the output layer if it is separate."""
         if self.value_head:
             return self.embedding_parameters + 2 * self.hidden + 1
         return self.embedding_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property
@@ -87,7 +87,7 @@ class ModelShape:
         return max(self.embedding_parameters, self.hidden * self.intermediate, experts)
 
     def cache_bytes_per_token(self, element_bytes: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
@@ -136,7 +136,7 @@ _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
 
 
 def find_shape(model: str) -> ModelShape:
-    """Sizes of a model by its folder or hub name. Raises `ShapeUnknown`."""
+    """Return the sizes of a model by its folder or hub name. Raises `ShapeUnknown`."""
     folder = Path(model)
     if (folder / "config.json").is_file():
         return _from_folder(folder)

@@ -1,4 +1,4 @@
-"""A memory estimate as lines for a console: every part with its arithmetic, and the moment that decides."""
+"""A memory estimate as lines for a console: every part with its arithmetic, and the phase that needs most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.configs.wording import count
 
 
 def render(estimate: MemoryEstimate) -> str:
-    """The estimate as lines."""
+    """Format the estimate as lines."""
     return "\n".join(_lines(estimate))
 
 

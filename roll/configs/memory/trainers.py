@@ -1,4 +1,4 @@
-"""Memory of one rank of a trainer: what it holds always, and the moments of a step that may be the largest.
+"""Memory of one rank of a trainer: the parts it always holds, and the moments of a step that may need most.
 
 States are exact; activations are those of the longest samples that fit into a micro-batch; communication buffers follow
 the engines' defaults. Forward-only roles have weights and one forward pass.
@@ -32,14 +32,14 @@ DEEPSPEED_BUCKET = 500_000_000
 
 
 def trainer_memory(trainer: Trainer) -> TrainerMemory:
-    """Memory of the rank that needs most."""
+    """Estimate the memory of the rank that needs most."""
     strategy = trainer.config.strategy_args.strategy_name
     own = {"megatron_train": megatron, "deepspeed_train": _deepspeed, "hf_infer": _replica}
     return own.get(strategy, _fsdp2)(trainer)
 
 
 def _replica(trainer: Trainer) -> TrainerMemory:
-    """`hf_infer`: all weights on each rank, and one forward pass."""
+    """Estimate `hf_infer`: all weights on each rank, and one forward pass."""
     dtype = trainer.config.model_args.dtype
     weights = states("weights", trainer.shape.parameters, 1, trainer.element, f"{dtype}, whole on each rank")
     return TrainerMemory((weights,), (Phase(LOG_PROBABILITIES, _forward_only(trainer)),))
@@ -89,14 +89,14 @@ def _fsdp2_states(trainer: Trainer) -> tuple[Part, ...]:
 
 
 def _merged(trainer: Trainer) -> Phase:
-    """Weights leave with their adapters added: a matrix, and its sum with them."""
+    """Return the weight update of weights with their adapters added: a matrix, and its sum with the adapter."""
     adapted = max((inputs * outputs for inputs, outputs in trainer.adapted), default=0)
     size = 4 * max(trainer.shape.largest_matrix, 2 * adapted)
     return Phase(PUBLICATION, (Part("one matrix", size, "whole, in float32; twice where an adapter is added"),))
 
 
 def _kept_on_the_host(memory: TrainerMemory) -> TrainerMemory:
-    """`offload: cpu`: states, gradients and the optimizer's steps leave the device."""
+    """Move states, gradients and the optimizer's steps to the host, as `offload: cpu` does."""
     kept = {part.name: part for phase in memory.phases for part in phase.parts if part.name == "gradients"}
     phases = tuple(
         replace(phase, parts=tuple(part for part in phase.parts if part.name not in ("gradients", "square roots")))
@@ -107,8 +107,11 @@ def _kept_on_the_host(memory: TrainerMemory) -> TrainerMemory:
 
 
 def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
-    """Weights that are whole for the moment: embedding and head always, and two layers (one comes while one computes);
-    all layers if each ``stays`` gathered for the backward pass."""
+    """Return the weights that are gathered at a time.
+
+    Embedding and head are always gathered, and two layers (one arrives while one computes); all layers if each
+    ``stays`` gathered for the backward pass.
+    """
     shape, element = trainer.shape, trainer.element
     layers = shape.layers if stays else min(2, shape.layers)
     how = f"embedding, head and {count(layers, 'layer')} in {trainer.config.model_args.dtype}"
@@ -116,8 +119,11 @@ def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
 
 
 def _backward(trainer: Trainer, gathered: Part, gradients: Part) -> Phase:
-    """All activations are there. So are the gradients, if this is not the first micro-batch of the step; of a single
-    one, gradients grow as activations go, and the larger of the two counts."""
+    """Return the start of the backward pass, when all activations exist.
+
+    The gradients exist too if this is not the first micro-batch of the step. With a single micro-batch, gradients grow
+    as activations are freed, and the larger of the two counts.
+    """
     shape, element, tokens = trainer.shape, trainer.element, trainer.train.tokens
     learned = trainer.learned
     kept = _activations(trainer)

@@ -1,4 +1,4 @@
-"""What roles have in common: model, training, data, sampling and engine arguments."""
+"""Arguments that roles share: model, training, data, sampling and engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll.configs.schema.options import COUNT, DECAY, NOT_NEGATIVE, NUCLEUS, POS
 
 @dataclass
 class ModelArguments:
-    """How a role's model is loaded."""
+    """The model of a role, and how to load it."""
 
     model_name_or_path: str | None = option(
         None, help="Folder or hub name of the model. Default: `pretrain` (or `reward_pretrain` for reward models)."
@@ -81,7 +81,7 @@ class ReasoningGymSource:
 
 @dataclass
 class DataArguments:
-    """Where prompts come from and how they are rendered."""
+    """The sources of prompts, and how to render them."""
 
     file_name: list[str] | str = option(
         factory=list,
@@ -129,14 +129,14 @@ class GeneratingArguments:
 
 @dataclass
 class ValidationGeneratingArguments(GeneratingArguments):
-    """Sampling parameters of validation: greedy unless told otherwise."""
+    """Sampling parameters of validation: greedy by default."""
 
     temperature: float = option(0.0, help="Sampling temperature. 0 is greedy.", range=NOT_NEGATIVE)
 
 
 @dataclass
 class StrategyArguments:
-    """Which engine drives a role."""
+    """The engine of a role."""
 
     strategy_name: str = option("", help="Registered strategy, such as `fsdp2_train` or `hf_infer`.")
     strategy_cls: str | None = option(

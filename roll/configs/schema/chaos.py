@@ -1,4 +1,4 @@
-"""Harm on purpose, for tests of recovery."""
+"""Fault injection, for tests of recovery."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from roll.configs.schema.options import COUNT, NOT_NEGATIVE, POSITIVE, option
 
 PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
-"""Kinds of chaos that happen to a publication, not to a process."""
+"""Kinds of faults that affect a weight update, not a process."""
 
 
 @dataclass
 class ChaosEvent:
-    """Something bad that happens once in the life of a run."""
+    """A fault that is injected once in the life of a run."""
 
     kind: Literal["kill", "freeze", "fill_disk", "delay_publication", "corrupt_bucket"] = option(
         "kill",
@@ -37,7 +37,7 @@ class ChaosEvent:
 
 @dataclass
 class ChaosConfig:
-    """Harm on purpose, for tests of recovery only. See `docs/faults.md`."""
+    """Fault injection, for tests of recovery only. See `docs/faults.md`."""
 
     enabled: bool = option(False, help="Has to be `true` for events to be accepted.")
     events: list[ChaosEvent] = option(factory=list, help="What happens, each once, however often the run is resumed.")

@@ -1,4 +1,4 @@
-"""Where the run's devices are."""
+"""The devices of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll.configs.schema.options import COUNT, POSITIVE, option
 
 @dataclass
 class ClusterConfig:
-    """Where the run's devices are."""
+    """The devices of the run."""
 
     device: Literal["cpu", "cuda"] = option(
         "cpu", help="Kind of device that `device_mapping` numbers: CPU slots or CUDA GPUs."

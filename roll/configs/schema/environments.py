@@ -11,7 +11,7 @@ from roll.configs.schema.options import COUNT, NOT_NEGATIVE, POSITIVE, option
 
 @dataclass
 class EnvManagerConfig:
-    """A set of environments: how many, which, and how their episodes are grouped."""
+    """A set of environments: number, kinds and grouping of their episodes."""
 
     num_env_groups: int | None = option(
         None,
@@ -77,7 +77,7 @@ class CustomEnvConfig:
 
 @dataclass
 class RawTurnsConfig:
-    """What stands between the turns of a model without a chat template."""
+    """The text between the turns of a model without a chat template."""
 
     message_separator: str = option("\n", help="Text between messages that follow each other.")
     prompt_end: str = option("\n", help="Text between an observation and the response.")

@@ -1,17 +1,17 @@
-"""Names that a configuration may use for what is registered elsewhere: a test compares both sides."""
+"""Names that a configuration may use for things registered elsewhere; a test compares both sides."""
 
 from __future__ import annotations
 
 TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
 """Trainers; they also drive the forward-only reference."""
 FORWARD_STRATEGIES = ("hf_infer",)
-"""What drives the forward-only reference beside them, and cannot train: a whole model on each device."""
+"""Engines for the forward-only reference that cannot train, besides the trainers: a whole model on each device."""
 PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
 """Trainers that can pack samples into rows; so can `FORWARD_STRATEGIES`."""
 ADAPTER_STRATEGIES = ("fsdp2_train",)
 """Trainers of adapters (LoRA)."""
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
-"""Keys of `model_args` that say what adapters are."""
+"""Keys of `model_args` that describe adapters."""
 INFER_STRATEGIES = ("hf_infer", "sglang", "vllm")
 """Generation engines."""
 SCORE_STRATEGIES = ("hf_infer",)
@@ -19,7 +19,7 @@ SCORE_STRATEGIES = ("hf_infer",)
 BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym", "code")
 """Verifiers known by name; any other is an import path."""
 MODEL_REWARDS = ("reward_model", "judge")
-"""Rewards that ask a model, with keys of their own; they are named where verifiers are."""
+"""Rewards that ask a model, with keys of their own; a user selects them with the key `verifier`."""
 ROLL_KNOBS: dict[str, tuple[str, str]] = {
     "tis_lower_bound": ("tis", "lower"),
     "tis_upper_bound": ("tis", "upper"),
@@ -30,4 +30,5 @@ ROLL_KNOBS: dict[str, tuple[str, str]] = {
     "cispo_use_unified_mask": ("cispo", "use_unified_mask"),
     "kimi15_tau": ("kimi15", "tau"),
 }
-"""Knobs of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss, knob)."""
+"""Arguments of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss,
+argument)."""

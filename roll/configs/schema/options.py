@@ -1,4 +1,4 @@
-"""How a key is declared: its help text, and the range of its number."""
+"""Declaration of a key: its help text, and the range of its number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from roll.configs.ranges import Range
 
 LARGEST_NUMBER = 1e15
-"""No setting is larger, so products of settings stay exact enough to compute with."""
+"""Upper limit of every setting, so that products of settings stay exact enough to compute with."""
 POSITIVE = Range(above=0)
 NOT_NEGATIVE = Range(at_least=0)
 COUNT = Range(at_least=1)
@@ -20,7 +20,7 @@ ANY_FINITE = Range()
 
 
 def option(default: Any = None, *, help: str, factory: Any = None, range: Range | None = None) -> Any:
-    """A dataclass field with its help text and the range of its number.
+    """Declare a dataclass field with its help text and the range of its number.
 
     ``factory`` replaces ``default`` for mutable values.
     """

@@ -1,4 +1,4 @@
-"""What a run does about a failure that nothing in it could heal."""
+"""Restarts after a failure that the run could not recover from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll.configs.schema.options import COUNT, NOT_NEGATIVE, option
 
 @dataclass
 class RestartsConfig:
-    """How often a failed run begins again by itself from its newest checkpoint. See `docs/checkpoints.md`."""
+    """Automatic restarts of a failed run from its newest checkpoint. See `docs/checkpoints.md`."""
 
     max_in_a_row: int = option(
         0,

@@ -1,4 +1,4 @@
-"""What judges responses: verifiers, reward models, judges; and what is subtracted for length."""
+"""Scoring of responses: verifiers, reward models, judges and the length penalty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScoreStrategyArguments(StrategyArguments):
 
 @dataclass
 class RewardModelConfig:
-    """How a sequence classifier becomes a score."""
+    """The conversion of a sequence classifier's output into a score."""
 
     label: int | None = option(
         None, help="Which label's logit is the score. Needed for classifiers of more than one label.",
@@ -42,7 +42,7 @@ class RewardModelConfig:
 
 @dataclass
 class JudgeConfig:
-    """A language model behind an OpenAI-compatible address, asked for a score."""
+    """A language model behind an OpenAI-compatible address that returns a score."""
 
     base_url: str = option("", help="Address up to and without `/chat/completions`: `http://127.0.0.1:8000/v1`.")
     model: str = option("", help="Name of the model there.")

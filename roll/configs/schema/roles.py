@@ -1,4 +1,4 @@
-"""The roles that run a model on devices, and the keys that each of them leaves unread."""
+"""The roles that run a model on devices, and the keys that each of them does not read."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ class CriticConfig(WorkerConfig):
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
 TRAINED_ROLES = ("actor_train", "critic")
-"""Those of them that learn."""
+"""Roles that are trained."""
 STRATEGIES_OF_ROLES = {
     "actor_train": TRAIN_STRATEGIES,
     "actor_infer": INFER_STRATEGIES,
     "reference": TRAIN_STRATEGIES + FORWARD_STRATEGIES,
     "critic": TRAIN_STRATEGIES,
 }
-"""What `strategy_args.strategy_name` may say."""
+"""Allowed values of `strategy_args.strategy_name`."""
 TRAINING_ONLY_KEYS = (
     "training_args",
     "data_args",
@@ -172,6 +172,6 @@ UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "reference": TRAINING_ONLY_KEYS + ("generating_args",),
     "critic": ("generating_args", "data_args"),
 }
-"""Keys that each role has by its type and that nothing reads there; setting one is an error."""
+"""Keys that a role has by its type but that nothing reads; setting one is an error."""
 UNREAD_PATHS = tuple(f"{role}.{key}" for role, keys in UNREAD_KEYS.items() for key in keys)
 """Paths of these keys; neither documented nor suggested."""

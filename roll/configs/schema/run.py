@@ -1,4 +1,4 @@
-"""The root: the keys of every run, and those of each pipeline."""
+"""The root configuration: the keys of every run, and those of each pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How and on what a run is validated."""
+"""Settings of validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.configs.schema.options import POSITIVE, option
 
 @dataclass
 class ValidationSettings:
-    """How validation is sampled and when."""
+    """Sampling and timing of validation."""
 
     generating_args: ValidationGeneratingArguments = option(
         factory=ValidationGeneratingArguments, help="Sampling in validation; greedy by default."

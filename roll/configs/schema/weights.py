@@ -1,4 +1,4 @@
-"""How new weights reach the engine."""
+"""Transfer of new weights to the engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.configs.schema.options import COUNT, NOT_NEGATIVE, POSITIVE, option
 
 @dataclass
 class WeightUpdateConfig:
-    """How new weights reach the engine."""
+    """Transfer of new weights to the engines."""
 
     interval_steps: int = option(1, help="Publish weights every n training steps.", range=COUNT)
     in_flight: Literal["keep", "resume", "drain"] = option(

@@ -1,4 +1,4 @@
-"""How the bytes of a publication travel. A new way is one file beside these and one line below."""
+"""Transports of weight updates. A new transport is one file next to these and one line below."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ TRANSPORTS: dict[str, WeightTransport] = {
     "object_store": WeightTransport(lambda spec: ObjectStoreSender(), ObjectStoreReceiver),
     "checkpoint": WeightTransport(lambda spec: CheckpointSender(spec.directory), CheckpointReceiver),
 }
-"""By their names in `weight_update.transport`."""
+"""Transports by their name in `weight_update.transport`."""
 
 __all__ = ["TRANSPORTS", "WeightReceiver", "WeightSender", "WeightTransport"]

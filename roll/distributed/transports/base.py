@@ -1,8 +1,8 @@
-"""What a transport offers: memory to gather into on the trainer's side, buckets to load from on the engine's.
+"""The two ends of a transport: memory that the trainer gathers into, and buckets that the engine loads from.
 
-A sender lives as long as its trainer and keeps one set of memory per half of the double buffer: touching memory for
-the first time costs as much as copying into it several times over, so it is touched once. Which half is free is
-decided elsewhere (`roll.distributed.weight_buffers`); a sender writes where it is told.
+A sender lives as long as its trainer and keeps one set of memory per buffer of the double buffer. First touching memory
+costs several times as much as copying into it, so it is allocated once and reused. `roll.distributed.weight_buffers`
+decides which buffer is free; a sender writes where it is told to.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from roll.strategies.infer.base import WeightBucket
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """What a trainer needs to know to build its sender."""
+    """Everything a trainer needs to build its sender."""
 
     name: str
     halves: int
     directory: Path
-    """Where files go, if any are written."""
+    """Folder for the transport's files, if it writes any."""
     bucket_bytes: int = 256 * 1024**2
-    """Bytes on the way at a time, where the engine library sends them."""
+    """Bytes in transit at a time where the engine library sends them."""
     timeout_seconds: float = 600.0
-    """Longest wait for one call of an engine while it is sent to."""
+    """Longest wait for one call to an engine during a push."""
     spoiled_versions: frozenset[int] = frozenset()
-    """Of these a byte is changed on the way (`chaos`)."""
+    """Versions of which one byte is corrupted on the way (`chaos`)."""
 
 
 class WeightSender(Protocol):
-    """The trainer's side."""
+    """The trainer's end."""
 
     def begin(self, half: int) -> None:
-        """What was published from this half is gone from here on."""
+        """Invalidate the version in this buffer, which is about to be overwritten."""
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
-        """Memory for bucket ``index`` of this half: uint8, at least ``size`` bytes, the same at each publication."""
+        """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
-        """Hand the half's buckets over; what the receiver needs, bucket by bucket."""
+        """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
 
     def release(self, version: int) -> None:
-        """Nobody will ask for this version again."""
+        """Release a version that nothing will ask for again."""
 
 
 class WeightReceiver(Protocol):
-    """The engine's side. Lives as long as the engine's process."""
+    """The engine's end. Lives as long as the engine's process."""
 
     def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
-        """The buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
+        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
 
 
 @dataclass(frozen=True)
 class WeightTransport:
-    """Both ends of one way to travel."""
+    """The two ends of one transport."""
 
     sender: Callable[[TransportSpec], WeightSender]
     receiver: Callable[[], WeightReceiver]

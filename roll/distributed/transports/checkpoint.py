@@ -1,7 +1,7 @@
-"""Checkpoints on disk: one folder of safetensors files per version, for hosts that share nothing but a file system.
+"""Checkpoints on disk: one folder of safetensors files per version, for hosts that share only a file system.
 
-A folder appears whole, by one rename, and is deleted when its version is released. Readers map the files; an engine
-may go on reading one that has been deleted meanwhile.
+A folder appears complete, by one rename, and is deleted when its version is released. Readers map the files; an engine
+can keep reading a file after it was deleted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Names of dtypes in safetensors files."""
+"""Torch dtype name by the name in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class FileHandle:
 
 
 class CheckpointSender:
-    """Writes each version into a folder of its own."""
+    """A sender that writes each version into its own folder."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._memory = HostMemory()
 
     def begin(self, half: int) -> None:
-        """The files do not depend on the memory they were written from."""
+        """Do nothing: the files do not depend on the memory that they were written from."""
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
@@ -70,7 +70,7 @@ class CheckpointSender:
         names = [f"bucket-{index:05d}.safetensors" for index in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
             save_file(dict(views(bucket)), unfinished / name, metadata={"version": str(version)})
-        if folder.exists():  # of an earlier process that published this version here and was killed
+        if folder.exists():  # left by an earlier process that published this version and was killed
             shutil.rmtree(folder)
         unfinished.rename(folder)
         return [FileHandle(str(folder / name)) for name in names]
@@ -88,7 +88,7 @@ class CheckpointSender:
 
 
 class CheckpointReceiver:
-    """Maps the files of a version."""
+    """A receiver that maps the files of a version."""
 
     def receive(self, handles: Sequence[FileHandle], version: int) -> Iterator[WeightBucket]:
         """See `WeightReceiver.receive`."""
@@ -97,8 +97,10 @@ class CheckpointReceiver:
 
 
 def read_file(path: Path, version: int) -> WeightBucket:
-    """The tensors of a safetensors file as a bucket, mapped read-only. Raises `WeightMismatch` for a file that cannot
-    be read or is of another version."""
+    """Map a safetensors file read-only and return its tensors as a bucket.
+
+    Raises `WeightMismatch` for a file that cannot be read or holds another version.
+    """
     try:
         with open(path, "rb") as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=np.uint8)

@@ -1,11 +1,11 @@
-"""Weights pushed by vLLM's own transfer: NCCL between devices, CUDA IPC between processes of shared devices.
+"""Weights pushed by vLLM's own transfer: NCCL between devices, CUDA IPC between processes that share devices.
 
-Here nothing travels through the host: the gathered copy stays on the trainer's device, and the transfer puts it into
-each engine while that engine is paused. The library drives both ends; this module gives it the weights, a way to call
-the engine, and one connection per engine process.
+Nothing travels through the host: the gathered copy stays on the trainer's device, and the transfer puts it into each
+engine while that engine is paused. The library drives both ends; this module gives it the weights, a way to call the
+engine, and one connection per engine process.
 
-Other ways check every byte that arrives. Here the engine's own memory is the first place where bytes can be checked:
-a sample of tensors is read back after each update, and canary prompts show what the whole computes.
+Other transports verify every byte on arrival. Here the engine's own memory is the first place where bytes can be
+checked: a sample of tensors is read back after each update, and the parity check shows what the engine computes.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class PushTarget:
 
     name: str
     actor: Any
-    """Its Ray actor."""
+    """The engine's Ray actor."""
     devices: int
-    """Devices the engine computes on."""
+    """Number of devices that the engine computes on."""
 
 
 class RemoteCalls(Protocol):
-    """The four calls of an engine that the library's transfer makes, as plain dictionaries."""
+    """The four engine calls that the library's transfer makes, with plain dictionaries as payload."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the group of trainer and engine."""
 
     def start_weight_update(self) -> None:
-        """A publication begins."""
+        """Begin a weight update."""
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Take tensors in; ``update_info`` says which."""
+        """Load the tensors that ``update_info`` describes."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """A publication has come to its end."""
+        """End a weight update."""
 
 
 class EngineCallFailed(RuntimeError):
-    """A transfer stopped because its engine did not take a call: the fault of the engine, not of the trainer."""
+    """A transfer stopped because its engine refused a call. The engine is at fault, not the trainer."""
 
 
 class RayEngineCalls:
-    """`RemoteCalls` on an engine worker. They block: the transfer runs in a thread of its own."""
+    """`RemoteCalls` on an engine worker. The calls block, because the transfer runs in its own thread."""
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:
         self._actor = actor
@@ -92,13 +92,13 @@ class RayEngineCalls:
 
 
 class DeviceHalves:
-    """Copies of the weights on the trainer's device, one per half of the double buffer, allocated once."""
+    """Copies of the weights on the trainer's device, one per buffer of the double buffer, allocated once."""
 
     def __init__(self) -> None:
         self._halves: dict[int, dict[str, torch.Tensor]] = {}
 
     def gather(self, half: int, weights: Iterable[tuple[str, torch.Tensor]], float_dtype: torch.dtype) -> None:
-        """Copy the weights, cast to the engine's precision. Raises ``ValueError`` for a name that comes twice."""
+        """Copy the weights, cast to the engine's precision. Raises ``ValueError`` for a name that occurs twice."""
         held = self._halves.get(half, {})
         fresh: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
@@ -112,20 +112,20 @@ class DeviceHalves:
         self._halves[half] = fresh
 
     def tensors(self, half: int) -> dict[str, torch.Tensor]:
-        """What was gathered into a half."""
+        """Return the tensors gathered into a buffer."""
         return self._halves[half]
 
     def layout(self, half: int) -> Layout:
-        """Names, dtypes and shapes of a half."""
+        """Return names, dtypes and shapes of a buffer."""
         return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._halves[half].items()}
 
     def checksums(self, half: int) -> dict[str, int]:
-        """Checksum of each tensor's bytes."""
+        """Return the checksum of each tensor's bytes."""
         return {name: tensor_checksum(tensor) for name, tensor in self._halves[half].items()}
 
 
 class WeightPusher:
-    """One trainer rank's end. All ranks push together; the first one talks to the engine."""
+    """The end of one trainer rank. All ranks push together; the first one talks to the engine."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class WeightPusher:
         timeout_seconds: float,
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
     ) -> None:
-        """``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
+        """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
         self.halves = DeviceHalves()
         self._backend = WEIGHT_BACKENDS[transport]
         self._rank = rank
@@ -148,8 +148,10 @@ class WeightPusher:
         self._turn = threading.Lock()
 
     def push(self, half: int, target: PushTarget) -> None:
-        """Send a half's weights to an engine that is paused. Raises what the library or the engine raises; the
-        connection is then given up."""
+        """Send a buffer's weights to a paused engine.
+
+        Passes on what the library or the engine raises, after closing the connection.
+        """
         with self._turn:
             try:
                 engine = self._connected(target)
@@ -160,13 +162,13 @@ class WeightPusher:
                 raise
 
     def disconnect(self, name: str) -> None:
-        """Close the connection to an engine, which also ends a transfer that waits for one that has died."""
+        """Close the connection to an engine. This also ends a transfer that waits for a dead engine."""
         _, engine = self._engines.pop(name, (None, None))
         if engine is not None:
             engine.shutdown()
 
     def _connected(self, target: PushTarget) -> TrainerWeightTransferEngine:
-        """The connection to this engine process; a new one for a process that took another's place."""
+        """Return the connection to this engine process, with a new one for a process that replaced another."""
         actor, engine = self._engines.get(target.name, (None, None))
         if engine is not None and actor == target.actor:
             return engine
@@ -202,8 +204,10 @@ def _library_connect() -> Callable[..., TrainerWeightTransferEngine]:
 
 
 def half_source(halves: DeviceHalves) -> Any:
-    """The halves as a ``WeightSource`` of vLLM, whose attribute ``half`` says which one is sent next. Made here because
-    its base class is vLLM's, which a trainer imports only if it pushes."""
+    """Return the buffers as vLLM's ``WeightSource``; its attribute ``half`` selects the buffer that is sent next.
+
+    The class is made here because its base class is vLLM's, which a trainer imports only if it pushes.
+    """
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class HalfSource(WeightSource):

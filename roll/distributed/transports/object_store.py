@@ -1,6 +1,6 @@
-"""Ray's object store: works everywhere, at the price of two more copies (into the store, and out of it).
+"""Ray's object store: works everywhere, at the price of two more copies (into the store and out of it).
 
-Objects live as long as somebody refers to their publication; each further host gets one copy from the first.
+Objects live as long as their weight update is referenced. Each further host gets one copy from the first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class StoredBucket:
 
 
 class ObjectStoreSender:
-    """Puts each bucket into the store of the trainer's host."""
+    """A sender that puts each bucket into the store of the trainer's host."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
 
     def begin(self, half: int) -> None:
-        """The store has copies of its own."""
+        """Do nothing: the store has its own copies."""
 
     def allocate(self, half: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
@@ -42,11 +42,11 @@ class ObjectStoreSender:
         return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
 
     def release(self, version: int) -> None:
-        """The store counts references."""
+        """Do nothing: the store counts references."""
 
 
 class ObjectStoreReceiver:
-    """Reads buckets where the store has them in this host's memory."""
+    """A receiver that reads buckets from the store in its host's memory."""
 
     def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
         """See `WeightReceiver.receive`."""

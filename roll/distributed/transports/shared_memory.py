@@ -1,9 +1,9 @@
-"""Shared memory of one host: the trainer gathers into it, engines read it where it lies.
+"""Shared memory of one host: the trainer gathers into it, and engines read it in place.
 
-The memory is anonymous (`memfd_create`) and reached through `/proc/<pid>/fd/<fd>`: it has no name that could stay
-behind, is freed by the kernel when the last process that has it open ends, however it ends, and is not bounded by the
-size of `/dev/shm`. A half is one file that only grows; its first page says which version lies behind it, so a handle
-that has come too late is noticed instead of read.
+The memory is anonymous (`memfd_create`) and reached through `/proc/<pid>/fd/<fd>`. It has no name that could be left
+behind, the kernel frees it when the last process that has it open ends, however it ends, and the size of `/dev/shm`
+does not bound it. A buffer is one file that only grows. Its first page holds the version of the data behind it, so an
+outdated handle is detected instead of read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMisma
 
 _MAGIC = 0x726F6C6C77656967
 _NOTHING = -1
-"""The version of memory that is being written."""
+"""The version stamp of memory that is being written."""
 _REMEDY = "engines and trainer must run on one host as one user; set `weight_update.transport: object_store`"
 
 
@@ -30,9 +30,9 @@ class MemoryHandle:
     pid: int
     fd: int
     inode: int
-    """Of the memory; process ids and file numbers are used again."""
+    """Inode of the memory file; needed because process ids and file descriptors are reused."""
     size: int
-    """Of the whole half, in bytes."""
+    """Size of the whole buffer in bytes."""
     version: int
     offset: int
     length: int
@@ -41,44 +41,46 @@ class MemoryHandle:
 
     @property
     def path(self) -> str:
-        """Where other processes of this host open the memory."""
+        """Path at which other processes of this host open the memory."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
 
 class Segment:
-    """One half in the trainer's process: a file in memory, with the stamp and the buckets one behind the other.
+    """One buffer in the trainer's process: a file in memory that holds the version stamp and then the buckets.
 
-    It grows by doubling, because each mapping keeps a file number; what is never written takes no memory.
+    It grows by doubling, because each mapping costs a file number; pages that are never written take no memory.
     """
 
     def __init__(self, name: str) -> None:
         self.fd = os.memfd_create(name)
-        self.size = 0
         self._region = np.empty(0, dtype=np.uint8)
-        self._used = 0
+        self.size = self._used = 0
         self._extents: list[tuple[int, np.ndarray]] = []
         self._stamp = self._reserve(16)[1].view(np.int64)
         self._stamp[:] = (_MAGIC, _NOTHING)
 
     def extent(self, index: int, size: int) -> np.ndarray:
-        """Memory of bucket ``index``, at least ``size`` bytes. Raises ``RuntimeError`` if it was smaller before (the
-        model has changed its layout) or comes out of order."""
+        """Return the memory of bucket ``index``, at least ``size`` bytes.
+
+        Raises ``RuntimeError`` if the bucket was smaller before (the model has changed its layout) or comes out of
+        order.
+        """
         if index == len(self._extents):
             self._extents.append(self._reserve(size))
-        if index > len(self._extents) or len(self._extents[index][1]) < size:
+        if index not in range(len(self._extents)) or len(self._extents[index][1]) < size:
             raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier publications")
         return self._extents[index][1]
 
     def offset(self, index: int) -> int:
-        """First byte of bucket ``index`` in the file."""
+        """Return the offset of bucket ``index`` in the file."""
         return self._extents[index][0]
 
     def stamp(self, version: int) -> None:
-        """Say which version lies here."""
+        """Write the version stamp."""
         self._stamp[1] = version
 
     def _reserve(self, size: int) -> tuple[int, np.ndarray]:
-        """Page-aligned memory and its place in the file."""
+        """Return the file offset of new page-aligned memory, and the memory."""
         pages = max(size + -size % mmap.PAGESIZE, mmap.PAGESIZE)
         if self._used + pages > len(self._region):
             length = max(pages, self.size)
@@ -92,7 +94,7 @@ class Segment:
 
 
 class SharedMemorySender:
-    """Gathers straight into the shared memory; sending is telling where it is."""
+    """A sender that gathers directly into shared memory; sending means telling engines where it is."""
 
     def __init__(self, lasting: bool) -> None:
         self._lasting = lasting
@@ -109,23 +111,31 @@ class SharedMemorySender:
         return self._segments[half].extent(index, size)
 
     def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
-        """See `WeightSender.send`; the memory is stamped with the version."""
+        """See `WeightSender.send`; writes the version stamp."""
         segment = self._segments[half]
         segment.stamp(version)
-        first = MemoryHandle(
-            os.getpid(), segment.fd, os.fstat(segment.fd).st_ino, segment.size, version, 0, 0, [], self._lasting
-        )
+        inode = os.fstat(segment.fd).st_ino
         return [
-            replace(first, offset=segment.offset(index), length=len(bucket.data), tensors=bucket.tensors)
+            MemoryHandle(
+                pid=os.getpid(),
+                fd=segment.fd,
+                inode=inode,
+                size=segment.size,
+                version=version,
+                offset=segment.offset(index),
+                length=len(bucket.data),
+                tensors=bucket.tensors,
+                lasting=self._lasting,
+            )
             for index, bucket in enumerate(buckets)
         ]
 
     def release(self, version: int) -> None:
-        """The memory is kept for the next version."""
+        """Do nothing: the next version reuses the memory."""
 
 
 class SharedMemoryReceiver:
-    """Maps a half once and keeps the mapping for its next versions."""
+    """A receiver that maps a buffer once and keeps the mapping for later versions."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, np.ndarray] = {}
@@ -151,9 +161,9 @@ class SharedMemoryReceiver:
 
 
 def _map(handle: MemoryHandle) -> np.ndarray:
-    """The whole half, read-only."""
+    """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
     try:
-        fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
         message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
         raise WeightMismatch(message) from error

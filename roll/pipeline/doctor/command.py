@@ -1,7 +1,7 @@
-"""`roll doctor`: how is this run, who waits for whom, and what is to be done?
+"""`roll doctor`: how is this run, what waits for what, and what should be done?
 
-0: it works, or has ended well. 1: something is wrong, and the report says what. 2: there is no such run, or its files
-cannot be read.
+Exit code 0: the run works, or has ended well. 1: something is wrong, and the report says what. 2: there is no such run,
+or its files cannot be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Look at the run that the command line names; returns the exit code."""
+    """Examine the run named on the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         run = RunDirectory.existing(options.run)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def render(run: str, found: Diagnosis) -> str:
-    """What a person reads."""
+    """Return the diagnosis as text for a user."""
     lines = [f"{run}: {found.headline}"]
     if found.culprit:
         lines.append(f"  likely culprit: {found.culprit}")

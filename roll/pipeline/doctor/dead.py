@@ -1,4 +1,4 @@
-"""How a run ended that is not alive, and how it would go on."""
+"""Diagnosis of a dead run: how it ended and how to resume it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.pipeline.doctor.words import describe_waits, silence_of
 
 
 def of_a_dead_run(evidence: Evidence) -> Diagnosis:
-    """How a run ended whose driver is gone, and how it would go on."""
+    """Explain how a dead run ended and how to resume it."""
     summary = evidence.summary
     if summary is None:
         message = "the run ended before it had begun: there is no summary.json"
@@ -37,7 +37,7 @@ _PAST = {"failed": "failed", "interrupted": "was interrupted"}
 
 
 def _last_known(evidence: Evidence) -> Iterator[str]:
-    """What was the matter when it was last seen."""
+    """Yield the waits, the silent workers and the last log lines from when the run was last seen."""
     status = evidence.status
     if status is not None:
         yield from ("when it was last seen:", *describe_waits(status, wait_graph(status)))

@@ -1,4 +1,4 @@
-"""From what is known of a run to what is the matter with it. Pure: everything that is looked at is in the evidence."""
+"""Choice between the diagnoses of a live and of a dead run. The functions are pure: all input is in the evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roll.pipeline.doctor.live import of_a_live_run
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """What is the matter with a run, alive or dead."""
+    """Explain what is wrong with a run, alive or dead."""
     if evidence.status is not None and may_be_alive(evidence):
         return of_a_live_run(evidence, evidence.status)
     return of_a_dead_run(evidence)

@@ -1,4 +1,4 @@
-"""What a run's folder and this host tell about a run. Reads only; imports nothing heavy, so it answers at once."""
+"""The evidence on a run, from its folder and this host. Collecting it only reads and imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST_BYTES = 8192
 
 
 def gather_evidence(run: RunDirectory) -> Evidence:
-    """Everything that is known. Raises `OSError` for files that cannot be read, `ValueError` for damaged ones."""
+    """Collect all evidence on a run. Raises `OSError` for files that cannot be read, `ValueError` for damaged ones."""
     status = read_status(run.status)
     evidence = Evidence(
         run=run.root,
@@ -55,7 +55,7 @@ def _summary(path: Path) -> Mapping[str, Any] | None:
 
 
 def _resume_facts(run: RunDirectory) -> ResumeFacts:
-    """The newest checkpoint that is whole, and what the journal adds to it."""
+    """Return the facts of the newest whole checkpoint and of what the journal adds to it."""
     passed_over: list[str] = []
     progress, step = RolloutProgress.at_start(), None
     for candidate in reversed(saved_steps(run.checkpoints)):

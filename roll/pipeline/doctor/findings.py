@@ -1,4 +1,4 @@
-"""What is known of a run, and what is told of it."""
+"""The evidence on a run, and the diagnosis made of it."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ WELL: tuple[Verdict, ...] = ("ended", "working")
 
 @dataclass(frozen=True)
 class ResumeFacts:
-    """What a resumed run would find."""
+    """State that a resumed run would start from."""
 
     step: int | None
-    """Of the newest whole checkpoint."""
+    """Step of the newest whole checkpoint; None: there is none."""
     passed_over: tuple[str, ...] = ()
-    """What is wrong with newer ones."""
+    """Damages of newer checkpoints."""
     finished: int = 0
-    """Groups in the journal that need not be made again."""
+    """Number of groups in the journal that need not be generated again."""
     begin_again: int = 0
-    """Groups that were in flight."""
+    """Number of groups that were in flight."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found in a run's folder and on this host."""
+    """Facts found in a run's folder and on this host."""
 
     run: Path
     now: float
     host: str
-    """This one."""
+    """Name of this host."""
     status: RunStatus | None
     summary: Mapping[str, Any] | None
     processes: Mapping[int, ProcessFacts | None] = field(default_factory=dict)
-    """The driver and its workers on this host; None: gone."""
+    """Process facts of the driver and its workers on this host, by process id; None: the process is gone."""
     resume: ResumeFacts | None = None
     last_words: tuple[str, ...] = ()
-    """The end of the driver's log."""
+    """Last lines of the driver's log."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What to tell."""
+    """The answer of `roll doctor`."""
 
     verdict: Verdict
     headline: str
     culprit: str | None = None
     advice: str | None = None
     findings: tuple[str, ...] = ()
-    """In support of the headline."""
+    """Lines that support the headline."""
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing has to be done about the run."""
+        """True if the user need not do anything about the run."""
         return self.verdict in WELL
 
 
 def may_be_alive(evidence: Evidence) -> bool:
-    """Whether the driver is there; of one on another host it is not known."""
+    """Return True if the driver is there. One on another host counts as alive unless the summary records an end."""
     status = evidence.status
     if status is None or status.phase == "ended":
         return False

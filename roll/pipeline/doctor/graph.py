@@ -1,8 +1,8 @@
-"""The wait-for graph of a run: from whoever waits, over what it waits for, to whoever has it or has to make it.
+"""The wait-for graph of a run: edges lead from each waiter to what it waits for, and on to its holder or maker.
 
-Most nodes need everything they wait for; a few (`_any_will_do`) go on as soon as one of several does. What cannot come
-about whatever the others do is a deadlock, and then there is a cycle in it. Waits that have just begun do not count:
-the one that was waited for may have happened a moment ago.
+Most nodes need everything they wait for; a few (`_any_will_do`) continue as soon as one of several does. Nodes that
+cannot continue, whatever the others do, are deadlocked, and a cycle leads through them. Waits that have just begun do
+not count, because what they wait for may have happened a moment ago.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from roll.tracking.waits import (
 YOUNG_SECONDS = 2.0
 NEEDED_GROUPS = "groups that the batch needs"
 OTHER_GROUPS = "other groups"
-"""Those that a status does not list, or that wait for nothing: they go on."""
+"""Node for groups that a status does not list, or that wait for nothing: they continue."""
 _WHO_LIFTS = {"budget": TRAIN, "version": PUBLISHER, "paused": PUBLISHER}
-"""Why no group starts -> whose turn it is."""
+"""The stage that must act, by the reason why no group starts."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """``who`` cannot go on without ``on``."""
+    """Edge of the graph: ``who`` cannot continue without ``on``."""
 
     who: str
     on: str
@@ -47,27 +47,27 @@ class Edge:
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """All edges by their beginning."""
+    """All edges, by the node where they begin."""
 
     edges: Mapping[str, Sequence[Edge]]
 
     def of(self, node: str) -> Sequence[Edge]:
-        """What a node waits for; nothing if it is up to the node itself."""
+        """Return the edges of what a node waits for; none if the node waits for nothing."""
         return self.edges.get(node, ())
 
     def waiters(self) -> list[str]:
-        """Nodes that wait for something, the longest wait first."""
+        """Return the nodes that wait for something, the longest wait first."""
         return sorted(self.edges, key=lambda node: min(edge.since for edge in self.edges[node]))
 
     def deadlocked(self) -> set[str]:
-        """Nodes that cannot go on whatever the others do."""
+        """Return the nodes that cannot continue, whatever the others do."""
         stuck = set(self.edges)
         while free := {node for node in stuck if self._may_go_on(node, stuck)}:
             stuck -= free
         return stuck
 
     def cycle(self) -> list[Edge]:
-        """A ring of deadlocked nodes; empty if there is none."""
+        """Return a ring of deadlocked nodes; empty if there is none."""
         stuck = self.deadlocked()
         path: list[Edge] = []
         seen: list[str] = []
@@ -80,7 +80,7 @@ class WaitGraph:
         return [] if node is None else path[seen.index(node) :]
 
     def chain(self, node: str) -> list[Edge]:
-        """From a node to what it waits for in the end, always by the longest wait; a ring ends where it closes."""
+        """Follow the longest wait from a node to the last node. A ring is followed once."""
         path: list[Edge] = []
         seen = set()
         while node not in seen and self.of(node):
@@ -95,13 +95,15 @@ class WaitGraph:
 
 
 def _any_will_do(node: str) -> bool:
-    """Whether a node goes on as soon as one of those does that it waits for. Processes of a reward model have a number
-    after its name, and wait for everything that they wait for."""
+    """Return True if a node continues as soon as one of the nodes it waits for does.
+
+    Processes of a reward model have a number after its name and need everything that they wait for.
+    """
     return node in (SCHEDULER, REPLICAS) or (node.startswith(REWARD_MODEL) and "/" not in node)
 
 
 def wait_graph(status: RunStatus) -> WaitGraph:
-    """What a status says."""
+    """Build the graph of a status."""
     edges: dict[str, list[Edge]] = defaultdict(list)
     for wait in status.waits:
         if status.loop_beat - wait.since >= YOUNG_SECONDS:
@@ -119,7 +121,7 @@ def wait_graph(status: RunStatus) -> WaitGraph:
 
 
 def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
-    """From what is waited for to those that have it, or have to make it."""
+    """Return the edges from a node that is waited for to its holders or makers."""
     held = [wait for wait in status.holdings if wait.on == node]
     if held:
         return [Edge(node, wait.who, wait.what, since) if _any_will_do(node) else _held(wait) for wait in held]
@@ -164,7 +166,7 @@ def _scheduler_waits(status: RunStatus, since: float) -> list[Edge]:
 
 
 def _groups(status: RunStatus) -> list[str]:
-    """Groups in flight that are known to wait, and `OTHER_GROUPS` if there are more."""
+    """Return the groups in flight that are known to wait, and `OTHER_GROUPS` if there are more."""
     listed = [wait.who for wait in status.waits if wait.who.startswith(GROUP)]
     groups = sorted(set(listed))
     more = sum(status.groups_by_wait.values()) > len(listed) or (
@@ -174,7 +176,7 @@ def _groups(status: RunStatus) -> list[str]:
 
 
 def _publisher(status: RunStatus) -> str:
-    """Who publishes: the stage, and before the stages run whoever starts them."""
+    """Return the node that publishes weights: the stage, or the start of the roles if the stages do not run yet."""
     return PUBLISHER if any(stage.name == PUBLISHER for stage in status.stages) else START
 
 

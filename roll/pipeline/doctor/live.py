@@ -1,6 +1,7 @@
-"""What is the matter with a run that is alive: its driver, a ring of waits, a worker, or nothing moves.
+"""Diagnosis of a live run: a driver in trouble, a ring of waits, a worker in trouble, or a run in which nothing moves.
 
-The surest cause comes first. The driver itself asks here, too, when nothing has moved for too long (`explain_stall`).
+The surest cause is reported first. The driver uses this module too, when nothing has moved for too long
+(`explain_stall`).
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from roll.tracking.status import RunStatus, WorkerStatus
 from roll.tracking.waits import WORKER
 
 SILENT_SECONDS = 20.0
-"""Without a sign of life for so long a worker or a driver is not well."""
+"""Seconds without a sign of life after which a worker or a driver is reported."""
 QUIET_SHARE = 0.5
-"""Of `stall_timeout_seconds`, without any movement, is worth a look."""
+"""Share of `stall_timeout_seconds` without any movement after which a run is reported as quiet."""
 LONG_END_SHARE = 0.5
-"""Of `ENDING_SECONDS`, an end that takes so long is worth a look, too."""
+"""Share of `ENDING_SECONDS` after which the end of a run is reported as too long."""
 
 
 def of_a_live_run(evidence: Evidence, status: RunStatus) -> Diagnosis:
-    """What is the matter with a run whose driver is there."""
+    """Explain the state of a run whose driver is there."""
     graph = wait_graph(status)
     waits = tuple(describe_waits(status, graph))
     trouble = _driver_trouble(evidence, status)
     if trouble is not None:
         return trouble
     if status.phase == "ending":
-        return _ending(status)  # processes are being killed, and what they held up means nothing any more
+        return _ending(status)  # processes are being killed, so their waits mean nothing any more
     return (
         explain_deadlock(status, graph)
         or _worker_trouble(evidence, status, graph)
@@ -48,7 +49,7 @@ def of_a_live_run(evidence: Evidence, status: RunStatus) -> Diagnosis:
 
 
 def _ending(status: RunStatus) -> Diagnosis:
-    """Of a run whose processes are being ended, on purpose."""
+    """Diagnose a run whose processes are being ended on purpose."""
     seconds = status.written - (status.ending_since or status.written)
     if seconds <= LONG_END_SHARE * ENDING_SECONDS:
         return Diagnosis("working", f"the run is ending, {seconds:.0f} s so far")
@@ -61,7 +62,7 @@ def _ending(status: RunStatus) -> Diagnosis:
 
 
 def explain_stall(status: RunStatus) -> str:
-    """Why nothing moves, as far as the driver itself can see; for its last message."""
+    """Return why nothing moves, as far as the driver itself can see, for its last message."""
     graph = wait_graph(status)
     found = explain_deadlock(status, graph) or _silent_worker(status, graph) or _end_of_chain(status, graph)
     cause = f": {found.culprit}" if found.culprit else ""
@@ -104,7 +105,7 @@ def _driver_trouble(evidence: Evidence, status: RunStatus) -> Diagnosis | None:
 
 
 def explain_deadlock(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
-    """The ring, if there is one."""
+    """Return the diagnosis of a ring of waits; None if there is no ring."""
     ring = graph.cycle()
     if not ring:
         return None
@@ -186,12 +187,12 @@ def _reaches(graph: WaitGraph, start: str, end: str) -> bool:
 def _quiet(status: RunStatus, graph: WaitGraph) -> Diagnosis | None:
     quiet = status.loop_beat - status.moved_at
     if status.phase != "running" or quiet < QUIET_SHARE * status.stall_timeout_seconds:
-        return None  # what a start waits for has deadlines of its own
+        return None  # the waits of a start have deadlines of their own
     return _end_of_chain(status, graph)
 
 
 def _end_of_chain(status: RunStatus, graph: WaitGraph) -> Diagnosis:
-    """Whoever the longest chain leads to."""
+    """Diagnose a quiet run by the last node of the longest chain."""
     quiet = status.loop_beat - status.moved_at
     longest = max((graph.chain(node) for node in graph.waiters()), key=len, default=[])
     left = status.stall_timeout_seconds - quiet

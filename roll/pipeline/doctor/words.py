@@ -1,4 +1,4 @@
-"""The waits of a run in words, for a person."""
+"""Texts that describe the waits of a run to a user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll.tracking.waits import GROUP
 
 
 def describe_waits(status: RunStatus, graph: WaitGraph) -> Iterator[str]:
-    """Who waits for whom, since when: a line for each stage, for others that wait, and for each worker."""
+    """Yield one line per stage, per other waiter, per thing that groups wait for, and per worker."""
     for stage in status.stages:
         yield f"{stage.name:<20} {stage.state}, {ago(status, stage.since)}{_tail(status, graph, stage.name)}"
     named = {stage.name for stage in status.stages}
@@ -38,31 +38,31 @@ def _tail(status: RunStatus, graph: WaitGraph, node: str) -> str:
 
 
 def sentence(status: RunStatus, edge: Edge) -> str:
-    """An edge of a ring, in words."""
+    """Return an edge of a ring as text."""
     if edge.what.startswith("who has it"):
         return f"{spoken(edge.who)}: {edge.on} has them{edge.what[len('who has it') :]}, {ago(status, edge.since)}"
     return f"{spoken(edge.who)} waits for {spoken(edge.on)} ({edge.what}), {ago(status, edge.since)}"
 
 
 def actors_of(status: RunStatus) -> set[str]:
-    """Those who do something."""
+    """Return the nodes that act: stages and all that wait."""
     return {stage.name for stage in status.stages} | {wait.who for wait in status.waits}
 
 
 def is_thing(node: str, status: RunStatus) -> bool:
-    """Whether a node is something that is waited for, and does nothing itself."""
+    """Return True if a node is only waited for and does nothing itself."""
     return node not in actors_of(status)
 
 
 def spoken(node: str) -> str:
-    """A node, in words."""
+    """Return a node as text."""
     kind, _, name = node.partition("/")
     return {"items": f"an item from the channel {name!r}", "room": f"room in the channel {name!r}",
             "devices": f"the devices of {name}", "worker": f"worker {name}"}.get(kind, node)
 
 
 def progress(status: RunStatus) -> str:
-    """How far a run is."""
+    """Return how far a run is, as text."""
     moved = f"something moved {max(0.0, status.loop_beat - status.moved_at):.0f} s before"
     if status.phase in ("preparing", "ending"):
         return f"it is {status.phase}"
@@ -72,15 +72,15 @@ def progress(status: RunStatus) -> str:
 
 
 def silence_of(status: RunStatus, worker: WorkerStatus) -> float:
-    """Seconds since a worker's last sign of life."""
+    """Return the seconds since a worker's last sign of life."""
     return max(0.0, status.loop_beat - worker.asked_since)
 
 
 def ago(status: RunStatus, since: float) -> str:
-    """How long something has been so."""
+    """Return the time since ``since`` as text."""
     return f"{max(0.0, status.loop_beat - since):.0f} s"
 
 
 def listed(names: list[str]) -> str:
-    """One, one and another, or one, another and a third."""
+    """Join names: "a", "a and b", or "a, b and c"."""
     return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,5 +1,5 @@
-"""The walls around untrusted code, built by a small supervisor process.
+"""The isolation around untrusted code, set up by a small supervisor process.
 
-The supervisor runs in a bare interpreter for each call, so the modules here import the standard library only, and of
-that only what loads in a few milliseconds.
+The supervisor runs in a bare interpreter for each call, so the modules here import only parts of the standard library
+that load in a few milliseconds.
 """

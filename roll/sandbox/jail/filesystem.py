@@ -1,7 +1,7 @@
-"""A file system of its own for a program: the interpreter, read-only, and one folder of limited size.
+"""A private file system for a program: the interpreter, read-only, and one folder of limited size.
 
-Nothing of it outlives the program: it is in memory and belongs to a mount namespace that ends with the program. There
-is no /proc, so no other process' environment can be read, whoever it belongs to.
+It is in memory and belongs to a mount namespace that ends with the program, so nothing of it remains. There is no
+/proc, so the environment of no other process can be read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _KEPT = {
 
 
 def enter(mount_point: str, shown: tuple[str, ...], program: bytes, disk_bytes: int, owner: tuple[int, int]) -> None:
-    """Make a new root with the paths in ``shown`` where they are now, and `WORK_FOLDER`, which becomes the cwd.
+    """Make a new root with the paths in ``shown`` at their places, and change to `WORK_FOLDER` in it.
 
-    ``mount_point``: an empty folder outside of ``shown``. ``owner``: user and group of the work folder. In a new mount
-    namespace only.
+    ``mount_point`` is an empty folder outside ``shown``. ``owner`` is the user and group of the work folder. Call it
+    only in a new mount namespace.
     """
     os.umask(0o022)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -64,14 +64,14 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Each mount by itself: older kernels know no recursive way."""
+    """Make each mount read-only by itself: older kernels have no recursive call."""
     for point, flags in _mounts_at(root):
         what = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | flags
         kernel.mount(None, point, None, what)
 
 
 def _mounts_at(root: str) -> list[tuple[str, int]]:
-    """Mount points at and below ``root``, with the flags that a user namespace may not take away."""
+    """Return mount points at and below ``root``, with the flags that a user namespace may not remove."""
     with open("/proc/self/mountinfo", "rb") as file:
         lines = file.read().splitlines()
     found = []

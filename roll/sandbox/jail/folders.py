@@ -1,6 +1,6 @@
-"""The folder of a program that has no file system of its own: how full it is, and its removal.
+"""Size and removal of the folder of a program that has no file system of its own.
 
-Programs make trees that are deeper than a path may be long, and folders that cannot be entered.
+Programs may create trees deeper than the maximum path length, and folders that cannot be entered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _MOST_FILES = 10_000
 
 
 def folder_bytes(folder: str) -> float:
-    """What the files below a folder take; infinite if there are too many of them, or they cannot be looked at."""
+    """Return the bytes of the files below a folder; infinity if there are too many files, or they cannot be read."""
     total, files, open_folders = 0, 0, [folder]
     while open_folders:
         try:
@@ -31,9 +31,9 @@ def folder_bytes(folder: str) -> float:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it, while nobody writes to it. Harmless if there is none.
+    """Remove a folder and its contents; no process may write to it meanwhile. Does nothing if it does not exist.
 
-    Every folder below is first moved to the top, so that no path gets long and nothing recurs.
+    Every folder below is first moved to the top, so that no path gets long and no recursion is needed.
     """
     if not os.path.lexists(folder):
         return

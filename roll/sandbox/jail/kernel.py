@@ -1,6 +1,6 @@
-"""The system calls that Python 3.11 has no function for: namespaces, mounts, and what a process gives up.
+"""System calls without a function in Python 3.11: namespaces, mounts and prctl.
 
-Linux only. Each function raises `OSError` with the name of what was refused.
+Linux only. Each function raises `OSError` with the name of the call that was refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MNT_DETACH = 2
 
 SIGKILL = 9
 SIGXCPU = 24
-"""The module for signals takes longer to load than the program to start."""
+"""Declared here because the `signal` module takes longer to load than the program takes to start."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -50,12 +50,12 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces in ``flags`` for new ones (that of processes: for the children)."""
+    """Leave the namespaces in ``flags`` for new ones (the new process namespace applies to the children)."""
     _check(_libc.unshare(ctypes.c_int(flags)), "new namespaces")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     texts = [None if each is None else os.fsencode(each) for each in (source, target, kind, options)]
     result = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _check(result, f"mounting {target}")
@@ -73,7 +73,7 @@ def pivot_root(root: str) -> None:
 
 
 def prctl(option: int, value: int, pointer: ctypes.c_void_p | None = None) -> None:
-    """prctl(2) with one value, and where the option has it a pointer."""
+    """Call prctl(2) with one value, and a pointer if the option takes one."""
     zero = ctypes.c_ulong(0)
     result = _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), pointer or zero, zero, zero)
     _check(result, f"prctl {option}")

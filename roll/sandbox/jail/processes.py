@@ -1,4 +1,4 @@
-"""What a program has running at this moment, and its end where no process namespace ends it."""
+"""The running processes of a program, and their end if no process namespace ends them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from roll.sandbox.jail.kernel import SIGKILL
 
 FIRST_PRIVATE_UID = 2_000_000_000
-"""A program started by root gets a user of its own: this, plus the process id of its supervisor."""
+"""A program started by root gets a user of its own: this number plus the process id of its supervisor."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of all that come from ``root``, without those that have ended and were not waited for.
+    """Return the process ids of all living descendants of ``root``.
 
-    Orphans are included: ``root`` adopts them.
+    Zombies are left out. Orphans are included: ``root`` adopts them.
     """
     try:
         found = _by_children(root)
-    except (FileNotFoundError, ProcessLookupError):  # a kernel without that file, or `root` has just ended
+    except (FileNotFoundError, ProcessLookupError):  # this kernel has no such file, or `root` has just ended
         found = _by_parents(root)
     return [pid for pid in found if not _is_ended(pid)]
 
@@ -26,7 +26,7 @@ def descendants(root: int) -> list[int]:
 def _by_children(root: int) -> list[int]:
     with open(f"/proc/{root}/task/{root}/children", "rb") as file:
         found = [int(each) for each in file.read().split()]
-    for pid in found:  # grows meanwhile
+    for pid in found:  # the list grows in the loop
         try:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
@@ -49,7 +49,7 @@ def _by_parents(root: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """Fields of /proc/PID/stat from the state on (0: state, 1: parent); None if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on (0: state, 1: parent); None without such a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -63,7 +63,7 @@ def _is_ended(pid: int) -> bool:
 
 
 def count_and_memory(pids: list[int]) -> tuple[int, int]:
-    """How many processes there are, and the bytes of memory that they have for themselves."""
+    """Return the number of living processes, and the bytes of their private memory."""
     count = pages = 0
     for pid in pids:
         try:
@@ -77,7 +77,7 @@ def count_and_memory(pids: list[int]) -> tuple[int, int]:
 
 
 def tasks_of_user(uid: int) -> int:
-    """Processes and threads of a user, for limits that count all of them."""
+    """Return the number of processes and threads of a user, for limits that count all of them."""
     total = 0
     for name in os.listdir("/proc"):
         try:
@@ -89,7 +89,7 @@ def tasks_of_user(uid: int) -> int:
 
 
 def end_all_of_user(uid: int) -> None:
-    """Kill every process of a user that is the program's alone, in one go that no new fork can outrun."""
+    """Kill every process of a user that only the program has, at once, so that no new fork can escape."""
     if uid < FIRST_PRIVATE_UID:
         raise ValueError(f"user {uid} is not the program's alone")
     pid = os.fork()

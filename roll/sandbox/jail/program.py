@@ -1,8 +1,8 @@
-"""From the supervisor to the program: the processes in between, and what each gives up on the way.
+"""The steps from the supervisor to the program: the processes in between, and the privileges each gives up.
 
 With namespaces: supervisor -> builder (makes the namespaces and the file system) -> first process of the process
-namespace (its end is the end of all others in it) -> program. Without: supervisor -> program. What went wrong on the
-way, the number of the first process and the end of the program are lines of text on the status pipe.
+namespace (its end is the end of all others in it) -> program. Without: supervisor -> program. Failures on the way, the
+process id of the first process and the end of the program are lines of text on the status pipe.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 INSIDE_ID = 1000
-"""User and group of a program in a user namespace, as it sees them."""
+"""User and group of a program in a user namespace, as the program sees them."""
 NOBODY = 65534
 _PROGRAM_FILE = "program.py"
-"""In the program's folder, where it has no file system of its own."""
+"""Name of the file in the program's folder, used without a file system of its own."""
 _NPROC_PER_NAMESPACE = (5, 14)
-"""Since this kernel, processes are counted for each user namespace by itself."""
+"""Linux version since which processes are counted per user namespace."""
 
 
 class Setup:
-    """What the supervisor is told. No data class: the module for them takes longer to load than all of this."""
+    """The supervisor's task. Not a dataclass: the module `dataclasses` takes longer to load than all of this."""
 
     code: bytes
     stdin: bytes
     interpreter: str
     folder: str
-    """Mount point of the new root; without namespaces the folder the program runs in."""
+    """Mount point of the new root; without namespaces the folder that the program runs in."""
     level: str
     """`namespaces`, `own_user` or `same_user`."""
     shown: tuple[str, ...]
@@ -51,7 +51,7 @@ class Setup:
 
 
 class Streams:
-    """Ends of pipes that the program gets, and that of the status pipe."""
+    """Pipe ends of the program, and the status pipe's."""
 
     def __init__(self, stdin: int, stdout: int, stderr: int, status: int) -> None:
         self.stdin = stdin
@@ -61,10 +61,10 @@ class Streams:
 
 
 class Identity:
-    """Who the program is."""
+    """The user and group of the program."""
 
     def __init__(self, uid: int, gid: int, *, private: bool = False, user_namespace: bool = False) -> None:
-        """``private``: a user that nobody else on the machine is."""
+        """Set the user; ``private`` means that no other process on the machine has it."""
         self.uid = uid
         self.gid = gid
         self.private = private
@@ -72,12 +72,12 @@ class Identity:
 
     @property
     def counted_apart(self) -> bool:
-        """Whether the limit of processes counts this program's only."""
+        """True if the process limit counts only this program's processes."""
         return self.private or (self.user_namespace and _kernel_version() >= _NPROC_PER_NAMESPACE)
 
 
 def identity_for(level: str, supervisor_pid: int) -> Identity:
-    """Who a program of this level becomes."""
+    """Return the identity of a program at this level."""
     if os.geteuid() == 0:
         uid = FIRST_PRIVATE_UID + supervisor_pid
         private = _exists(uid)
@@ -89,14 +89,14 @@ def identity_for(level: str, supervisor_pid: int) -> Identity:
 
 
 def _exists(uid: int) -> bool:
-    """Whether this user namespace has the user (that of a container may have few)."""
+    """Return True if this user namespace has the user (a container's may have few)."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
     return any(first <= uid < first + length for first, _, length in ranges)
 
 
 def start(setup: Setup, identity: Identity, streams: Streams) -> int:
-    """Process id of the supervisor's child: the builder, or the program itself."""
+    """Fork and return the process id of the supervisor's child: the builder, or the program itself."""
     supervisor = os.getpid()
     if setup.level != "namespaces":
         _prepare_folder(setup, identity)
@@ -115,7 +115,7 @@ def _prepare_folder(setup: Setup, identity: Identity) -> None:
 
 
 def _guarded(streams: Streams, action: Callable[[], object]) -> None:
-    """Do what a forked process is for and end it; a failure is reported. No caller may do anything on the way out."""
+    """Run a forked process's action, report a failure, and exit. No caller may act on the way out."""
     try:
         action()
     except Exception as error:
@@ -149,7 +149,7 @@ def _enter_user_namespace(flags: int) -> None:
 
 
 def _be_first_process(setup: Setup, identity: Identity, streams: Streams) -> None:
-    """Wait for the program, whatever else ends meanwhile, then end. Inside of the namespace, nothing can kill it."""
+    """Wait for the program, reap all other children, then end. Nothing inside the namespace can kill this process."""
     _become_user(identity)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     _die_with_parent(None)
@@ -192,7 +192,7 @@ def _filter_system_calls(setup: Setup, streams: Streams) -> None:
 
 
 def _become_user(identity: Identity) -> None:
-    """From root, or from nobody in particular inside of a new user namespace. Twice is no different from once."""
+    """Switch from root (of the machine or of a new user namespace) to the program's user. May be called twice."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(identity.gid, identity.gid, identity.gid)
@@ -223,12 +223,12 @@ def _limit(setup: Setup, identity: Identity) -> None:
 
 
 def _first_victim() -> None:
-    """When memory runs out, the kernel shall take the program before any other process."""
+    """Make the kernel kill the program before any other process when memory runs out."""
     _write_about_itself({"oom_score_adj": "1000"})
 
 
 def _write_about_itself(texts: dict[str, str]) -> None:
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the files belong to root otherwise
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise the files belong to root
     for name, text in texts.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

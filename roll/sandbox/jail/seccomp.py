@@ -1,8 +1,8 @@
-"""A filter of system calls: what a program in the sandbox has no use for, it cannot ask for.
+"""A filter of system calls: the program cannot make calls that it has no use for.
 
-It closes the ways around the other walls: sockets (where there is no network namespace), memory that no limit counts
-(memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that had
-most of its faults. Anything else is allowed. Numbers are known for x86-64 and AArch64; elsewhere there is no filter.
+It closes the ways around the other isolation: sockets (without a network namespace), memory that no limit counts
+(memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that had most
+of its faults. Anything else is allowed. Call numbers are known for x86-64 and AArch64; elsewhere there is no filter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
 
-_SINCE_2019 = {  # newer calls have one number everywhere
+_SINCE_2019 = {  # newer calls have the same number on all architectures
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
     "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
 }  # fmt: skip
@@ -44,18 +44,18 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SIGNALS = {
-    # Of oneself only: kill, tkill, tgkill, prlimit64.
-    # Not at all: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal.
+    # Allowed for the own process only: kill, tkill, tgkill, prlimit64. Never: rt_sigqueueinfo, rt_tgsigqueueinfo,
+    # pidfd_send_signal.
     "x86_64": ((62, 200, 234, 302), (129, 297, 424)),
     "aarch64": ((129, 130, 131, 261), (138, 240, 424)),
 }
 
 
 def install(*, signal_only_self: bool) -> None:
-    """Filter the calls of this process and of all that come from it. Needs ``PR_SET_NO_NEW_PRIVS`` first.
+    """Filter the calls of this process and its descendants. Needs ``PR_SET_NO_NEW_PRIVS`` first.
 
-    ``signal_only_self``: signals reach neither other processes of the user nor the program's own children; for where no
-    process namespace and no user of its own keeps them apart. Raises `OSError` if the system has no filters.
+    ``signal_only_self``: signals reach neither other processes of the user nor the program's own children. It is for
+    levels without a process namespace or a user of its own. Raises `OSError` if the system has no filters.
     """
     machine = os.uname().machine
     if machine not in _DENIED:
@@ -82,7 +82,7 @@ def _filter(machine: str, own_pid: int | None) -> list[bytes]:
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     for number in denied:
         code += _answer_if(number, _ERRNO | errno.EPERM)
-    code += _answer_if(_CLONE3, _ERRNO | errno.ENOSYS)  # its flags are out of sight; libraries fall back to clone
+    code += _answer_if(_CLONE3, _ERRNO | errno.ENOSYS)  # the filter cannot read its flags; libraries fall back to clone
     code += [
         _step(_EQUAL, _CLONE[machine], 0, 4),
         _step(_LOAD, _FIRST_ARGUMENT),

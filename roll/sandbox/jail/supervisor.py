@@ -1,7 +1,7 @@
-"""The process between us and untrusted code: it starts the program behind its walls, watches it, and ends it.
+"""The process between the caller and untrusted code: it starts the program in isolation, watches it, and ends it.
 
-It reads its task from its standard input, whose end-of-file means that nobody wants the answer any more, and writes
-one answer to its standard output, after which no process of the program is left.
+It reads its task from its standard input; end-of-file there means that the answer is no longer needed. It writes one
+answer to its standard output; after that no process of the program is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 65536
 
 
 class Watched:
-    """What is known of the program while it runs."""
+    """The state of the program while it runs."""
 
     def __init__(self, child: int, deadline: float, out: int, err: int) -> None:
         self.child = child
@@ -30,7 +30,8 @@ class Watched:
         self.outputs = {out: bytearray(), err: bytearray()}
         self.status = bytearray()
         self.child_status: int | None = None
-        """Set once the supervisor's child has ended; with namespaces nothing of the program is left then."""
+        """Exit status of the supervisor's child, None until it has ended; with namespaces no process of the program is
+        left then."""
         self.child_cpu_seconds = 0.0
         self.killed_because: str | None = None
         self.wanted = True
@@ -44,14 +45,14 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     answer = _supervise(setup)
     if answer is None:
-        remove_folder(setup.folder)  # whoever asked may not live to do it
+        remove_folder(setup.folder)  # the caller may be dead
     else:
         sys.stdout.buffer.write(repr(answer).encode())
         sys.stdout.buffer.flush()
 
 
 def _supervise(setup: Setup) -> dict[str, object] | None:
-    """The answer, or None if nobody wants it any more. Forks: nothing here may catch `SystemExit`."""
+    """Return the answer, or None if it is no longer needed. Forks: nothing here may catch `SystemExit`."""
     stdin, feed = os.pipe()
     out, stdout = os.pipe()
     err, stderr = os.pipe()
@@ -69,7 +70,7 @@ def _supervise(setup: Setup) -> dict[str, object] | None:
 
 
 def _watch(setup: Setup, watched: Watched, feed: int, told: int) -> None:
-    """Until the program has ended, or must."""
+    """Watch the program until it has ended or must be killed."""
     for end in (*watched.outputs, feed, told):
         os.set_blocking(end, False)
     poll = select.poll()
@@ -99,7 +100,7 @@ def _watch(setup: Setup, watched: Watched, feed: int, told: int) -> None:
 
 
 def _fed(feed: int, unsent: memoryview) -> memoryview:
-    """What is still to be sent; nothing, if the program does not listen."""
+    """Write to the program's input and return what is still unsent; nothing if the program does not read."""
     try:
         return unsent[os.write(feed, unsent[:_CHUNK]) :]
     except BlockingIOError:
@@ -109,7 +110,7 @@ def _fed(feed: int, unsent: memoryview) -> memoryview:
 
 
 def _read(setup: Setup, watched: Watched, end: int, told: int) -> bool:
-    """Whether there may be more from this pipe."""
+    """Read from a pipe and return True if more may come."""
     try:
         chunk = os.read(end, _CHUNK)
     except BlockingIOError:
@@ -126,7 +127,7 @@ def _read(setup: Setup, watched: Watched, end: int, told: int) -> bool:
 
 
 def _reap(watched: Watched) -> bool:
-    """Take note of the end of children, adopted ones included. Whether there are more."""
+    """Reap ended children, adopted ones included, and return True if children are left."""
     while True:
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -154,7 +155,7 @@ def _look(setup: Setup, watched: Watched) -> None:
 
 
 def _told(watched: Watched, kind: str) -> list[str] | None:
-    """The words of a line of the status pipe."""
+    """Return the words after ``kind`` in the first such line of the status pipe; None without one."""
     for line in watched.status.decode(errors="replace").splitlines():
         words = line.split()
         if words and words[0] == kind:
@@ -163,7 +164,7 @@ def _told(watched: Watched, kind: str) -> list[str] | None:
 
 
 def _end(setup: Setup, watched: Watched, identity: Identity) -> None:
-    """Nothing of the program runs when this returns."""
+    """Kill all processes of the program; none runs when this returns."""
     first = _told(watched, "first")
     if watched.child_status is None and setup.level == "namespaces":
         os.kill(int(first[0]) if first else watched.child, kernel.SIGKILL)
@@ -184,7 +185,7 @@ def _kill(pid: int) -> None:
 
 
 def _drain(setup: Setup, watched: Watched, told: int) -> None:
-    """All writers are gone, so each pipe has an end."""
+    """Read each pipe to its end, which exists because all writers are gone."""
     for end in (*watched.outputs, told):
         while True:
             before = watched.killed_because
@@ -204,8 +205,11 @@ def _answer(
     failed = _told(watched, "failed")
     unfiltered = _told(watched, "unfiltered")
     returncode = os.waitstatus_to_exitcode(status)
-    if watched.killed_because is None and returncode in (-kernel.SIGXCPU, -kernel.SIGKILL):
-        watched.killed_because = "cpu_time" if cpu_seconds >= setup.cpu_seconds - 0.1 else None
+    # The kernel's limit counts ticks, its answer is exact: on a busy machine the answer is smaller. A program may also
+    # send itself that signal, but hardly after half of its time.
+    least = {-kernel.SIGXCPU: setup.cpu_seconds / 2, -kernel.SIGKILL: setup.cpu_seconds - 0.1}
+    if watched.killed_because is None and cpu_seconds >= least.get(returncode, float("inf")):
+        watched.killed_because = "cpu_time"
     return {
         "failed": " ".join(failed) if failed else None,
         "stdout": bytes(watched.outputs[out]),

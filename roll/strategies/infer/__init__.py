@@ -26,8 +26,10 @@ OPTION_CHECKS: dict[str, str] = {
 
 
 def infer_strategy_class(name: str, own: str | None = None) -> type:
-    """The engine class registered under ``name``, or ``own`` in its place (`registered_class`). Raises ``ConfigError``
-    with the nearest name if there is none."""
+    """Return the engine class registered under ``name``, or its subclass ``own`` (see `registered_class`).
+
+    Raises ``ConfigError`` with the nearest valid name if ``name`` is not registered.
+    """
     if name not in INFER_STRATEGIES:
         nearest = difflib.get_close_matches(name, INFER_STRATEGIES, n=1)
         hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(sorted(INFER_STRATEGIES))}"
@@ -36,6 +38,9 @@ def infer_strategy_class(name: str, own: str | None = None) -> type:
 
 
 def infer_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
-    """The check of an engine's ``strategy_config``: (options, their path) -> problems. Imports no engine."""
+    """Return the function that checks an engine's ``strategy_config``: (options, their path) -> problems.
+
+    Imports no engine.
+    """
     module, function = OPTION_CHECKS[name].split(":")
     return getattr(importlib.import_module(module), function)

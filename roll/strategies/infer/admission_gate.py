@@ -1,7 +1,7 @@
-"""Who may enter an engine: as many requests as have a place there, first come, first served, and none while it is shut.
+"""Admission to an engine: first come, first served while slots are free, and nothing enters while the gate is shut.
 
-A request that waits here is unknown to the engine, so a weight update never waits for it, and it begins with whatever
-weights and cache the engine has when it enters.
+The engine does not know the requests that wait here. A weight update therefore never waits for them, and each begins
+with the weights and the cache that the engine has when it enters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 
 
 class AdmissionGate:
-    """Places for requests, with a door."""
+    """A limited number of slots (``places``) for requests, behind a gate that can be shut."""
 
     def __init__(self, places: int) -> None:
         self._free = places
@@ -20,12 +20,15 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be let in."""
+        """Requests that wait to enter."""
         return len(self._waiting)
 
     async def enter(self, request_id: str, *, first: bool = False) -> bool:
-        """Wait for a place; true with one, false if the request was turned away. Give a place back with `leave`.
-        ``first``: before all others, for one that had a place."""
+        """Wait for a slot. Return True with a slot, False if the request was turned away.
+
+        Release the slot with `leave`. ``first`` puts the request before all others; it is for a request that had a slot
+        before.
+        """
         entry = (request_id, asyncio.get_running_loop().create_future())
         if first:
             self._waiting.appendleft(entry)
@@ -42,27 +45,27 @@ class AdmissionGate:
             raise
 
     def leave(self) -> None:
-        """Give a place back."""
+        """Release a slot."""
         self._free += 1
         self._admit()
 
     def turn_away(self, request_ids: set[str]) -> None:
-        """End the waiting of these requests."""
+        """Stop these requests from waiting; their `enter` returns False."""
         for entry in [entry for entry in self._waiting if entry[0] in request_ids]:
             self._waiting.remove(entry)
             if not entry[1].done():
                 entry[1].set_result(False)
 
     def turn_all_away(self) -> None:
-        """End the waiting of every request."""
+        """Stop all requests from waiting."""
         self.turn_away({request_id for request_id, _ in self._waiting})
 
     def shut(self) -> None:
-        """Nobody enters until `open`."""
+        """Admit no request until `open`."""
         self._open = False
 
     def open(self) -> None:
-        """Let the waiting ones in, as far as there are places."""
+        """Admit waiting requests, as many as there are free slots."""
         self._open = True
         self._admit()
 

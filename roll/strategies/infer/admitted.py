@@ -1,8 +1,8 @@
-"""The requests of an engine that computes in processes of its own: who is known, who waits, who is inside.
+"""The requests of an engine that computes in its own processes: known, waiting, or inside the engine.
 
-An engine that is spoken to by messages meets the same cases whoever made it: an abort that comes before the request is
-inside, a request that has to leave and enter again before all others, a drain that somebody interrupts. They are here
-once; what the messages say is the engine's own module's business.
+Every engine that is driven by messages meets the same cases: an abort that arrives before the request is inside, a
+request that must leave and enter again before all others, a drain that is interrupted. They are handled here once. The
+content of the messages is left to the engine's own module.
 """
 
 from __future__ import annotations
@@ -17,47 +17,49 @@ from roll.strategies.infer.response import Response
 
 
 class Inside(Protocol):
-    """A request that has a place in the engine."""
+    """A request that has a slot in the engine."""
 
     @property
     def response(self) -> Response:
-        """Its tokens so far."""
+        """The request's tokens so far."""
 
 
 Place = TypeVar("Place", bound=Inside)
 
 
 class AdmittedRequests(Generic[Place]):
-    """Requests from the moment they are known until they have ended."""
+    """Requests, from when they become known until they have ended."""
 
     def __init__(self, places: int, on_change: Callable[[], None]) -> None:
         """``on_change`` is called when a request has entered or left."""
         self.gate = AdmissionGate(places)
         self.inside: dict[str, Place] = {}
-        """In the order in which they entered."""
+        """Requests inside the engine, in order of entry."""
         self._known: set[str] = set()
         self._aborted: set[str] = set()
-        """Requests aborted between being let in and being inside."""
+        """Requests aborted after admission, before they were inside."""
         self._on_change = on_change
 
     def responses_inside(self) -> list[Response]:
-        """Of the requests that are inside."""
+        """Return the responses of the requests inside the engine."""
         return [place.response for place in self.inside.values()]
 
     def counts(self) -> dict[str, Any]:
-        """`running` and `waiting`, as the engine's stats have them."""
+        """Return `running` and `waiting`, the counts for the engine's stats."""
         return {"running": len(self.inside), "waiting": self.gate.waiting}
 
     def require_new(self, name: str) -> None:
-        """Raises ``ValueError`` if a request of this name is there already."""
+        """Raise ``ValueError`` if a request of this name exists already."""
         if name in self._known:
             raise ValueError(f"request {name!r} cannot run: another one with this id is running")
 
     async def run(
         self, name: str, enter: Callable[[], Place], updates_of: Callable[[Place], AsyncGenerator[Response, None]]
     ) -> AsyncGenerator[Response, None]:
-        """A request's state after each message of the engine; nothing if it was aborted before it began. ``enter``
-        makes its place, ``updates_of`` runs it to its end or until it is to begin again."""
+        """Yield the request's state after each message from the engine; nothing if it was aborted before it began.
+
+        ``enter`` takes the request's slot. ``updates_of`` runs it until it ends or has to begin again.
+        """
         self._known.add(name)
         had_a_place = False
         try:
@@ -83,26 +85,30 @@ class AdmittedRequests(Generic[Place]):
             self._aborted.discard(name)
 
     def abort(self, names: Sequence[str]) -> list[Place]:
-        """Turn these requests away where they wait; those that are inside, for the engine to end."""
+        """Turn away those of these requests that still wait. Return those that are inside, which the engine has to
+        end."""
         self.gate.turn_away(set(names))
         self._aborted |= {name for name in names if name in self._known and name not in self.inside}
         return [self.inside[name] for name in names if name in self.inside]
 
     def require_none(self, what: str, *, paused: bool) -> None:
-        """Raises ``RuntimeError`` if requests are being computed."""
+        """Raise ``RuntimeError`` if requests are being computed."""
         if not paused and self.inside:
             raise RuntimeError(f"{what} needs a paused or idle engine; {len(self.inside)} requests are running")
 
 
 class Drains:
-    """Waits for an engine to be empty, which end early where somebody interrupts them."""
+    """Pending drains; `interrupt` ends them early."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def wait(self, begin: Callable[[Callable[[Exception | None], None]], None] | None = None) -> None:
-        """Return when the drain has ended, or raise what it ended with. ``begin`` starts it, where the engine waits
-        itself, and is given what is to be called at its end."""
+        """Wait until the drain has ended; raise its error if it failed.
+
+        ``begin`` starts the drain if the engine itself does the waiting. It is given the function to call when the
+        drain ends.
+        """
         drain: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(drain)
         if begin is not None:
@@ -113,17 +119,17 @@ class Drains:
             self._waiting.remove(drain)
 
     def end(self, error: Exception | None) -> None:
-        """End all of them, with success if there is no ``error``."""
+        """End all drains: with success if ``error`` is None."""
         for drain in self._waiting:
             _end(drain, error)
 
     def interrupt(self, by: str) -> None:
-        """End all of them as interrupted."""
+        """End all drains with an error that says they were interrupted."""
         self.end(RuntimeError(f"the drain was interrupted by {by}"))
 
 
 def _end(drain: asyncio.Future[None], error: Exception | None) -> None:
-    """Resolve it, unless it is resolved already."""
+    """Resolve the drain, unless it is resolved already."""
     if drain.done():
         return
     if error is None:

@@ -1,9 +1,10 @@
 """Attention of a decoding step on a CPU: the query heads of a group share their keys without copying them.
 
-Registered with transformers through its public attention interface; everything but a single query token goes to its
-own SDPA function. Promise: a row's output has the same bits whatever the other rows, the padded length (a multiple
-of 16) and the number of threads. The CPU kernel gives each thread a scratch buffer whose alignment depends on the
-thread, and its sums depend on the alignment; so the step's attention runs on one thread.
+The function is registered with transformers through its public attention interface. Only a single query token per row
+is computed here; everything else goes to transformers' own SDPA function. Promise: a row's output has the same bits for
+any other rows, any padded length (a multiple of 16) and any number of threads. The CPU kernel gives each thread a
+scratch buffer whose alignment depends on the thread, and its sums depend on the alignment, so attention of a decoding
+step runs on one thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SLOT_SDPA = "roll_slot_sdpa"
 
 
 def register_slot_sdpa() -> None:
-    """Make ``attn_implementation=SLOT_SDPA`` known to transformers. Harmless to repeat."""
+    """Register ``attn_implementation=SLOT_SDPA`` with transformers. Harmless to repeat."""
     AttentionInterface.register(SLOT_SDPA, slot_sdpa_forward)
     AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
 
@@ -34,8 +35,8 @@ def slot_sdpa_forward(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of ``query [rows, heads, tokens, head_dim]`` over ``key, value [rows, kv_heads, length, head_dim]``
-    with an additive mask; returns ``[rows, tokens, heads, head_dim]``."""
+    """Attend with ``query [rows, heads, tokens, head_dim]`` over ``key, value [rows, kv_heads, length, head_dim]`` with
+    an additive mask. Return ``[rows, tokens, heads, head_dim]``."""
     if query.shape[2] != 1 or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -44,16 +45,17 @@ def slot_sdpa_forward(
     if threads > 1:
         torch.set_num_threads(1)
     try:
+        # The heads of a group are passed to the kernel as query tokens, so it reads their keys once for all of them.
+        rows, heads, _, head_dim = query.shape
         output = scaled_dot_product_attention(
-            query,
+            query.reshape(rows, key.shape[1], heads // key.shape[1], head_dim),
             key,
             value,
-            attn_mask=attention_mask,
+            attn_mask=attention_mask.expand(rows, 1, heads // key.shape[1], -1),
             dropout_p=dropout,
             scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
         )
     finally:
         if threads > 1:
             torch.set_num_threads(threads)
-    return output.transpose(1, 2).contiguous(), None
+    return output.reshape(rows, 1, heads, head_dim), None

@@ -1,8 +1,8 @@
-"""What every generation engine offers: many independent requests at once.
+"""The interface of every generation engine: many independent requests at once.
 
-An engine never learns about groups, batches or training steps. A request joins and leaves on its own; its tokens
-carry the log-probability of the distribution they were sampled from and the version of the weights that produced
-them. All methods are coroutines of one event loop; an engine that computes in a thread hides it.
+An engine knows nothing of groups, batches or training steps. Each request joins and leaves on its own. Its tokens carry
+the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
+methods belong to one event loop; an engine that computes in a thread hides it.
 """
 
 from __future__ import annotations
@@ -20,43 +20,45 @@ TransferStep = Literal["init", "start", "update", "finish"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. Equal parameters, seed, prompt and weights give equal tokens."""
+    """Sampling parameters of one request. Equal parameters, seed, prompt and weights give equal tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy (every recorded log-probability is then 0: the distribution is a point)."""
+    """0 is greedy. Every recorded log-probability is then 0, because the distribution is a point."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the request; the token is part of the response."""
+    """Tokens that end the request when sampled; the token is part of the response."""
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
-    """Go on to `max_new_tokens` whatever is sampled."""
+    """Continue to `max_new_tokens`, whatever is sampled."""
 
     @property
     def watches_text(self) -> bool:
-        """Whether a text may end the response."""
+        """True if a stop string may end the response."""
         return bool(self.stop_strings) and not self.ignore_eos
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What is to go on, and how it is sampled."""
+    """A prompt to continue, and how to sample."""
 
     request_id: str
     prompt_token_ids: np.ndarray
-    """int32 ``[prompt]``. At a re-issue after a dead engine: prompt plus the partial response."""
+    """int32 ``[prompt]``. For a request that is issued again after its engine died: the prompt plus the partial
+    response."""
     sampling: SamplingParams
     first_token_index: int = 0
-    """Number of response tokens that earlier attempts already produced (they count against nothing here, but the
-    random stream goes on at this index, so a continued response is sampled as an uninterrupted one would be)."""
+    """Number of response tokens that earlier attempts have produced. They do not count against any limit. The random
+    stream resumes at this index, so a continued response is sampled like an uninterrupted one."""
 
 
 @dataclass
 class Completion:
-    """The end of a request: what was sampled, from which distribution, by which weights."""
+    """The result of a request: the sampled tokens, their log-probabilities and the weight versions that produced
+    them."""
 
     request_id: str
     token_ids: np.ndarray
@@ -70,7 +72,7 @@ class Completion:
 
 @dataclass
 class TokenChunk:
-    """Tokens a running request gained since the last chunk; the last one carries the finish reason."""
+    """New tokens of a running request since its last chunk. The last chunk carries the finish reason."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -80,42 +82,43 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class BucketLocation:
-    """Where another process of this host finds a bucket's data."""
+    """Location at which another process of this host finds a bucket's data."""
 
     path: str
-    """A file to open and map, read-only."""
+    """A file to open and map read-only."""
     offset: int
-    """First byte of the data in that file."""
+    """Offset of the data's first byte in that file."""
 
 
 @dataclass
 class WeightBucket:
-    """Some tensors of one publication, as bytes.
+    """Some tensors of one weight update, as bytes.
 
-    ``tensors`` holds (Hugging Face name, dtype name such as ``float32``, shape, byte offset); ``data`` is uint8
+    ``tensors`` holds (Hugging Face name, dtype name such as ``float32``, shape, byte offset). ``data`` is uint8
     ``[bytes]``. A tensor is never split over buckets.
     """
 
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     data: np.ndarray
     location: BucketLocation | None = None
-    """None where the bytes are in no file."""
+    """None if the bytes are in no file."""
     lasting: bool = False
-    """Whether ``data`` stays as it is until the engine has loaded the next version; if not, it may change as soon as
+    """True if ``data`` stays unchanged until the engine has loaded the next version. If False, it may change as soon as
     `InferStrategy.load_weights` has returned."""
 
 
 @dataclass
 class WeightReceipt:
-    """What an engine says it holds (or is about to hold); compared with the trainer's own (attestation)."""
+    """The weights that an engine holds, or is about to hold; compared with the trainer's own (checksum
+    verification)."""
 
     version: int
     parameter_count: int
-    """Elements over all named parameters, tied ones counted once."""
+    """Number of elements of all named parameters; tied ones count once."""
     checksums: Mapping[str, int | None] = field(default_factory=dict)
-    """Name of each tensor -> xxh3_64 of its bytes as the engine holds it; None where that cannot be read back."""
+    """Tensor name -> xxh3_64 of its bytes as the engine holds it; None if they cannot be read back."""
     in_place: bool = False
-    """Whether the engine computes with the publication's own memory, which must then stay as it is."""
+    """True if the engine computes with the weight update's own memory, which must then stay unchanged."""
 
 
 class InferStrategy(Protocol):
@@ -125,55 +128,67 @@ class InferStrategy(Protocol):
         """Load the model (as version 0) and accept requests."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. An aborted one ends normally with `finish_reason='abort'` and its tokens."""
+        """Run one request to its end. An aborted request returns normally, with `finish_reason='abort'` and its
+        tokens."""
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like `generate`, token by token (or a few at a time)."""
+        """Run a request like `generate`, yielding one token (or a few) at a time."""
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """The new tokens of each running request beyond the first ``known[id]`` (absent: 0); one without any may be
-        left out, as may one that has not begun. A chunk that ends its request carries the finish reason.
+        """Return the new tokens of each running request beyond the first ``known[id]`` (absent: 0).
 
-        Also the engine's sign of life: the answer comes from what decodes, between two steps, so an engine that is
-        stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`."""
+        A request without new tokens may be left out, and so may one that has not begun. A chunk that ends its request
+        carries the finish reason.
+
+        The answer is also the engine's sign of life: it comes from the decoding loop, between two steps, so an engine
+        that is stuck in a step does not answer. Paused and sleeping engines do. Raises `EngineFailed`.
+        """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; unknown ids are ignored (they may just have finished)."""
+        """End these requests now. Unknown ids are ignored: they may just have finished."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. Returns when no step runs; new requests queue up. `drain` waits for the running ones (and
-        starts no queued one), `keep` freezes them with their caches, `resume` drops the caches, which are rebuilt
-        from prompt and partial tokens when the engine goes on."""
+        """Stop decoding. Return when no step runs; new requests are queued.
+
+        `drain` waits for the running requests and starts no queued one. `keep` freezes running requests with their
+        caches. `resume` drops the caches, which are rebuilt from prompts and partial tokens when the engine resumes.
+        """
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume decoding after `pause`."""
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Take a publication in beside whatever runs, and say what would be held. Raises `WeightMismatch` naming the
-        tensor if a name is unknown or missing, or a shape differs. The weights in use do not change; a publication
-        that was prepared before is forgotten."""
+        """Take in a weight update while requests run, and return what the engine would hold.
+
+        The weights in use do not change. An update that was prepared before is discarded. Raises `WeightMismatch`
+        naming the tensor if a name is unknown or missing, or a shape differs.
+        """
 
     async def load_weights(self, version: int) -> WeightReceipt:
-        """Replace all weights by the prepared ones; only while paused or idle. Raises ``RuntimeError`` if this version
-        is not the one prepared, and leaves no half-loaded version behind a success."""
+        """Replace all weights by the prepared ones; only while paused or idle.
+
+        Raises ``RuntimeError`` if this version is not the one prepared. Never reports success for a half-loaded
+        version.
+        """
 
     async def sleep(self) -> None:
-        """Give the devices up (caches freed, weights off the device). Pause first."""
+        """Release the devices: free the caches, move the weights off the device. Pause first."""
 
     async def wake(self) -> None:
-        """Undo `sleep`. Requests that had tokens go on from prompt plus partial tokens."""
+        """Undo `sleep`. Requests that had tokens continue from prompt plus partial tokens."""
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probability of each token given those before it, under the weights held now, at temperature 1 and with
-        nothing truncated.
+        """Return the log-probability of each token given those before it, under the current weights, at temperature 1
+        and without truncation.
 
-        ``token_ids`` int32 ``[length]`` each, at least one token and fewer than the engine's longest sequence. Returns
-        float32 ``[length]`` each, 0 at the first token. May run beside requests; the engine is awake and not paused.
+        ``token_ids`` is int32 ``[length]`` for each sequence, with at least one token and fewer than the engine's
+        longest sequence. Returns float32 ``[length]`` for each, 0 at the first token. May run beside requests; the
+        engine must be awake and not paused.
         """
 
     def stats(self) -> dict[str, Any]:
-        """At least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total), `busy_spans`
-        (the last ones, in seconds since the epoch, see `BusySpans`)."""
+        """Return at least `running`, `waiting`, `version`, `generated_tokens` (total), `busy_seconds` (total) and
+        `busy_spans` (the latest ones, in seconds since the epoch; see `BusySpans`)."""
 
     async def shutdown(self) -> None:
         """End all requests as aborted and free everything."""
@@ -181,18 +196,19 @@ class InferStrategy(Protocol):
 
 @runtime_checkable
 class PushedStrategy(Protocol):
-    """An engine whose library takes weights straight from the trainer: by NCCL or CUDA IPC. See `RemoteCalls`."""
+    """An engine whose library receives weights straight from the trainer, by NCCL or CUDA IPC. See `RemoteCalls`."""
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """One call of the engine library's weight transfer."""
+        """Make one call of the weight transfer of the engine's library."""
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
-        """What is held after a push of this version, of tensors of this layout: name -> dtype name, shape."""
+        """Record a completed push of this version and return what the engine holds. ``layout``: name -> (dtype name,
+        shape)."""
 
 
 class WeightMismatch(ValueError):
-    """A publication does not fit the engine's model. The message names the tensor."""
+    """The weight update does not fit the engine's model. The message names the tensor."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine cannot go on; every request ends with this error, which carries the cause."""
+    """The engine has failed for good. Every request fails with this error, which carries the cause."""

@@ -1,4 +1,4 @@
-"""Time of work, for an engine that does not tell when it computed."""
+"""Busy time of an engine that does not report when it computed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from roll.tracking.busy_spans import BusySpans
 
 @dataclass
 class BusyClock:
-    """Seconds during which something was computed, and when that was."""
+    """Total seconds of computing, and when they were."""
 
     total: float = 0.0
     since: float | None = None
     spans: BusySpans = field(default_factory=BusySpans)
 
     def set(self, busy: bool) -> None:
-        """From now on it is busy, or not."""
+        """Record that the engine is busy, or idle, from now on."""
         now = time.perf_counter()
         if self.since is not None:
             self.total += now - self.since
@@ -27,10 +27,10 @@ class BusyClock:
         self.since = now if busy else None
 
     def read(self) -> float:
-        """Seconds so far."""
+        """Return the busy seconds so far."""
         self.set(self.since is not None)
         return self.total
 
     def stats(self) -> dict[str, Any]:
-        """`busy_seconds` and `busy_spans`, as an engine's stats have them."""
+        """Return `busy_seconds` and `busy_spans` for the engine's stats."""
         return {"busy_seconds": self.read(), "busy_spans": self.spans.recent()}

@@ -1,8 +1,8 @@
 """The thread in which an engine lives: commands go in through a queue, one report per step comes out.
 
-The thread alone touches the engine, so the engine needs no locks. Reports are delivered by one
-``call_soon_threadsafe`` per turn, however many requests ended in it. If anything but a command's own mistake is
-raised, the thread ends, and everyone who waits is told the cause.
+Only the thread touches the engine, so the engine needs no locks. Reports are delivered by one ``call_soon_threadsafe``
+per turn, however many requests ended in it. An error that is not a command's own mistake ends the thread, and every
+waiting caller gets the cause.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class _Answer:
 
 @dataclass
 class EngineReport:
-    """What one turn of the thread has to say to the event loop."""
+    """Results of one turn of the thread, for the event loop."""
 
     output: EngineOutput = field(default_factory=EngineOutput)
     rejected: list[tuple[int, ValueError]] = field(default_factory=list)
-    """Requests that cannot run, with the reason."""
+    """Requests that cannot run, each with the reason."""
     answers: list[_Answer] = field(default_factory=list)
     failure: BaseException | None = None
-    """Why the thread has ended."""
+    """Error that ended the thread."""
 
     def __bool__(self) -> bool:
         return bool(self.output.completions or self.output.chunks or self.rejected or self.answers or self.failure)
 
 
 def engine_failed_from(cause: BaseException) -> EngineFailed:
-    """A fresh ``EngineFailed`` (each waiter raises its own) with the cause in its text and attached."""
+    """Return a new ``EngineFailed`` with the cause in its text and attached. Each waiting caller raises its own."""
     failure = EngineFailed(f"the engine stopped: {cause!r}")
     failure.__cause__ = cause
     return failure
 
 
 class EngineThread:
-    """Runs an engine. Methods without an underscore belong to the event loop."""
+    """Runs an engine. Only the event loop calls the methods without an underscore."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class EngineThread:
 
     @property
     def engine(self) -> HFEngine:
-        """The engine; for others than its thread to read counters only. ``EngineFailed`` before the start."""
+        """The engine. Only its own thread may do more than read counters. Raises ``EngineFailed`` before the start."""
         if self._engine is None:
             raise EngineFailed("the engine is not there yet, or no longer")
         return self._engine
@@ -98,7 +98,7 @@ class EngineThread:
             raise engine_failed_from(self._failure)
 
     async def start(self) -> None:
-        """Build the engine in the thread. Raises what building raises."""
+        """Build the engine in the thread. Raises what building it raises."""
         started = self._new_call()
         self._inbox.append(lambda: self._answer(started))
         self._thread.start()
@@ -115,7 +115,7 @@ class EngineThread:
         self._post(lambda: self._submit(key, request, streaming))
 
     def abandon(self, key: int) -> None:
-        """Abort a request for which nobody waits any more."""
+        """Abort a request that no caller waits for any more."""
         self._post(lambda: self.engine.abort([key]))
 
     async def call(self, function: Callable[[HFEngine], Any]) -> Any:
@@ -123,7 +123,7 @@ class EngineThread:
         return await self._command(lambda future: self._answer(future, function(self.engine)))
 
     async def call_while_still(self, function: Callable[[HFEngine], Any], name: str) -> Any:
-        """Like `call`, but raises ``RuntimeError`` unless the engine is paused or idle."""
+        """Run a function like `call`, but raise ``RuntimeError`` unless the engine is paused or idle."""
 
         def command(future: asyncio.Future[Any]) -> None:
             busy = self.engine.running + self.engine.waiting
@@ -134,17 +134,17 @@ class EngineThread:
         return await self._command(command)
 
     async def sleep(self) -> None:
-        """`HFEngine.sleep`, unless it sleeps already."""
+        """Call `HFEngine.sleep`, unless the engine sleeps already."""
         await self.call_while_still(lambda engine: None if engine.asleep else engine.sleep(), "sleep")
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `InferStrategy.pause`."""
+        """Stop decoding; see `InferStrategy.pause`."""
         if mode not in ("keep", "resume", "drain"):
             raise ValueError(f"pause mode {mode!r} is unknown; one of keep, resume, drain")
         await self._command(lambda future: self._pause(mode, future))
 
     async def resume(self) -> None:
-        """See `InferStrategy.resume`."""
+        """Resume decoding; see `InferStrategy.resume`."""
         await self._command(self._resume)
 
     async def shutdown(self) -> None:
@@ -173,7 +173,7 @@ class EngineThread:
             self._wake_up.notify()
 
     def _deliver(self, report: EngineReport) -> None:
-        """In the event loop: hand a report to everyone it concerns."""
+        """Pass a report on to every caller it concerns. Runs in the event loop."""
         if report.failure is not None:
             self._failure = report.failure
         for answer in report.answers:
@@ -203,7 +203,7 @@ class EngineThread:
         for command in self._next_commands():
             command()
         if self._report.answers:
-            # Who gave a command does not wait for the step that follows it.
+            # Answer commands now: their callers do not wait for the step that follows.
             self._report.output = self.engine.take_output()
             self._send_report()
         if self._can_step():
@@ -215,7 +215,7 @@ class EngineThread:
         self._send_report()
 
     def _next_commands(self) -> list[Callable[[], None]]:
-        """All commands so far; waits for one if there is nothing to compute."""
+        """Return all commands so far; wait for one if there is nothing to compute."""
         with self._wake_up:
             while not self._inbox and not self._can_step():
                 self._wake_up.wait()
@@ -237,7 +237,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver, report)
 
     def _guarded(self, command: Callable[[asyncio.Future[Any]], None], future: asyncio.Future[Any]) -> None:
-        """Run a command; its own mistakes go to its caller, an engine that failed in it ends the thread."""
+        """Run a command. Its own mistakes go to its caller; an ``EngineFailed`` ends the thread."""
         try:
             command(future)
         except EngineFailed:

@@ -1,9 +1,9 @@
 """The engine behind `hf_infer`: continuous batching over a transformers model, one synchronous `step` at a time.
 
-Each step gives every running request one token; requests join and leave between steps. Promise: on a CPU with SDPA,
-tokens and log-probabilities of a request have the same bits whatever runs beside it and whenever it came. So prompts
-are prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to multiples at
-which the kernels' sums do not depend on the shape. All methods must be called from one thread.
+Each step gives every running request one token; requests join and leave between steps. Promise: on a CPU with SDPA, the
+tokens and log-probabilities of a request have the same bits whatever runs beside it and whenever it arrives. To keep
+it, a prompt is prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to
+multiples for which the kernels' sums do not depend on the shape. All methods must be called from one thread.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from roll.strategies.weights import copy_with_checksum, tensor_checksum, views
 from roll.tracking.busy_spans import BusySpans
 
 _ROW_MULTIPLE = 8
-"""Matrix products of a CPU give a row the same bits if each thread gets at least 4 rows; twice that to be safe."""
+"""A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
+safe."""
 _ADMISSION_INTERVAL = 4
-"""While requests run, new ones join at every fourth step, so that their prompts share a forward pass."""
+"""While requests run, new ones join only at every fourth step, so that their prompts share a forward pass."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Sizes of an engine."""
+    """Size limits of an engine."""
 
     max_length: int
     """Longest prompt plus response."""
     max_running_requests: int
     max_prefill_tokens: int
-    """Most prompt tokens (with padding) in one forward pass; a longer prompt has a pass of its own."""
+    """Most prompt tokens, padding included, in one forward pass. A longer prompt gets a pass of its own."""
 
 
 @dataclass
 class EngineOutput:
-    """What happened since it was last asked."""
+    """Completions and chunks since the last `take_output`."""
 
     completions: list[tuple[int, Completion]] = field(default_factory=list)
     chunks: list[tuple[int, TokenChunk]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class EngineCounters:
     busy_spans: BusySpans = field(default_factory=BusySpans)
 
     def worked(self, seconds: float) -> None:
-        """Count work that ends now."""
+        """Add ``seconds`` of work that ended now."""
         self.busy_seconds += seconds
         now = time.time()
         self.busy_spans.add(now - seconds, now)
@@ -81,16 +82,16 @@ class EngineCounters:
 
 @dataclass
 class StagedWeights:
-    """A complete publication that fits the model, ready to be put in."""
+    """A complete weight update that fits the model, ready to be loaded."""
 
     tensors: dict[str, torch.Tensor]
-    """In the model's precision on the host. Where the model computes there too, these very tensors will be its
+    """Tensors in the model's precision, on the host. If the model computes on the host too, these tensors become its
     parameters."""
     receipt: WeightReceipt
 
 
 class HFEngine:
-    """Many independent requests over one model."""
+    """Runs many independent requests over one model."""
 
     def __init__(
         self,
@@ -124,12 +125,12 @@ class HFEngine:
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
+        """Number of requests that have a row."""
         return len(self._table)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a row."""
+        """Number of requests that wait for a row."""
         return len(self._waiting)
 
     @property
@@ -143,15 +144,17 @@ class HFEngine:
         return self._cache.num_bytes
 
     def submit(self, key: int, request: GenerateRequest, streaming: bool = False) -> None:
-        """Queue a request under a number that no other request has. Raises ``ValueError`` saying what is wrong with
-        it; other requests are not touched."""
+        """Queue a request under a number that no other request has.
+
+        Raises ``ValueError`` saying what is wrong with the request; other requests are not affected.
+        """
         check_request(request, self._limits.max_length, self._vocabulary)
         active = ActiveRequest(key, request, streaming)
         active.matcher = self._stop_strings.matcher(request)
         self._waiting.append(active)
 
     def abort(self, keys: Iterable[int]) -> None:
-        """End these requests with the tokens they have; unknown keys are ignored."""
+        """End these requests with the tokens they have. Unknown keys are ignored."""
         keys = set(keys)
         rows = [active.row for active in self._table.requests if active.key in keys]
         self._finish(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
@@ -164,12 +167,13 @@ class HFEngine:
         self.abort([active.key for active in (*self._table.requests, *self._waiting)])
 
     def take_output(self) -> EngineOutput:
-        """Completions and chunks since the last call."""
+        """Return completions and chunks since the last call."""
         output, self._output = self._output, EngineOutput()
         return output
 
     def progress(self, known: Mapping[int, int]) -> dict[int, TokenChunk]:
-        """New tokens of each running request beyond the first ``known[key]`` (absent: 0), where there are any."""
+        """Return the new tokens of each running request beyond the first ``known[key]`` (absent: 0); omit requests
+        without any."""
         chunks = {
             active.key: self._table.chunk(active.row, known.get(active.key, 0), None) for active in self._table.requests
         }
@@ -177,9 +181,12 @@ class HFEngine:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probability of each token given those before it at temperature 1: float32 ``[length]`` each, 0 at the
-        first. One forward pass each, so that the logits of one sequence are all the memory it takes. Raises
-        ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep."""
+        """Return the log-probability of each token given those before it, at temperature 1: float32 ``[length]`` per
+        sequence, 0 at the first token.
+
+        Each sequence has its own forward pass, so memory for the logits of one sequence is enough. Raises
+        ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
+        """
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before score")
         return [self._score(tokens) for tokens in token_ids]
@@ -198,16 +205,17 @@ class HFEngine:
         self.counters.worked(time.perf_counter() - started)
 
     def drop_caches(self) -> None:
-        """Free all keys and values. The next step computes them again from prompts and partial tokens, with the
-        weights of then."""
+        """Free all keys and values. The next step recomputes them from prompts and partial tokens, with the weights of
+        that moment."""
         self._cache.release()
         self._caches_dropped = True
 
     def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> StagedWeights:
-        """Take a publication in without touching the model; any thread may call it while another one steps.
+        """Take in a weight update without touching the model. Any thread may call this while another one steps.
 
-        Tensors are cast to the model's precision. On a CPU, those of lasting memory in that precision are used where
-        they lie, others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever ``buckets`` raises.
+        Tensors are cast to the model's precision. On a CPU, tensors that already have that precision and lie in lasting
+        memory are used in place; others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever
+        ``buckets`` raises.
         """
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
@@ -226,7 +234,7 @@ class HFEngine:
         return StagedWeights(tensors, WeightReceipt(version, count, checksums, in_place))
 
     def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
-        """The tensor as the model will have it (on a device: as it will be copied there), and its checksum."""
+        """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
         if tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         elif self._device.type == "cpu" and not lasting:
@@ -236,8 +244,8 @@ class HFEngine:
     def load_weights(self, staged: StagedWeights) -> WeightReceipt:
         """Replace all weights by staged ones; later tokens carry their version.
 
-        On a CPU the parameters become the staged tensors; a device's memory is written in place and read back for the
-        receipt. Raises ``EngineFailed`` if that fails halfway.
+        On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
+        checksums. Raises ``EngineFailed`` if loading fails halfway.
         """
         receipt = staged.receipt
         try:
@@ -263,7 +271,7 @@ class HFEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Move the weights back. Caches are rebuilt by the next step."""
+        """Move the weights back. The next step rebuilds the caches."""
         self._model.to(self._device)
         self._asleep = False
 
@@ -302,7 +310,7 @@ class HFEngine:
         return () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
 
     def _prefill(self, rows: Iterable[int]) -> None:
-        """Compute keys and values of all tokens but the last of these rows; equal token lists are computed once."""
+        """Compute keys and values of all tokens of these rows except the last. Equal token lists are computed once."""
         buckets: dict[int, dict[bytes, list[int]]] = {}
         for row in rows:
             tokens = self._table.cached_tokens(row)
@@ -316,7 +324,7 @@ class HFEngine:
                 self._prefill_pass(groups[start : start + per_pass], length)
 
     def _prefill_pass(self, groups: list[list[int]], length: int) -> None:
-        """One forward pass over one prompt per group, copied to all rows of the group."""
+        """Run one forward pass over one prompt per group and copy the result to all rows of the group."""
         prompts = max(len(groups), -(-self._min_rows // length))
         input_ids = np.zeros((prompts, length), dtype=np.int64)
         for index, rows in enumerate(groups):
@@ -340,7 +348,7 @@ class HFEngine:
         return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
 
     def _decode(self) -> None:
-        """One forward pass over the last token of every row, then sampling and bookkeeping."""
+        """Run one forward pass over the last token of every row, then sample and update the records."""
         count = self.running
         logits = self._next_logits()[:count]
         sampling = RowSampling(
@@ -358,8 +366,10 @@ class HFEngine:
             self._output.chunks.append((active.key, self._table.next_chunk(active.row, None)))
 
     def _next_logits(self) -> torch.Tensor:
-        """Logits after the last token of every row, ``[padded rows, vocabulary]``. Rows beyond the running ones hold
-        token 0 at position 0."""
+        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``.
+
+        Rows beyond the running ones hold token 0 at position 0.
+        """
         count, rows = self.running, self._padded_rows()
         input_ids = np.zeros(rows, dtype=np.int64)
         positions = np.zeros(rows, dtype=np.int64)
@@ -390,7 +400,7 @@ class HFEngine:
         self._finish(rows, ["stop" if stopped[row] else "length" for row in rows])
 
     def _finish(self, rows: np.ndarray, reasons: list[FinishReason]) -> None:
-        """Report the rows' requests as ended and close the gaps."""
+        """Report the requests of these rows as ended and close the gaps."""
         if not len(rows):
             return
         for row, reason in zip(rows, reasons, strict=True):
@@ -416,7 +426,8 @@ class HFEngine:
 
 
 def prefill_length(tokens: int, max_length: int) -> int:
-    """Padded length of a prompt's forward pass: a function of its own length alone, about eight values per doubling."""
+    """Return the padded length of a prompt's forward pass. It depends on the prompt's own length only, with about eight
+    values per doubling."""
     step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
     return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
 
@@ -450,7 +461,7 @@ def check_request(request: GenerateRequest, max_length: int, vocabulary: int) ->
 def _check_fit(
     name: str, tensor: torch.Tensor, parameters: dict[str, torch.nn.Parameter], taken: dict[str, torch.Tensor]
 ) -> None:
-    """Raise ``WeightMismatch`` unless the tensor has its place in the model and came once."""
+    """Raise ``WeightMismatch`` unless the tensor fits a parameter of the model and has not come before."""
     if name not in parameters:
         raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
     if name in taken:

@@ -1,8 +1,8 @@
 """`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` protocol.
 
-The thread owns the model; the event loop owns the requests. They meet in two places only: a queue of commands into
-the thread, and one callback per step out of it. A failure in the thread ends every request and every later call with
-`EngineFailed` and its cause; nothing waits for a thread that is gone.
+The thread owns the model; the event loop owns the requests. They meet in two places only: a queue of commands into the
+thread, and one callback per step out of it. If the thread fails, every request and every later call fails with
+`EngineFailed` and its cause; nothing waits for a thread that has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roll.strategies.infer.stop_strings import StopStrings
 
 @dataclass
 class _Waiter:
-    """Someone who waits for a request: for its completion, or for its chunks."""
+    """A caller that waits for a request: for its completion, or for its chunks."""
 
     request_id: str
     completion: asyncio.Future[Completion] | None = None
@@ -50,7 +50,7 @@ class _Waiter:
 
 
 class HFInferStrategy:
-    """One engine replica; implements `InferStrategy`. Every method belongs to the event loop that called `start`."""
+    """One engine replica; implements `InferStrategy`. Call every method in the event loop that called `start`."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class HFInferStrategy:
         transport: str = "object_store",
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``.
+        """``eos_token_ids`` defaults to the model's own. Raises ``ConfigError`` for a wrong ``strategy_config``, or for
+        more than one GPU.
 
-        On GPUs the engine computes on one (``devices_per_engine``); sleeping needs no preparation (``shares_devices``),
-        nor do weights, which come in buckets (``transport``).
+        The engine computes on one GPU at most (``devices_per_engine``). Sleeping needs no preparation, so
+        ``shares_devices`` has no effect. Weights always come in buckets, so ``transport`` has none either.
         """
         if device == "cuda" and devices_per_engine > 1:
             raise ConfigError(
@@ -86,14 +87,16 @@ class HFInferStrategy:
         self._staged: StagedWeights | None = None
 
     async def start(self) -> None:
-        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a model it cannot drive."""
+        """Load the model (as version 0) and accept requests. Raises ``ConfigError`` for a model that the engine cannot
+        drive."""
         if self._thread is not None:
             raise RuntimeError("this engine was started before")
         self._thread = EngineThread(self._build_engine, asyncio.get_running_loop(), self._receive)
         await self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed`` if the
+        engine fails."""
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         key = self._submit(request, _Waiter(request.request_id, completion=completion))
         try:
@@ -102,7 +105,7 @@ class HFInferStrategy:
             self._forget(key)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like `generate`, one chunk per step. Leaving the iteration early aborts the request."""
+        """Yield the tokens of a request, one chunk per step. Leaving the iteration early aborts the request."""
         chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
         key = self._submit(request, _Waiter(request.request_id, chunks=chunks))
         try:
@@ -117,40 +120,46 @@ class HFInferStrategy:
             self._forget(key)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """New tokens of the running requests, taken between two steps of the engine's thread."""
+        """Return the new tokens of the running requests, taken between two steps of the engine's thread."""
         keys = {self._keys[request_id]: count for request_id, count in known.items() if request_id in self._keys}
         chunks = await self._live_thread().call(lambda engine: engine.progress(keys))
         return {self._waiters[key].request_id: chunk for key, chunk in chunks.items() if key in self._waiters}
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities at temperature 1, between two steps. Raises ``ValueError`` for a sequence that does not
-        fit the model, ``RuntimeError`` while the engine sleeps."""
+        """Return log-probabilities at temperature 1, computed between two steps.
+
+        Raises ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while the engine sleeps.
+        """
         return await self._live_thread().call(lambda engine: engine.score(token_ids))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; unknown ids are ignored."""
+        """End these requests now. Unknown ids are ignored."""
         keys = [self._keys[request_id] for request_id in request_ids if request_id in self._keys]
         await self._live_thread().call(lambda engine: engine.abort(keys))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
-        raises ``RuntimeError``."""
+        """Stop decoding; see the protocol.
+
+        A `drain` raises ``RuntimeError`` if another `pause`, `resume` or `shutdown` interrupts it.
+        """
         await self._live_thread().pause(mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
         await self._live_thread().resume()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Take a publication in (see `HFEngine.stage_weights`) in a thread of its own, beside decoding."""
+        """Take in a weight update (see `HFEngine.stage_weights`), in a thread of its own beside decoding."""
         engine = self._live_thread().engine
         self._staged = None
         self._staged = await asyncio.to_thread(engine.stage_weights, buckets, version)
         return self._staged.receipt
 
     async def load_weights(self, version: int) -> WeightReceipt:
-        """Replace all weights by the prepared ones. Raises ``RuntimeError`` unless paused or idle, or if this version
-        is not the one prepared."""
+        """Replace all weights by the prepared ones.
+
+        Raises ``RuntimeError`` unless the engine is paused or idle, or if this version is not the one prepared.
+        """
         thread, staged = self._live_thread(), self._staged
         if staged is None or staged.receipt.version != version:
             prepared = "nothing" if staged is None else f"version {staged.receipt.version}"
@@ -168,8 +177,8 @@ class HFInferStrategy:
         await self._live_thread().call(lambda engine: engine.wake())
 
     def stats(self) -> dict[str, Any]:
-        """`running`, `waiting`, `version`, `kv_bytes`, totals `generated_tokens`, `prefill_tokens`, `busy_seconds`, and
-        `busy_spans`."""
+        """Return `running`, `waiting`, `version`, `kv_bytes`, the totals `generated_tokens`, `prefill_tokens` and
+        `busy_seconds`, and `busy_spans`."""
         engine = self._live_thread().engine
         running = engine.running
         return {
@@ -184,12 +193,12 @@ class HFInferStrategy:
         }
 
     async def shutdown(self) -> None:
-        """End all requests as aborted, end the thread, free the model. Harmless to repeat."""
+        """End all requests as aborted, end the thread and free the model. Harmless to repeat."""
         if self._thread is not None:
             await self._thread.shutdown()
 
     def _build_engine(self) -> HFEngine:
-        """Runs in the engine's thread."""
+        """Build the engine. Runs in the engine's thread."""
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         model = load_model(self._spec)
@@ -218,7 +227,7 @@ class HFInferStrategy:
         return key
 
     def _forget(self, key: int) -> None:
-        """The waiter has left; if its request has not ended, it is aborted."""
+        """Drop a waiter that has left. Abort its request if it has not ended."""
         waiter = self._waiters.pop(key, None)
         if waiter is None:
             return
@@ -233,7 +242,7 @@ class HFInferStrategy:
         return waiter
 
     def _receive(self, report: EngineReport) -> None:
-        """The one callback of the thread, in the event loop."""
+        """Receive a report of the thread: its only callback, in the event loop."""
         for key, chunk in report.output.chunks:
             listener = self._waiters.get(key)
             if listener is not None and listener.chunks is not None:

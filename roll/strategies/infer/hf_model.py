@@ -1,8 +1,8 @@
-"""Loading a transformers causal language model for the engine, and refusing those it cannot drive correctly.
+"""Loads a transformers causal language model for the engine and refuses models that the engine cannot drive correctly.
 
-The engine promises that a request's tokens do not depend on its neighbours and that a cache row is a plain list of
-keys and values. Models that break one of the two (sliding windows, state spaces, position encodings that depend on the
-longest sequence) are refused by name before anything is generated.
+The engine promises that a request's tokens do not depend on its neighbours, and it relies on a cache row being a plain
+list of keys and values. Models that break one of the two (sliding windows, state spaces, position encodings that depend
+on the longest sequence) are refused by name before anything is generated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from roll.configs.errors import ConfigError, ConfigProblem
+from roll.strategies.allocator import keep_blocks_of
 from roll.strategies.infer.attention import SLOT_SDPA, register_slot_sdpa
 from roll.strategies.infer.model_facts import ModelSpec
 
@@ -20,7 +21,8 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def load_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model in evaluation mode on its device. Raises ``ConfigError`` for a model the engine cannot drive."""
+    """Return the model in evaluation mode on its device. Raises ``ConfigError`` for a model that the engine cannot
+    drive, and ``OSError`` if its files hold no safetensors."""
     if spec.dtype not in _DTYPES:
         raise _problem("model_args.dtype", f"{spec.dtype!r} is no known precision", f"one of {', '.join(_DTYPES)}")
     if spec.attn_implementation not in ("sdpa", "eager"):
@@ -38,18 +40,22 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         dtype=_DTYPES[spec.dtype],
         attn_implementation=implementation,
         trust_remote_code=spec.trust_remote_code,
+        use_safetensors=True,
     )
+    if torch.device(spec.device).type == "cpu":
+        keep_blocks_of(model.num_parameters())
     check_supported(model, spec.max_length)
     model.to(spec.device).eval().requires_grad_(False)
     for parameter in model.parameters():
-        # Weights read from a file lie where the file has them; a publication's lie in memory of torch. Equal weights
-        # shall give equal bits, and some kernels' sums depend on the alignment.
+        # Weights read from a file keep the file's alignment; those of a weight update lie in memory allocated by torch.
+        # Some kernels' sums depend on the alignment, and equal weights must give equal bits.
         parameter.data = parameter.data.clone()
     return model
 
 
 def check_supported(model: PreTrainedModel, max_length: int) -> None:
-    """Raise ``ConfigError`` unless every layer is full attention and positions mean the same at any length."""
+    """Raise ``ConfigError`` unless every layer is full attention, positions mean the same at any length, and
+    ``max_length`` fits the model."""
     config = model.config.get_text_config(decoder=True)
     path = "model_args.model_name_or_path"
     layers = DynamicCache(config=config).layers

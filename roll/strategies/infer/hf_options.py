@@ -1,4 +1,5 @@
-"""What `strategy_config` may contain for `hf_infer`; apart from the engine, so that checking it needs no torch."""
+"""Options that `strategy_config` may contain for `hf_infer`. Kept apart from the engine, so that checking needs no
+torch."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ class HFInferConfig:
     max_prefill_tokens: int = 8192
     """Most prompt tokens, with padding, in one forward pass."""
     threads: int | None = None
-    """Computing threads of torch on a CPU. Default: as torch has them."""
+    """Number of torch's computing threads on a CPU. Default: torch's own."""
 
     @classmethod
     def parse(
         cls, strategy_config: dict[str, Any], path: str = "strategy_args.strategy_config"
     ) -> HFInferConfig:
-        """Check a user's dictionary. Raises ``ConfigError`` with every unknown key and wrong value."""
+        """Check a user's options and return them. Raises ``ConfigError`` with every unknown key and wrong value."""
         known = [entry.name for entry in fields(cls)]
         problems = []
         for key, value in strategy_config.items():
@@ -41,7 +42,7 @@ class HFInferConfig:
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
     try:
         HFInferConfig.parse(strategy_config, path)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Keys and values of the running requests, one row each, kept in rows 0 to n.
+"""Keys and values of the running requests, one row per request, in rows 0 to n.
 
-Because the running rows are a compact prefix, a decoding step attends to plain views ``[:rows, :, :kv_length]`` and
-nothing is gathered. The buffers grow geometrically in rows and length, and never shrink until `release`.
+The running rows are a compact prefix, so a decoding step attends to plain views ``[:rows, :, :kv_length]`` and gathers
+nothing. The buffers grow geometrically in rows and length, and never shrink until `release`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from transformers.cache_utils import Cache
 
 LENGTH_MULTIPLE = 16
-"""Lengths that a kernel sees are multiples of this: its vectorised loops then never end in a remainder, whose sums are
-ordered differently, and a row's result does not depend on how long its neighbours are."""
+"""Multiple to which the lengths that a kernel sees are rounded up. Its vectorised loops then never end in a remainder,
+whose sums are ordered differently, so a row's result does not depend on the length of its neighbours."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 class SlotCache(Cache):
     """A transformers cache in which every row has its own length.
 
-    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` says which rows and positions the next
-    forward pass of one token per row writes; the model then calls `update` layer by layer. Fresh memory is zeroed:
+    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` names the rows and positions that the
+    next forward pass writes, one token per row. The model then calls `update` for each layer. New memory is zeroed:
     masked positions have weight 0, and 0 times an old NaN would be NaN.
     """
 
@@ -48,7 +48,7 @@ class SlotCache(Cache):
         return sum(tensor.nbytes for tensor in self._keys + self._values if tensor is not None)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for ``rows`` rows of ``length`` tokens, keeping what is stored."""
+        """Make room for ``rows`` rows of ``length`` tokens, keeping stored values."""
         if rows <= self._rows_capacity and length <= self._length_capacity:
             return
         if rows > self._rows_capacity:
@@ -68,7 +68,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model: write the step's keys and values ``[n, kv_heads, 1, head_dim]``, return the views."""
+        """Write the step's keys and values ``[n, kv_heads, 1, head_dim]`` and return the views. Called by the model."""
         rows, positions = self._step_rows, self._step_positions
         keys, values = self._allocate(layer_idx, key_states, value_states)
         keys[rows, :, positions] = key_states[:, :, 0]
@@ -77,21 +77,21 @@ class SlotCache(Cache):
         return keys[:count, :, : self._step_kv_length], values[:count, :, : self._step_kv_length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before those of the current step, as far as one number can say it for all rows."""
+        """Return the number of tokens before the current step, as one number for all rows."""
         return max(self._step_kv_length - 1, 0)
 
     def store(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
-        beginnings of ``rows``; one source may go to many rows."""
+        start of ``rows``. One source may go to many rows."""
         held_keys, held_values = self._allocate(layer, keys, values)
         length = keys.shape[2]
         held_keys[rows, :, :length] = keys[sources]
         held_values[rows, :, :length] = values[sources]
 
     def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
-        """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets`` (the two are disjoint)."""
+        """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets``. The two sets are disjoint."""
         for tensor in self._keys + self._values:
             if tensor is not None:
                 source = torch.as_tensor(sources, device=tensor.device)
@@ -99,13 +99,14 @@ class SlotCache(Cache):
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
         self._rows_capacity = self._length_capacity = 0
 
     def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's tensors, created at its first use, when its head count and size are known."""
+        """Return a layer's tensors. They are created at the layer's first use, when the number and size of its heads
+        are known."""
         held_keys, held_values = self._keys[layer], self._values[layer]
         if held_keys is None or held_values is None:
             held_keys = self._keys[layer] = self._zeros_like(keys)

@@ -1,7 +1,7 @@
-"""Memory that processes of one host share: written by one, mapped by others, gone when the last one is.
+"""Memory shared by processes of one host: one writes it, others map it, and it is gone when the last one has ended.
 
-The memory has no name in any file system: others open it through the owner's ``/proc`` entry, so nothing is left behind
-whichever process is killed, and the size of a container's ``/dev/shm`` does not matter. Linux only.
+The memory has no name in any file system. Other processes open it through the owner's ``/proc`` entry, so a killed
+process leaves nothing behind, and the size of a container's ``/dev/shm`` does not matter. Linux only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 
 
 class MemoryFile:
-    """Anonymous shared memory of this process, given up with the object; mappings of other processes stay valid."""
+    """Anonymous shared memory of this process. It is released with the object; mappings in other processes stay
+    valid."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,7 +29,7 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """Where other processes of the same user open it."""
+        """Path at which other processes of the same user open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
@@ -38,7 +39,7 @@ class MemoryFile:
 
 
 def map_file(path: str, offset: int, size: int) -> np.ndarray:
-    """``size`` bytes of a file from ``offset`` on, read-only uint8, mapped. Raises ``OSError`` if they do not exist."""
+    """Map ``size`` bytes of a file from ``offset`` on, read-only, as uint8. Raises ``OSError`` if they do not exist."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
@@ -48,7 +49,7 @@ def map_file(path: str, offset: int, size: int) -> np.ndarray:
 
 
 def end_with(owner_pid: int) -> None:
-    """Have this process killed as soon as another one of this host has ended, however that happened."""
+    """Kill this process as soon as the process ``owner_pid`` of this host has ended, for whatever reason."""
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:

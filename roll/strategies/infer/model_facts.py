@@ -1,7 +1,7 @@
-"""What can be known of a model from its files, without loading its weights.
+"""Facts about a model that its files tell without loading its weights.
 
-Names and shapes come from the transformers class on the meta device, which is what a trainer publishes; end tokens come
-from where transformers would look for them, so that every engine ends a response at the same ones.
+Names and shapes come from the transformers class on the meta device, which is what a trainer publishes. End tokens come
+from where transformers would look for them, so every engine ends a response at the same ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.data import tokenizer
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, where and how."""
+    """Location of a model, and how to load and run it."""
 
     model_path: str
     device: str
@@ -35,20 +35,20 @@ class ModelSpec:
 
 
 def load_config(model_path: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's configuration."""
+    """Return the model's configuration."""
     return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
 
 
 def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter by its Hugging Face name, tied ones once."""
+    """Return the shape of each parameter by its Hugging Face name; tied parameters appear once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
-    """End tokens: of the generation configuration, else of the model configuration, else of the tokenizer; empty if
-    none of them names one."""
+    """Return the end tokens of the generation configuration, else of the model configuration, else of the tokenizer.
+    Empty if none of them names one."""
     for eos in (_generation_eos(spec.model_path), config.get_text_config(decoder=True).eos_token_id):
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
@@ -67,8 +67,11 @@ def _generation_eos(model_path: str) -> int | list[int] | None:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model, the one that prompts are read with. Raises ``OSError`` if there is none
-    (transformers itself would make up an empty one for a folder without)."""
+    """Return the tokenizer stored with the model, which also reads the prompts.
+
+    Raises ``OSError`` if there is none. For a folder without a tokenizer, transformers itself would invent an empty
+    one.
+    """
     folder = Path(spec.model_path)
     if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
         raise OSError(f"{folder} holds no tokenizer_config.json")
@@ -79,7 +82,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Bytes of the keys and values of one token over all layers."""
+    """Return the bytes that the keys and values of one token take, over all layers."""
     text = config.get_text_config(decoder=True)
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     head_size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads

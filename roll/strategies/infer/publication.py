@@ -1,6 +1,5 @@
-"""What an engine asks of a publication before it is loaded, and of itself afterwards: is it complete, does it fit, and
-which tensors are worth reading back.
-"""
+"""Checks of a weight update: that it is complete and fits before it is loaded, and which tensors to read back
+afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +14,14 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face name of each tensor -> (dtype name, shape)."""
 
 _INSPECTED_BYTES = 64 * 1024**2
-"""Most bytes of weights read back from the engine after an update."""
+"""Most bytes of weights that are read back from the engine after an update."""
 
 
 def check_layout(entries: list[tuple[str, str, tuple[int, ...]]], shapes: dict[str, tuple[int, ...]]) -> Layout:
-    """What was sent. Raises ``WeightMismatch`` naming a tensor that does not fit, or is missing."""
+    """Check a weight update against the model's ``shapes`` and return its layout.
+
+    Raises ``WeightMismatch`` naming a tensor that does not fit or is missing.
+    """
     layout: Layout = {}
     for name, dtype, shape in entries:
         if name not in shapes:
@@ -42,7 +44,8 @@ def _is_float(dtype_name: str) -> bool:
 
 
 def sample_of(tensors: Mapping[str, torch.Tensor], version: int) -> list[str]:
-    """Names of some tensors to read back, other ones at each version, together at most `_INSPECTED_BYTES` (or one)."""
+    """Return names of some tensors to read back, together at most `_INSPECTED_BYTES` (or one tensor). They differ from
+    version to version."""
     sample: list[str] = []
     size = 0
     for name in sorted(tensors, key=lambda name: derive_seed(version, name)):

@@ -1,8 +1,8 @@
-"""One request inside an engine process of its own, as its tokens arrive.
+"""The response to one request inside an engine process, as its tokens arrive.
 
-Such an engine reports a few tokens at a time and says which weights made which of them when the request ends; until
-then a version that is never too new stands in. Stop strings are looked for here, token by token and over the seam of a
-continued response, as every other engine of this project does it.
+The engine reports a few tokens at a time. It reports which weights produced which tokens only when the request
+ends; until then each token carries a version that is never too new. Stop strings are matched here, token by token and
+across the seam of a continued response, as in every other engine of this project.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll.strategies.infer.stop_strings import StopStringMatcher
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens ``start`` to ``end`` (exclusive) of a response, made by one version."""
+    """Tokens ``start`` to ``end`` (exclusive) of a response, produced by one version."""
 
     version: int
     start: int
@@ -39,18 +39,19 @@ class Response:
 
     request: GenerateRequest
     engine_id: str
-    """Its name inside the engine."""
+    """Name of the request inside the engine."""
     matcher: StopStringMatcher | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
-    """Somebody asked for its end."""
+    """True once an abort was requested."""
     begins_again: bool = False
-    """It had no token when weights were replaced under cached prompts, and is to enter the engine anew."""
+    """True if the request must enter the engine again: it had no token when weights were replaced under cached
+    prompts."""
     _last_version: int | None = None
-    """What the engine held at the last message."""
+    """Version that the engine held at the last message."""
 
     def take(
         self,
@@ -60,12 +61,13 @@ class Response:
         spans: Sequence[VersionSpan] = (),
         finish_reason: FinishReason | None = None,
     ) -> bool:
-        """Take new tokens in, the engine holding ``version``; ``spans`` tell the versions of the whole response once it
-        has ended. True if a stop string ends the request in the engine's place.
+        """Add new tokens from an engine that holds ``version``. Return True if a stop string ends the request before
+        the engine does.
 
-        Engines hold a few tokens back, so the first message after an update may bring some of the version before: until
-        the request ends and the engine tells which, all of them count as older. Raises `EngineFailed` if the spans do
-        not cover the tokens.
+        ``spans`` give the versions of the whole response once it has ended. Engines hold a few tokens back, so the
+        first message after an update may contain tokens of the version before. All tokens of that message count as
+        older until the request ends and the engine reports the spans. Raises `EngineFailed` if the spans do not cover
+        the tokens.
         """
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -79,11 +81,11 @@ class Response:
         return self._stop_at_string(len(token_ids))
 
     def chunk(self, known: int, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """The tokens beyond the first ``known``."""
+        """Return the tokens beyond the first ``known``."""
         return TokenChunk(*self._arrays(known), finish_reason=finish_reason)
 
     def completion(self) -> Completion:
-        """The whole response."""
+        """Return the whole response."""
         return Completion(self.request.request_id, *self._arrays(0), finish_reason=self.finish_reason or "abort")
 
     def _arrays(self, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -107,12 +109,12 @@ class Response:
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the distribution that is sampled from is a point."""
+    """Return True if the sampling distribution is a point."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
 def versions_of(spans: Sequence[VersionSpan], count: int) -> list[int]:
-    """Version of each of ``count`` tokens. Raises `EngineFailed` if the spans do not cover them."""
+    """Return the version of each of ``count`` tokens. Raises `EngineFailed` if the spans do not cover them."""
     versions = [span.version for span in spans for _ in range(span.start, span.end)]
     if len(versions) != count:
         raise EngineFailed(f"the engine tells the weight versions of {len(versions)} tokens out of {count}")
@@ -120,7 +122,7 @@ def versions_of(spans: Sequence[VersionSpan], count: int) -> list[int]:
 
 
 async def completion_of(responses: AsyncGenerator[Response, None], request: GenerateRequest) -> Completion:
-    """How a request ended, of whose state ``responses`` tells again and again: not at all if it never began."""
+    """Consume a request's successive states and return its completion; an empty one if the request never began."""
     last: Response | None = None
     async with aclosing(responses):
         async for response in responses:
@@ -131,7 +133,10 @@ async def completion_of(responses: AsyncGenerator[Response, None], request: Gene
 async def chunks_of(
     responses: AsyncGenerator[Response, None], request: GenerateRequest
 ) -> AsyncGenerator[TokenChunk, None]:
-    """The same a few tokens at a time; the last chunk says how it ended. Left early, it closes ``responses``."""
+    """Yield a request's tokens a few at a time; the last chunk carries the finish reason.
+
+    Leaving the iteration early closes ``responses``.
+    """
     known = 0
     async with aclosing(responses):
         async for response in responses:
@@ -146,7 +151,7 @@ async def chunks_of(
 
 
 def new_tokens(running: Iterable[Response], known: Mapping[str, int]) -> dict[str, TokenChunk]:
-    """By request: its tokens beyond the first ``known[id]``; those without new ones are left out."""
+    """Return the tokens of each request beyond the first ``known[id]``; requests without new tokens are left out."""
     chunks = {}
     for response in running:
         name = response.request.request_id
@@ -157,6 +162,6 @@ def new_tokens(running: Iterable[Response], known: Mapping[str, int]) -> dict[st
 
 
 def nothing(request: GenerateRequest) -> Completion:
-    """The end of a request that was aborted before it began."""
+    """Return the empty completion of a request that was aborted before it began."""
     empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
     return Completion(request.request_id, *empty, finish_reason="abort")

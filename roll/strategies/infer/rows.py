@@ -1,7 +1,8 @@
-"""The running requests as a table: one row each, arrays instead of objects, so a step costs no loop over requests.
+"""The running requests as a table: one row per request, arrays instead of objects, so a step needs no loop over
+requests.
 
-Rows 0 to n are in use. A row that ends is filled with the last one, in the same way as the cache's rows; the table
-says which rows moved. It knows nothing of models.
+Rows 0 to n are in use. The last row takes the place of a row that ends, in the table and in the cache alike; the table
+reports which rows moved. It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass
 class ActiveRequest:
-    """What a request needs beside its row of the table."""
+    """Data of a request that is not in its table row."""
 
     key: int
-    """The engine's own number for it; unlike request ids never used again."""
+    """The engine's own number of the request; unlike request ids, never used again."""
     request: GenerateRequest
     streaming: bool = False
     matcher: StopStringMatcher | None = None
     streamed: int = 0
-    """New tokens already handed out as chunks."""
+    """Number of new tokens already handed out as chunks."""
     row: int = field(default=-1)
 
 
@@ -59,11 +60,11 @@ class RequestTable:
         return len(self.requests)
 
     def column(self, name: str) -> np.ndarray:
-        """One parameter of all rows, ``[rows]``: a view."""
+        """Return one parameter of all rows, ``[rows]``, as a view."""
         return self._parameters[name][: len(self)]
 
     def add(self, active: ActiveRequest, stop_token_ids: tuple[int, ...]) -> None:
-        """Append a row. ``stop_token_ids`` are all ids that end this request."""
+        """Append a row. ``stop_token_ids`` are all token ids that end this request."""
         prompt, sampling = active.request.prompt_token_ids, active.request.sampling
         row = len(self)
         self._reserve(row + 1, len(prompt) + 1, len(stop_token_ids))
@@ -84,15 +85,15 @@ class RequestTable:
         self.requests.append(active)
 
     def cached_tokens(self, row: int) -> np.ndarray:
-        """The tokens whose keys and values must be in the cache before the next step: all but the last."""
+        """Return the tokens whose keys and values must be in the cache before the next step: all but the last."""
         return self._tokens[row, : self._parameters["length"][row] - 1]
 
     def last_tokens(self) -> np.ndarray:
-        """The input of the next step, int64 ``[rows]``."""
+        """Return the input of the next step, int64 ``[rows]``."""
         return self._tokens[np.arange(len(self)), self.column("length") - 1]
 
     def token_indices(self) -> np.ndarray:
-        """Index of the next response token of each row in its random stream, int64 ``[rows]``."""
+        """Return the index of each row's next response token in its random stream, int64 ``[rows]``."""
         return self.column("length") - self.column("prompt_length") + self.column("first_token_index")
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
@@ -106,12 +107,13 @@ class RequestTable:
         lengths += 1
 
     def ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows end with these last ``tokens``: (sampled a stop token, reached the limit), bool ``[rows]``."""
+        """Return which rows end with these last ``tokens``: (sampled a stop token, reached the limit), each bool
+        ``[rows]``."""
         stopped = (self._stop_ids[: len(self)] == tokens[:, None]).any(axis=1)
         return stopped, self.column("length") >= self.column("limit")
 
     def completion(self, row: int, finish_reason: FinishReason) -> Completion:
-        """What the row has produced."""
+        """Return the tokens that the row has produced."""
         new = slice(self._parameters["prompt_length"][row], self._parameters["length"][row])
         return Completion(
             request_id=self.requests[row].request.request_id,
@@ -122,14 +124,14 @@ class RequestTable:
         )
 
     def next_chunk(self, row: int, finish_reason: FinishReason | None) -> TokenChunk:
-        """The row's tokens since its last chunk."""
+        """Return the row's tokens since its last chunk."""
         active = self.requests[row]
         chunk = self.chunk(row, active.streamed, finish_reason)
         active.streamed += len(chunk.token_ids)
         return chunk
 
     def chunk(self, row: int, start: int, finish_reason: FinishReason | None) -> TokenChunk:
-        """The row's new tokens from number ``start`` on."""
+        """Return the row's new tokens from number ``start`` on."""
         new = slice(int(self._parameters["prompt_length"][row]) + start, int(self._parameters["length"][row]))
         return TokenChunk(
             token_ids=self._tokens[row, new].astype(np.int32),
@@ -139,7 +141,7 @@ class RequestTable:
         )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Take rows out and fill their places from the end. Returns (sources, targets) of the rows that moved."""
+        """Remove rows and fill the gaps from the end. Return (sources, targets) of the rows that moved."""
         remaining = len(self) - len(rows)
         leaving = np.zeros(len(self), dtype=bool)
         leaving[rows] = True
@@ -154,7 +156,7 @@ class RequestTable:
         return sources, targets
 
     def _reserve(self, rows: int, length: int, stop_ids: int) -> None:
-        """Grow the arrays, at least doubling what has to grow."""
+        """Grow the arrays where needed, at least doubling those that grow."""
         row_capacity, length_capacity = self._tokens.shape
         stop_capacity = self._stop_ids.shape[1]
         if rows <= row_capacity and length <= length_capacity and stop_ids <= stop_capacity:

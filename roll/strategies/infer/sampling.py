@@ -1,8 +1,8 @@
-"""Choosing tokens: one distribution per row, one random number per token, nothing shared between rows.
+"""Token sampling: one distribution per row, one random number per token, nothing shared between rows.
 
-Randomness is a hash of (seed, token index), so a request is sampled alike whatever runs beside it and wherever it is
-continued. The recorded log-probability is that of the distribution really sampled from, after temperature, top-k and
-top-p. A token of probability zero is never chosen.
+The random number is a hash of (seed, token index), so a request is sampled alike whatever runs beside it and wherever
+it is continued. The recorded log-probability belongs to the distribution that is really sampled from, after
+temperature, top-k and top-p. A token of probability zero is never chosen.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class RowSampling:
     top_p: np.ndarray
     """float64 in (0, 1]."""
     uniforms: np.ndarray
-    """float64 in [0, 1): the random number of each row."""
+    """float64 in [0, 1): one random number per row."""
 
 
 def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
+    """Return random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
 
-    ``seeds`` uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. Both go through the
-    SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): output number
-    ``index`` of the generator whose state is the mixed seed.
+    ``seeds`` is uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. Both go through the
+    SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The result is
+    output number ``index`` of the generator whose state is the mixed seed.
     """
     with np.errstate(over="ignore"):
         states = _mix(seeds.astype(np.uint64) + _GOLDEN_GAMMA)
@@ -49,8 +49,8 @@ def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 def sample(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one token per row by inverting the cumulative distribution.
 
-    ``logits`` float ``[rows, vocabulary]``. Returns tokens int64 ``[rows]`` and their log-probabilities float32
-    ``[rows]``; greedy rows take the largest logit (the lowest id among equals) with log-probability 0. Raises
+    ``logits`` is float ``[rows, vocabulary]``. Returns tokens int64 ``[rows]`` and their log-probabilities float32
+    ``[rows]``. Greedy rows take the largest logit (the lowest id among equals) with log-probability 0. Raises
     ``NonFiniteLogits``.
     """
     greedy = rows.temperature == 0
@@ -74,7 +74,8 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch
 def processed_logprobs(
     logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
 ) -> torch.Tensor:
-    """Log-probabilities after temperature, then top-k, then top-p; float32 ``[rows, vocabulary]``, removed tokens -inf.
+    """Return log-probabilities after temperature, then top-k, then top-p: float32 ``[rows, vocabulary]``, -inf for
+    removed tokens.
 
     Top-p keeps the smallest set of most likely tokens whose probability reaches ``top_p`` (Holtzman et al., "The
     curious case of neural text degeneration", 2020). Equal logits are ranked by token id. Greedy rows are treated as
@@ -113,10 +114,11 @@ def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
 
 
 def _invert_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds ``uniform * total``.
+    """Return the first token whose cumulative probability exceeds ``uniform * total``.
 
     The target stays strictly below the total, and "exceeds" skips tokens that add nothing, so the result always has a
-    positive probability. ``logprobs`` ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``; result int64 ``[rows]``.
+    positive probability. ``logprobs`` is ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``, the result int64
+    ``[rows]``.
     """
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1]
@@ -126,7 +128,7 @@ def _invert_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser, a bijection of uint64."""
+    """Apply the SplitMix64 finaliser, a bijection of uint64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

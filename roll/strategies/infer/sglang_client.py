@@ -1,7 +1,7 @@
-"""SGLang's server as a process of ours: started, asked over HTTP on the loopback address, ended.
+"""SGLang's server as a child process: started, called over HTTP on the loopback address, stopped.
 
-A call that cannot reach the server raises `EngineFailed`, with the exit status if the process is gone; a call that the
-server answers with a refusal raises `CallRefused`, never silence.
+A call that cannot reach the server raises `EngineFailed`, with the exit status if the process has ended. A call that
+the server refuses raises `CallRefused`; no refusal passes silently.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 SERVER_COMMAND = (sys.executable, "-m", "roll.strategies.infer.sglang_server")
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 10.0
-"""Most that a server gets to end by itself."""
+"""Longest time that a server gets to end by itself."""
 
 
 class CallRefused(RuntimeError):
-    """The server answered that it did not do what was asked."""
+    """The server answered that it did not carry out the call."""
 
 
 class SGLangServer:
-    """One server process and the way to talk to it."""
+    """One server process and the connection to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession) -> None:
         self._process = process
@@ -41,7 +41,7 @@ class SGLangServer:
 
     @classmethod
     async def start(cls, arguments: Mapping[str, Any]) -> SGLangServer:
-        """Start a process and wait until it serves. Raises `EngineFailed` if it ends instead."""
+        """Start a process and wait until it serves. Raises `EngineFailed` if the process ends instead."""
         import aiohttp
 
         process = await asyncio.create_subprocess_exec(
@@ -69,7 +69,7 @@ class SGLangServer:
         return server
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask for something (with a body: order it). Raises `CallRefused`, `EngineFailed`."""
+        """Call ``path`` and return the answer; with a body the call is a POST. Raises `CallRefused`, `EngineFailed`."""
         import aiohttp
 
         self._check_open()
@@ -85,7 +85,8 @@ class SGLangServer:
         return content
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The messages of a streamed answer. Raises `CallRefused`, `EngineFailed` if it breaks off."""
+        """Yield the messages of a streamed answer. Raises `CallRefused`, and `EngineFailed` if the stream breaks
+        off."""
         import aiohttp
 
         self._check_open()
@@ -115,7 +116,7 @@ class SGLangServer:
                 await self._process.wait()
 
     async def _ready(self) -> None:
-        """Wait until the server has generated something."""
+        """Wait until the server has generated something. Raises `EngineFailed` if its process ends first."""
         import aiohttp
 
         while True:
@@ -132,7 +133,8 @@ class SGLangServer:
             raise EngineFailed("SGLang's server was stopped")
 
     async def _gone(self, path: str, error: Exception) -> EngineFailed:
-        """Why the server cannot be reached. A process that is ending is given a moment to say how."""
+        """Return the reason why the server cannot be reached. A process that is ending gets a moment to report its exit
+        status."""
         try:
             await asyncio.wait_for(self._process.wait(), 1.0)
             return EngineFailed(f"SGLang cannot go on: its server ended with status {self._process.returncode}")
@@ -141,15 +143,15 @@ class SGLangServer:
 
 
 class EventLines:
-    """Server-sent events, put together from whatever pieces arrive."""
+    """Server-sent events, assembled from the pieces that arrive."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self.ended = False
-        """Whether the last event was the one that ends a stream."""
+        """True if the last event was the one that ends a stream."""
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The events that are complete now."""
+        """Yield the events that are complete now."""
         self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
@@ -163,12 +165,12 @@ class EventLines:
 
 
 def server_environment() -> dict[str, str]:
-    """The environment of the server: this process's, able to import this package, and with what the record needs."""
+    """Return the environment of the server: this process's, with this package importable and SGLang's own settings."""
     paths = [str(Path(roll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # The log-probabilities of the distribution after temperature, not before it.
+        # Report log-probabilities of the distribution after temperature, not before it.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
         # The run never sends longer sequences than its own limit; the server's has a few tokens of headroom.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
@@ -176,7 +178,7 @@ def server_environment() -> dict[str, str]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """A JSON object, or nothing where the answer is plain text."""
+    """Return the JSON object in the text; an empty dictionary if the answer is plain text."""
     try:
         content = json.loads(text)
     except ValueError:

@@ -1,12 +1,13 @@
 """`sglang`: SGLang's server behind the `InferStrategy` protocol.
 
-The server, not SGLang's in-process ``Engine``: pausing generation and aborting requests are offered over HTTP only, and
-the engine's own control calls run an event loop to its end, so nothing that already lives on one can make them. Only
-documented calls are used: token ids in and out, pause and resume, weights from a checkpoint, release and return of
-memory. Requests wait outside SGLang until there is a place for them, so no update waits for one that has not begun.
+Uses the server, not SGLang's in-process ``Engine``. Pausing generation and aborting requests are offered over HTTP
+only, and the engine's own control calls run an event loop to its end, so they cannot be called from code that already
+runs on one. Only documented calls are used: token ids in and out, pause and resume, weights from a checkpoint, release
+and return of memory. Requests wait outside SGLang until a slot is free, so no update waits for a request that has not
+begun.
 
-Written against the sources of SGLang 0.5.23, where no GPU was at hand: what was run was this module against a stand-in
-for the server (tests/strategies/infer/sglang_stand_in). What it does not promise: equal bits, or equal samples without
+Written against the sources of SGLang 0.5.23, without a GPU at hand: this module has run only against a stand-in for the
+server (tests/strategies/infer/sglang_stand_in). Not promised: equal bits, or equal samples without
 ``enable_deterministic_inference`` in `strategy_config`.
 """
 
@@ -70,9 +71,9 @@ class SGLangInferStrategy:
         transport: str = "object_store",
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
-        that shares them is started so that it can sleep. Weights are loaded from buckets, whatever ``transport``
-        brought them."""
+        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
+        engine with ``shares_devices`` is started so that it can sleep. Weights are loaded from buckets for every
+        ``transport``."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._own_eos_token_ids = eos_token_ids
         self._eos_token_ids: Sequence[int] = eos_token_ids or ()
@@ -88,7 +89,7 @@ class SGLangInferStrategy:
         self._version = 0
         self._prepared: Prepared | None = None
         self._held: tuple[str, str] | None = None
-        """Fingerprint of the publication that was loaded last, and what SGLang said of its weights then."""
+        """Fingerprint of the weight update that was loaded last, and SGLang's checksum of its weights after it."""
         self._reads_back = True
         self._stop_strings = StopStrings(lambda: load_tokenizer(self._spec))
         self._generated_tokens = 0
@@ -119,39 +120,42 @@ class SGLangInferStrategy:
         self._overlaps = not arguments["disable_overlap_schedule"]
         self._mask_limit = mask_limit(arguments)
         self._quantised = arguments.get("quantization") is not None
-        # A score follows an update, which must not wait for requests that have not begun.
+        # One slot is kept for scoring: a score follows an update, which must not wait for requests that have not begun.
         places = arguments["max_running_requests"] - 1
         self._requests: AdmittedRequests[_Inside] = AdmittedRequests(places, self._requests_changed)
         self._scoring = asyncio.Semaphore(1)
         self._server = await SGLangServer.start(arguments)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed`` if the
+        engine fails."""
         return await completion_of(self._responses(request), request)
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
+        """Run a request like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
         return chunks_of(self._responses(request), request)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """New tokens of each running request beyond the first ``known[id]``. Asks what decodes for a sign of life
-        first."""
+        """Return the new tokens of each running request beyond the first ``known[id]``.
+
+        First asks SGLang's scheduler for a sign of life.
+        """
         await self._sign_of_life()
         return new_tokens(self._requests.responses_inside(), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now, with the tokens that have arrived; unknown ids are ignored."""
+        """End these requests now, with the tokens that have arrived. Unknown ids are ignored."""
         self._live_server()
         for inside in self._requests.abort(request_ids):
             inside.end_as_aborted()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
-        raises ``RuntimeError``.
+        """Stop decoding; see the protocol.
 
-        With `keep`, requests that have tokens keep their caches; later ones do not share what was cached before,
-        because their cache salt names the version with which they began. With ``disable_overlap_schedule: false`` a
-        step may be under way when SGLang stops in place, so `keep` then drops the caches as `resume` does.
+        A `drain` raises ``RuntimeError`` if another `pause`, `resume` or `shutdown` interrupts it. With `keep`,
+        requests that have tokens keep their caches. Later requests do not share what was cached before, because a
+        request's cache salt names the version with which it began. With ``disable_overlap_schedule: false`` a step may
+        be under way when SGLang stops in place, so `keep` then drops the caches like `resume`.
         """
         self._live_server()
         if mode not in ("keep", "resume", "drain"):
@@ -166,7 +170,7 @@ class SGLangInferStrategy:
         self._tick()
 
     async def resume(self) -> None:
-        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
         self._live_server()
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
@@ -177,7 +181,7 @@ class SGLangInferStrategy:
         self._requests.gate.open()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Write a publication down where SGLang reads it, beside whatever runs."""
+        """Write a weight update where SGLang reads it, while requests run."""
         self._forget_prepared()
         self._prepared = await asyncio.to_thread(lambda: prepare(list(buckets), version, self._shapes))
         return self._prepared.receipt
@@ -185,9 +189,9 @@ class SGLangInferStrategy:
     async def load_weights(self, version: int) -> WeightReceipt:
         """Replace all weights by the prepared ones; only while paused or idle.
 
-        The receipt's checksums are those of the bytes that were loaded, for some small tensors those of what SGLang
-        reads back, where its model can. Raises ``WeightMismatch`` if SGLang's weights are what they were although other
-        ones were loaded, ``EngineFailed`` for a load that stopped half-way.
+        The returned checksums are those of the loaded bytes. For some small tensors they are those of the values that
+        SGLang reads back, if its model can. Raises ``WeightMismatch`` if SGLang's weights did not change although
+        different ones were loaded, ``EngineFailed`` for a load that stopped halfway.
         """
         server = self._live_server()
         if self._prepared is None or self._prepared.version != version:
@@ -205,11 +209,11 @@ class SGLangInferStrategy:
             self._forget_prepared()
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities of given tokens; see the protocol."""
+        """Return log-probabilities of given tokens; see the protocol."""
         return list(await asyncio.gather(*(self._score(tokens) for tokens in token_ids)))
 
     async def sleep(self) -> None:
-        """Free the caches and move the weights to the host (an engine of its own devices: free the caches). Pause
+        """Free the caches and move the weights to the host. An engine with its own devices only frees the caches. Pause
         first."""
         self._live_server()
         self._requests.require_none("sleep", paused=self._paused)
@@ -236,8 +240,11 @@ class SGLangInferStrategy:
         self._tick()
 
     def stats(self) -> dict[str, Any]:
-        """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
-        inside and not paused: SGLang does not tell how long it computed), and `busy_spans`, when that was."""
+        """Return `running`, `waiting`, `version`, the totals `generated_tokens` and `busy_seconds`, and `busy_spans`.
+
+        SGLang does not report how long it computed. The engine counts as busy while at least one request is inside and
+        it is not paused.
+        """
         self._live_server()
         return self._requests.counts() | {
             "version": self._version,
@@ -246,7 +253,7 @@ class SGLangInferStrategy:
         }
 
     async def shutdown(self) -> None:
-        """End all requests as aborted, and the server. Harmless to repeat."""
+        """End all requests as aborted, and stop the server. Harmless to repeat."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -262,7 +269,7 @@ class SGLangInferStrategy:
             await asyncio.wait(self._tasks)
 
     async def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
-        """The request's state after each message of SGLang; nothing if it was aborted before it began."""
+        """Yield the request's state after each message from SGLang; nothing if it was aborted before it began."""
         server = self._live_server()
         name = request.request_id
         self._requests.require_new(name)
@@ -278,7 +285,7 @@ class SGLangInferStrategy:
                 yield update
 
     async def _updates(self, server: SGLangServer, inside: _Inside) -> AsyncGenerator[Response, None]:
-        """Run a request in SGLang, to its end or until it is to begin again."""
+        """Run a request in SGLang until it ends or has to begin again."""
         response = inside.response
         body = generate_body(
             response.request, response.engine_id, self._version, self._eos_token_ids, self._spec.max_length
@@ -304,7 +311,7 @@ class SGLangInferStrategy:
                 self._in_background(_tell_of_abort(server, response.engine_id))
 
     def _take(self, response: Response, message: dict[str, Any] | Exception, most: int) -> bool:
-        """Add a message to the response of ``most`` tokens. True if SGLang has ended the request."""
+        """Add a message to the response of at most ``most`` tokens. Return True if SGLang has ended the request."""
         name = response.request.request_id
         if isinstance(message, CallRefused):
             raise ValueError(f"request {name!r} cannot run: {message}") from message
@@ -326,36 +333,37 @@ class SGLangInferStrategy:
             self._drains.end(None)
 
     async def _halt(self, *, keeps_caches: bool) -> None:
-        """No step runs after this. Requests stay in SGLang, with their caches or with only their tokens."""
+        """Stop decoding: no step runs after this. Requests stay in SGLang, with their caches or with their tokens
+        only."""
         await self._order("/pause_generation", {"mode": "in_place" if keeps_caches else "retract"})
-        # The server answers before its scheduler has heard of it; what the scheduler itself answers comes after.
+        # The server answers before its scheduler has received the order; the scheduler's own answer comes after it.
         await self._sign_of_life()
         if not keeps_caches:
-            # Without a time limit: with one SGLang waits until no request is left, those put back included.
+            # Without a time limit: with one, SGLang waits until no request is left, including those put back.
             await self._order("/flush_cache", {})
 
     async def _go_on(self) -> None:
         await self._order("/continue_generation", {"torch_empty_cache": False})
 
     async def _sign_of_life(self) -> None:
-        """An answer from SGLang's scheduler, between two steps."""
+        """Wait for an answer from SGLang's scheduler, which it gives between two steps."""
         await self._order("/server_info")
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call without which the engine cannot go on."""
+        """Make a call without which the engine cannot continue. Raises ``EngineFailed`` if it is refused."""
         try:
             return await self._live_server().call(path, body)
         except CallRefused as error:
             raise EngineFailed(f"SGLang cannot go on: {error}") from error
 
     async def _drain(self) -> None:
-        """Wait until what runs has ended, unless somebody interrupts."""
+        """Wait until the running requests have ended, unless the drain is interrupted."""
         if self._requests.inside:
             await self._drains.wait()
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """The engine paused for a moment, if it was idle and open. It stays so if what is done then fails."""
+        """Pause an idle, open engine for the block. It stays paused if the block fails."""
         if self._paused:
             yield
             return
@@ -364,15 +372,20 @@ class SGLangInferStrategy:
         await self.resume()
 
     def _begin_again(self) -> None:
-        """Take requests without a token out of SGLang, whose caches may hold their prompts as old weights saw them.
-        They enter again, before all others, when the engine goes on."""
+        """Take requests without a token out of SGLang: its caches may hold their prompts as computed with the old
+        weights.
+
+        They enter again, before all others, when the engine resumes.
+        """
         for inside in self._requests.inside.values():
             if not inside.response.token_ids:
                 inside.begin_again()
 
     async def _load(self, server: SGLangServer, prepared: Prepared) -> None:
-        """Have SGLang read the checkpoint. What it says of a failure is that the weights are a mixture: its way back
-        reads the same files again."""
+        """Let SGLang read the checkpoint.
+
+        After a failure the weights are a mixture, because SGLang's way back reads the same files again.
+        """
         order = {
             "model_path": prepared.checkpoint.path,
             "load_format": "safetensors",
@@ -386,7 +399,7 @@ class SGLangInferStrategy:
         self._version = prepared.version
 
     async def _inspected(self, server: SGLangServer, prepared: Prepared) -> WeightReceipt:
-        """The receipt, with what can be learnt from SGLang in place of what was sent to it."""
+        """Return the update's checksums, with what SGLang reports in place of what was sent to it."""
         sent = prepared.receipt
         if not self._quantised:
             await self._check_that_weights_changed(sent)
@@ -397,7 +410,10 @@ class SGLangInferStrategy:
         return WeightReceipt(int(version), sent.parameter_count, checksums)
 
     async def _check_that_weights_changed(self, sent: WeightReceipt) -> None:
-        """SGLang's checksum of its weights is its own, in its own layout; but it must change when they do."""
+        """Raise ``WeightMismatch`` if SGLang's checksum of its weights did not change although the weights did.
+
+        SGLang's checksum is of its own layout, so it can be compared only with an earlier one of SGLang.
+        """
         before, contents = self._held, fingerprint(sent.checksums)
         told = (await self._order("/weights_checker", {"action": "checksum"}))["per_engine_checksum"]
         self._held = (contents, told)
@@ -407,7 +423,7 @@ class SGLangInferStrategy:
     async def _read_back(
         self, server: SGLangServer, name: str, layout: tuple[str, tuple[int, ...]]
     ) -> int | None:
-        """Checksum of a tensor as SGLang tells it; None where its model cannot (most cannot)."""
+        """Return the checksum of a tensor as SGLang reports it; None if its model cannot (most cannot)."""
         if not self._reads_back:
             return None
         dtype, shape = layout
@@ -429,7 +445,8 @@ class SGLangInferStrategy:
         self._prepared = None
 
     def _engine_id(self) -> str:
-        """A name that no other one begins with: SGLang aborts all requests whose names begin with a given one."""
+        """Return a name that is no prefix of another one: SGLang aborts all requests whose names begin with a given
+        one."""
         return f"roll-{next(self._numbers):016d}"
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -444,24 +461,24 @@ class SGLangInferStrategy:
         return self._server
 
     def _tick(self) -> None:
-        """Note whether something is being computed now."""
+        """Record whether anything is being computed now."""
         self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
 
 
 class _Inside:
-    """A request that has a place in SGLang, and what arrives of it."""
+    """A request that has a slot in SGLang, and the messages that arrive for it."""
 
     def __init__(self, response: Response) -> None:
         self.response = response
         self.messages: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
 
     def end_as_aborted(self) -> None:
-        """End it here; SGLang, which may be paused, is told as well."""
+        """End the request here. SGLang, which may be paused, is informed as well."""
         self.response.aborted = True
         self.messages.put_nowait(None)
 
     def begin_again(self) -> None:
-        """Leave SGLang, and enter anew."""
+        """Leave SGLang and enter again."""
         self.response.begins_again = True
         self.messages.put_nowait(None)
 
@@ -469,7 +486,7 @@ class _Inside:
 async def _read(
     server: SGLangServer, body: dict[str, Any], messages: asyncio.Queue[dict[str, Any] | Exception | None]
 ) -> None:
-    """Put what arrives, or what went wrong, into the queue."""
+    """Put arriving messages, or the error, into the queue."""
     try:
         async with aclosing(server.stream("/generate", body)) as stream:
             async for message in stream:
@@ -479,8 +496,10 @@ async def _read(
 
 
 async def _tell_of_abort(server: SGLangServer, engine_id: str) -> None:
-    """Have SGLang stop computing a request that nobody waits for. A server that is gone does not compute it either, and
-    the next call says so."""
+    """Ask SGLang to stop computing a request that no caller waits for.
+
+    Errors are ignored: a server that has ended computes nothing, and the next call reports it.
+    """
     try:
         await server.call("/abort_request", {"rid": engine_id})
     except (CallRefused, EngineFailed):

@@ -1,8 +1,9 @@
-"""What `strategy_config` may contain for `sglang`, and the server arguments that a run makes of it.
+"""Options that `strategy_config` may contain for `sglang`, and the server arguments that a run derives from them.
 
-Every key goes to SGLang's ``ServerArgs`` as it is, so a release's own documentation is the reference. Keys are checked
-against the installed release, if there is one, without importing it. Two kinds are refused: what the run itself decides
-(two places for one setting end in the wrong one being read), and what would make the record of a response wrong.
+Every key goes to SGLang's ``ServerArgs`` unchanged, so the documentation of the installed release is the reference.
+Keys are checked against the installed release, if there is one, without importing it. Two kinds are refused: settings
+that the run itself decides (with two places for one setting, the wrong one ends up being read), and settings that would
+make the record of a response wrong.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 from roll.configs.errors import ConfigProblem
 
 LENGTH_HEADROOM = 8
-"""SGLang keeps some of its context length to itself: its longest prompt is 6 tokens shorter, prompt and response 2."""
+"""Tokens of context length that SGLang needs for itself: its longest prompt is 6 tokens shorter, prompt plus response
+2."""
 MASK_LIMIT = 4096
-"""Largest top-k whose distribution SGLang records, unless ``sampling_mask_max_tokens`` says otherwise."""
+"""Largest top-k whose distribution SGLang records, unless ``sampling_mask_max_tokens`` sets another limit."""
 PLACES = 256
-"""Requests that run at once by default, one of them a score."""
+"""Default number of requests that run at once, one of them a score."""
 _STREAM_INTERVAL = 8
-"""Tokens per message: a message per token and request costs more than a small model's step."""
+"""Tokens per message. One message per token and request costs more than a small model's step."""
 _RESERVED = {
     "model_path": "`pretrain` or `model_args.model_name_or_path`",
     "tokenizer_path": "`pretrain`; the engine gets token ids",
@@ -49,7 +51,7 @@ _RESERVED = {
     "enable_memory_saver": "nothing: set where the engine shares its devices",
     "enable_weights_cpu_backup": "nothing: set where the engine shares its devices",
 }
-"""Server argument -> what to write instead."""
+"""Server argument -> the setting to use instead."""
 _SPOILING = {
     "speculative_algorithm": "log-probabilities under speculative decoding are not those of one distribution",
     "enable_watermark": "watermarked tokens come from another distribution than the one that is recorded",
@@ -61,13 +63,15 @@ _SPOILING = {
     "encoder_only": "the engine generates text",
     "use_ray": "the run places the engine's processes itself",
 }
-"""Server argument -> why it may only have the value that turns it off."""
+"""Server argument -> reason why only the value that turns it off is allowed."""
 _OFF = (None, False, "off", "null", "none")
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
-    SGLang has such an argument is judged where it is installed."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
+
+    Unknown server arguments are found only if SGLang is installed.
+    """
     known = server_argument_names()
     problems = []
     for key, value in strategy_config.items():
@@ -88,22 +92,27 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
 
 @cache
 def server_argument_names() -> frozenset[str] | None:
-    """Names of the installed release's server arguments, read from its source; None if SGLang is not installed.
-
-    Older releases write them in one class, newer ones in several below ``arg_groups/fields``.
-    """
+    """Return the names of the installed release's server arguments, read from its source; None if SGLang is not
+    installed."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return None
-    folder = Path(spec.submodule_search_locations[0]) / "srt"
-    names = _field_names(folder / "server_args.py", "ServerArgs")
-    for source in (folder / "arg_groups" / "fields").glob("*.py"):
+    return read_argument_names(Path(spec.submodule_search_locations[0]) / "srt")
+
+
+def read_argument_names(runtime: Path) -> frozenset[str]:
+    """Return the names of server arguments in the sources of SGLang's runtime.
+
+    Older releases define them in one class, newer ones in several below ``arg_groups/fields``.
+    """
+    names = _field_names(runtime / "server_args.py", "ServerArgs")
+    for source in (runtime / "arg_groups" / "fields").glob("*.py"):
         names |= _field_names(source)
     return frozenset(names)
 
 
 def _field_names(source: Path, class_name: str | None = None) -> set[str]:
-    """Public annotated names in the bodies of a module's classes, or of one of them."""
+    """Return the public annotated names in the bodies of a module's classes, or of one of them."""
     return {
         field.target.id
         for node in ast.parse(source.read_text(encoding="utf-8")).body
@@ -127,12 +136,15 @@ def server_arguments(
     port: int,
     api_key: str,
 ) -> dict[str, Any]:
-    """Keyword arguments for ``ServerArgs``: defaults, the user's own, and what the run decides. ``sleeps`` says whether
-    the engine shares its devices."""
+    """Return keyword arguments for ``ServerArgs``: defaults, the user's own, and the run's decisions, in increasing
+    priority.
+
+    ``sleeps``: the engine shares its devices.
+    """
     defaults = {
         "log_level": "warning",
         "max_running_requests": PLACES,
-        # With overlap a pause leaves a step under way, whose tokens SGLang would count under the newer version.
+        # With overlap, a pause leaves a step under way, whose tokens SGLang would count under the newer version.
         "disable_overlap_schedule": True,
     }
     return (
@@ -158,10 +170,10 @@ def server_arguments(
 
 
 def mask_limit(strategy_config: dict[str, Any]) -> int:
-    """Largest top-k whose distribution the server records."""
+    """Return the largest top-k whose distribution the server records."""
     return strategy_config.get("sampling_mask_max_tokens", MASK_LIMIT)
 
 
 def stream_interval(has_stop_strings: bool) -> int:
-    """Tokens per message: each one where every token may be the last."""
+    """Return the number of tokens per message: one if any token may complete a stop string."""
     return 1 if has_stop_strings else _STREAM_INTERVAL

@@ -1,6 +1,6 @@
-"""A publication as a checkpoint that SGLang reads, in memory instead of on a disk.
+"""A weight update as a checkpoint that SGLang reads, in memory instead of on a disk.
 
-Of SGLang's ways to take weights in over HTTP this one needs no pickles (DESIGN §12) and splits tensors over GPUs by
+SGLang takes weights over HTTP in several ways. This one needs no pickles (DESIGN §12) and splits tensors over GPUs by
 itself. The files are anonymous shared memory; a folder of links gives them names.
 """
 
@@ -23,13 +23,13 @@ from roll.strategies.weights import DTYPES, manifest, tensor_checksum, tensor_sp
 
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _READ_BACK_ELEMENTS = 8192
-"""Largest tensor that is read back: its elements travel as text."""
+"""Number of elements of the largest tensor that is read back: its elements travel as text."""
 _READ_BACK_TENSORS = 8
 """Most tensors that are read back after an update."""
 
 
 class MemoryCheckpoint:
-    """A folder of safetensors files whose bytes are in memory. Gone with the object."""
+    """A folder of safetensors files whose bytes are in memory. It is removed with the object."""
 
     def __init__(self, buckets: list[WeightBucket]) -> None:
         self._folder = TemporaryDirectory(prefix="roll-weights-")
@@ -45,14 +45,14 @@ class MemoryCheckpoint:
         return self._folder.name
 
     def close(self) -> None:
-        """Give the memory up; harmless to repeat."""
+        """Free the memory. Harmless to repeat."""
         self._folder.cleanup()
         self._files.clear()
 
 
 @dataclass
 class Prepared:
-    """A publication that fits, waiting to be loaded."""
+    """A weight update that fits, waiting to be loaded."""
 
     version: int
     receipt: WeightReceipt
@@ -61,7 +61,8 @@ class Prepared:
 
 
 def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[int, ...]]) -> Prepared:
-    """Check that a publication is complete and fits, and write it down. Raises ``WeightMismatch`` naming the tensor."""
+    """Check that a weight update is complete and fits, and write it down. Raises ``WeightMismatch`` naming the
+    tensor."""
     layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
     checkpoint = MemoryCheckpoint(buckets)
@@ -69,12 +70,12 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
 
 
 def fingerprint(checksums: Mapping[str, int | None]) -> str:
-    """One text for the contents of a publication."""
+    """Return one string that stands for the contents of a weight update."""
     return hashlib.sha256(json.dumps(sorted(checksums.items())).encode()).hexdigest()
 
 
 def names_to_read(layout: Layout, version: int) -> list[str]:
-    """Some small tensors, other ones at each version."""
+    """Return names of some small tensors. They differ from version to version."""
     small = {
         name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
         for name, (dtype, shape) in layout.items()
@@ -84,13 +85,13 @@ def names_to_read(layout: Layout, version: int) -> list[str]:
 
 
 def checksum_of_values(values: list[float] | list[list[float]], dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Checksum of a tensor told as numbers; None if it is only a part of the whole (one GPU's)."""
+    """Return the checksum of a tensor given as numbers; None if they are only a part of the tensor (one GPU's)."""
     tensor = torch.tensor(values, dtype=torch.float32).to(DTYPES[dtype])
     return tensor_checksum(tensor) if tuple(tensor.shape) == tuple(shape) else None
 
 
 def _safetensors_file(bucket: WeightBucket) -> MemoryFile:
-    """The bucket's tensors one after the other, without the gaps that a bucket has and the format forbids."""
+    """Write the bucket's tensors one after the other, without the gaps that a bucket has and the format forbids."""
     spans = tensor_spans(bucket)
     entries, offset = {}, 0
     for (name, dtype, shape, _), (start, end) in zip(bucket.tensors, spans, strict=True):

@@ -1,8 +1,8 @@
 """A request in SGLang's terms: the body of a call to ``/generate``.
 
-Which log-probability SGLang reports depends on the parameters. Plain ones (``return_logprob``) are those after
-temperature and before top-k and top-p; those of the truncated distribution come with the sampling mask, and only for a
-top-k within the server's limit. A request whose distribution SGLang would not tell is refused.
+The parameters decide which log-probability SGLang reports. Plain ones (``return_logprob``) are those after temperature
+and before top-k and top-p. A truncated distribution's come with the sampling mask, and only for a top-k within
+the server's limit. A request whose distribution SGLang would not report is refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from roll.strategies.infer.response import is_greedy
 from roll.strategies.infer.sglang_options import stream_interval
 
 SMALLEST_TEMPERATURE = 1e-6
-"""SGLang samples greedily below this."""
+"""Temperature below which SGLang samples greedily."""
 
 
 def needs_mask(sampling: SamplingParams) -> bool:
-    """Whether the distribution that is sampled from is a truncated one."""
+    """Return True if the sampling distribution is truncated."""
     return not is_greedy(sampling) and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
-    """Raise ``ValueError`` for parameters under which SGLang would not tell the log-probabilities that count."""
+    """Raise ``ValueError`` for parameters under which SGLang would not report the log-probabilities of the sampling
+    distribution."""
     sampling, problem = request.sampling, None
     if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
         problem = f"SGLang samples at {SMALLEST_TEMPERATURE} or more, or greedily at 0; its temperature is lower"
@@ -42,7 +43,7 @@ def check_recordable(request: GenerateRequest, mask_limit: int) -> None:
 def generate_body(
     request: GenerateRequest, engine_id: str, version: int, eos_token_ids: Sequence[int], max_length: int
 ) -> dict[str, Any]:
-    """What ``/generate`` is sent. What is cached for the prompt is shared only between requests that began with one
+    """Return the body of a call to ``/generate``. A prompt's cache is shared only by requests that began with the same
     version."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     mask = needs_mask(sampling)
@@ -58,7 +59,7 @@ def generate_body(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            # Random numbers are drawn by seed and position, so a continued response goes on with the same ones.
+            # Random numbers are drawn by seed and position, so a continued response continues with the same ones.
             "sampling_seed": sampling.seed,
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": [] if sampling.ignore_eos else [*eos_token_ids, *sampling.stop_token_ids],
@@ -68,7 +69,7 @@ def generate_body(
 
 
 def score_body(tokens: np.ndarray, engine_id: str) -> dict[str, Any]:
-    """What ``/generate`` is sent for the log-probabilities of given tokens; nothing cached is used for it."""
+    """Return the body of a call to ``/generate`` for the log-probabilities of given tokens. It uses nothing cached."""
     return {
         "rid": engine_id,
         "input_ids": tokens.tolist(),

@@ -1,4 +1,4 @@
-"""What SGLang's server says of a request, in the project's own terms."""
+"""Messages of SGLang's server about a request, translated into the project's own terms."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from roll.strategies.infer.response import Response, VersionSpan, is_greedy
 from roll.strategies.infer.sglang_requests import needs_mask
 
 _NAN = "NaN happened"
-"""What SGLang says it matched where the logits were no numbers."""
+"""Text that SGLang reports as matched if the logits are NaN."""
 
 
 def take_message(response: Response, message: Mapping[str, Any]) -> bool:
-    """Add a message of the stream to the response; see `Response.take`. Raises ``ValueError`` for a request that SGLang
-    refuses or gives up, ``EngineFailed`` where tokens or log-probabilities are missing."""
+    """Add a message of the stream to the response; see `Response.take`.
+
+    Raises ``ValueError`` for a request that SGLang refuses or gives up, ``EngineFailed`` if tokens or log-probabilities
+    are missing.
+    """
     name = response.request.request_id
     if "error" in message:
         raise ValueError(f"request {name!r} cannot run: {message['error']['message']}")
@@ -35,8 +38,10 @@ def take_message(response: Response, message: Mapping[str, Any]) -> bool:
 
 
 def scores_of(reply: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """Log-probability of each of these tokens, float32 ``[length]``, 0 at the first. Raises `EngineFailed` if the reply
-    is about others."""
+    """Return the log-probability of each of these tokens, float32 ``[length]``, 0 at the first.
+
+    Raises `EngineFailed` if the reply is about other tokens.
+    """
     entries = reply["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != tokens.tolist():
         raise EngineFailed(f"SGLang scored {len(entries)} tokens, not the {len(tokens)} that it was sent")
@@ -46,7 +51,7 @@ def scores_of(reply: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
 
 
 def _sampled_logprobs(response: Response, told: Mapping[str, Any], count: int) -> list[float]:
-    """Log-probabilities of the distribution sampled from, one for each of ``count`` new tokens."""
+    """Return log-probabilities of the sampling distribution, one for each of ``count`` new tokens."""
     sampling = response.request.sampling
     if needs_mask(sampling):
         logprobs = told.get("output_token_sampling_logprobs", [])
@@ -58,7 +63,7 @@ def _sampled_logprobs(response: Response, told: Mapping[str, Any], count: int) -
 
 
 def _numbers(logprobs: list[float | None]) -> list[float]:
-    """JSON knows no NaN: it arrives as null."""
+    """Return the numbers. Raise ``EngineFailed`` if one is NaN, which JSON does not know and which arrives as null."""
     numbers = [logprob for logprob in logprobs if logprob is not None and logprob == logprob]
     if len(numbers) != len(logprobs):
         raise EngineFailed("SGLang's logits are NaN: there is no distribution to sample from")

@@ -1,6 +1,6 @@
-"""The process of SGLang's server: reads its arguments as JSON from standard input, and serves until its owner is gone.
+"""The process of SGLang's server: reads its arguments as JSON from standard input and serves until its owner has ended.
 
-Started as ``python -m``, so that SGLang's own processes, which begin by importing this module, find it again.
+It is started as ``python -m``, so that SGLang's own processes, which begin by importing this module, find it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from roll.strategies.infer.mapped_memory import end_with
 
 
 def main() -> None:
-    """Serve. Does not return before the server ends."""
+    """Serve. Returns only when the server ends."""
     orders = json.load(sys.stdin)
     # SGLang's processes end with this one by themselves.
     end_with(orders["owner"])

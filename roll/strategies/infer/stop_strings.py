@@ -1,7 +1,8 @@
-"""Does a response's text contain a stop string yet? Decided token by token, without decoding the text again and again.
+"""Stop strings: detects token by token when a response contains one, without decoding the whole text again.
 
 A tokenizer decodes a token differently at the start of a text than inside it, and a character may be spread over
-several tokens; so a few tokens before the new ones are decoded along, and unfinished characters are decoded again.
+several tokens. A few earlier tokens are therefore decoded along with the new ones, and unfinished characters are
+decoded again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ _UNFINISHED = "\ufffd"
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that matching needs."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of the tokens."""
+        """Return the text of the tokens."""
 
 
 class StopStringMatcher:
@@ -34,7 +35,7 @@ class StopStringMatcher:
         self._tail = ""
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Add tokens; true if the text, up to and with them, contains a stop string that it did not contain before."""
+        """Add tokens. Return True if the text now contains a stop string that it did not contain before."""
         self._token_ids.extend(token_ids)
         context = self._decoder.decode(self._token_ids[self._context_start : self._settled])
         text = self._decoder.decode(self._token_ids[self._context_start :])
@@ -47,15 +48,17 @@ class StopStringMatcher:
 
 
 class StopStrings:
-    """The matchers of an engine's requests; the tokenizer is loaded for the first that needs one."""
+    """Makes the matchers of an engine's requests. The tokenizer is loaded for the first request that needs it."""
 
     def __init__(self, load_tokenizer: Callable[[], Decoder]) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Decoder | None = None
 
     def matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
-        """A matcher that has seen what earlier attempts produced; None if no text may end the response. Raises
-        ``ValueError`` if the model has no tokenizer."""
+        """Return a matcher that has seen the tokens of earlier attempts; None if no stop string may end the response.
+
+        Raises ``ValueError`` if the model has no tokenizer.
+        """
         if not request.sampling.watches_text:
             return None
         if self._tokenizer is None:

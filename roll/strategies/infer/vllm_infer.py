@@ -1,11 +1,11 @@
 """`vllm`: vLLM's asynchronous engine behind the `InferStrategy` protocol, on CPUs and GPUs alike.
 
 Only public interfaces are used: token ids in and out, pause and resume of generation, sleep and wake, weight updates in
-checkpoint names. vLLM computes in processes of its own; this object belongs to one event loop. Requests wait outside
-vLLM until there is a place for them, so no update waits for a request that has not begun.
+checkpoint names. vLLM computes in its own processes; this object belongs to one event loop. Requests wait outside vLLM
+until a slot is free, so no update waits for a request that has not begun.
 
-What it does not promise: equal bits whatever runs beside a request (vLLM's kernels depend on the batch), and a response
-that was continued elsewhere goes on with a random stream of its own.
+Not promised: equal bits whatever runs beside a request (vLLM's kernels depend on the batch), and the same random stream
+for a response that is continued elsewhere (it gets a stream of its own).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _FAREWELL_SECONDS = 5.0
-"""Most that a shutdown waits for aborted requests to end."""
+"""Longest time that a shutdown waits for aborted requests to end."""
 Result = TypeVar("Result")
 
 
@@ -79,9 +79,9 @@ class VLLMInferStrategy:
         transport: str = "object_store",
         strategy_config: dict[str, Any],
     ) -> None:
-        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``; one
-        that shares them is started so that it can sleep. With the transports ``nccl`` and ``cuda_ipc`` weights are
-        pushed (`transfer_step`), with all others they are loaded from buckets."""
+        """``eos_token_ids`` defaults to the model's own. On GPUs the model is split over ``devices_per_engine``. An
+        engine with ``shares_devices`` is started so that it can sleep. With the transports ``nccl`` and ``cuda_ipc``
+        weights are pushed (`transfer_step`); with all others they are loaded from buckets."""
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._own_eos_token_ids = eos_token_ids
         self._eos_token_ids: Sequence[int] = eos_token_ids or ()
@@ -102,7 +102,8 @@ class VLLMInferStrategy:
         self._clock = BusyClock()
 
     async def start(self) -> None:
-        """Load the model (as version 0) and accept requests. Blocks the event loop meanwhile, as vLLM's start does."""
+        """Load the model (as version 0) and accept requests. Blocks the event loop meanwhile, because vLLM's start
+        does."""
         if self._engine is not None:
             raise RuntimeError("this engine was started before")
         spec = self._spec
@@ -126,27 +127,30 @@ class VLLMInferStrategy:
         _set_environment(arguments)
         self._engine = _start_engine(arguments)
         places = self._engine.vllm_config.scheduler_config.max_num_seqs
-        # A score follows an update, which must not wait for requests that have not begun.
+        # One slot is kept for scoring: a score follows an update, which must not wait for requests that have not begun.
         self._requests: AdmittedRequests[_Inside] = AdmittedRequests(places - 1, self._tick)
         self._scoring = asyncio.Semaphore(1)
         await self._answer(self._engine.update_weight_version("0"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed``."""
+        """Run one request to its end. Raises ``ValueError`` for a request that cannot run, ``EngineFailed`` if the
+        engine fails."""
         return await completion_of(self._responses(request), request)
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
+        """Run a request like `generate`, a few tokens at a time. Leaving the iteration early aborts the request."""
         return chunks_of(self._responses(request), request)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
-        """New tokens of each running request beyond the first ``known[id]``. Asks vLLM's own process for a sign of
-        life first."""
+        """Return the new tokens of each running request beyond the first ``known[id]``.
+
+        First asks vLLM's own process for a sign of life.
+        """
         await self._answer(self._live_engine().get_weight_version())
         return new_tokens(self._requests.responses_inside(), known)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; unknown ids are ignored."""
+        """End these requests now. Unknown ids are ignored."""
         engine = self._live_engine()
         inside = self._requests.abort(request_ids)
         for each in inside:
@@ -156,11 +160,11 @@ class VLLMInferStrategy:
             await self._answer(engine.abort([each.response.engine_id for each in inside]))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding, as the protocol says. A `drain` that another `pause`, `resume` or `shutdown` interrupts
-        raises ``RuntimeError``.
+        """Stop decoding; see the protocol.
 
-        With `keep`, requests that have tokens keep their caches; later ones do not share what was cached before,
-        because their cache key names the version with which they began.
+        A `drain` raises ``RuntimeError`` if another `pause`, `resume` or `shutdown` interrupts it. With `keep`,
+        requests that have tokens keep their caches. Later requests do not share what was cached before, because a
+        request's cache key names the version with which it began.
         """
         engine = self._live_engine()
         if mode not in ("keep", "resume", "drain"):
@@ -175,7 +179,7 @@ class VLLMInferStrategy:
         self._tick()
 
     async def resume(self) -> None:
-        """Go on after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
+        """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
         engine = self._live_engine()
         if self._asleep:
             raise RuntimeError("the engine sleeps; wake it before resume")
@@ -186,7 +190,7 @@ class VLLMInferStrategy:
         self._requests.gate.open()
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
-        """Check a publication beside whatever runs. The engine copies it in `load_weights`."""
+        """Check a weight update while requests run. The engine copies it in `load_weights`."""
         self._prepared = None
         self._prepared = await asyncio.to_thread(
             lambda: prepare(list(buckets), version, self._shapes)
@@ -196,10 +200,9 @@ class VLLMInferStrategy:
     async def load_weights(self, version: int) -> WeightReceipt:
         """Replace all weights by the prepared ones; only while paused or idle.
 
-        The receipt's checksums are those of the bytes that were loaded, and for a sample of tensors that changes with
-        the version (as far as kernels have left them readable) those of what the engine holds. Raises
-        ``WeightMismatch`` naming a parameter that the publication did not reach, ``EngineFailed`` for a load that
-        stopped half-way.
+        The returned checksums are those of the loaded bytes. For a sample of tensors that changes with the version,
+        they are those of what the engine holds, as far as kernels have left it readable. Raises ``WeightMismatch``
+        naming a parameter that the update did not reach, ``EngineFailed`` for a load that stopped halfway.
         """
         engine = self._live_engine()
         prepared, self._prepared = self._prepared, None
@@ -217,7 +220,8 @@ class VLLMInferStrategy:
         return await self._inspected(engine, prepared.receipt, prepared.layout)
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
-        """One of the calls of vLLM's weight transfer, made by the trainer's end of it while the engine is paused."""
+        """Make one call of vLLM's weight transfer. The trainer's end of the transfer makes it while the engine is
+        paused."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         engine = self._live_engine()
@@ -234,10 +238,11 @@ class VLLMInferStrategy:
             raise ValueError(f"step {step!r} of a weight transfer is unknown; one of init, start, update, finish")
 
     async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
-        """The transfer of this version has ended; ``layout`` is what the trainer sent: name -> (dtype name, shape).
+        """Record a completed transfer of this version and return what vLLM holds.
 
-        The receipt tells the checksums of a sample of tensors that could be read back, None for all others. Raises
-        ``WeightMismatch`` naming the tensor if what was sent is not what the model has.
+        ``layout`` is what the trainer sent: name -> (dtype name, shape). The result has checksums of a sample of
+        tensors that could be read back, None for all others. Raises ``WeightMismatch`` naming the tensor if the model
+        has different tensors.
         """
         engine = self._live_engine()
         check_layout([(name, dtype, shape) for name, (dtype, shape) in layout.items()], self._shapes)
@@ -248,11 +253,11 @@ class VLLMInferStrategy:
         return await self._inspected(engine, sent, dict(layout))
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities of given tokens; see the protocol."""
+        """Return log-probabilities of given tokens; see the protocol."""
         return list(await asyncio.gather(*(self._score(tokens) for tokens in token_ids)))
 
     async def sleep(self) -> None:
-        """Free the caches and move the weights to the host (on a CPU: free the caches). Pause first."""
+        """Free the caches and move the weights to the host (only free the caches on a CPU). Pause first."""
         engine = self._live_engine()
         self._requests.require_none("sleep", paused=self._paused)
         if self._asleep:
@@ -281,8 +286,11 @@ class VLLMInferStrategy:
         self._tick()
 
     def stats(self) -> dict[str, Any]:
-        """`running`, `waiting`, `version`, and totals `generated_tokens`, `busy_seconds` (with at least one request
-        inside and not paused: vLLM does not tell how long it computed), and `busy_spans`, when that was."""
+        """Return `running`, `waiting`, `version`, the totals `generated_tokens` and `busy_seconds`, and `busy_spans`.
+
+        vLLM does not report how long it computed. The engine counts as busy while at least one request is inside and it
+        is not paused.
+        """
         self._live_engine()
         return self._requests.counts() | {
             "version": self._version,
@@ -291,7 +299,7 @@ class VLLMInferStrategy:
         }
 
     async def shutdown(self) -> None:
-        """End all requests as aborted and vLLM's processes. Harmless to repeat."""
+        """End all requests as aborted, and vLLM's processes. Harmless to repeat."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -299,11 +307,12 @@ class VLLMInferStrategy:
         self._requests.gate.turn_all_away()
         if not engine.errored:
             await self._end_all(engine)
-        # On the loop itself, because vLLM ends its own tasks there before its processes go, and reports a death else.
+        # On the loop itself: vLLM ends its own tasks there before its processes end, and would otherwise report a
+        # death.
         engine.shutdown()
 
     async def _responses(self, request: GenerateRequest) -> AsyncGenerator[Response, None]:
-        """The request's state after each message of vLLM; nothing if it was aborted before it began."""
+        """Yield the request's state after each message from vLLM; nothing if it was aborted before it began."""
         engine = self._live_engine()
         name = request.request_id
         self._requests.require_new(name)
@@ -319,7 +328,7 @@ class VLLMInferStrategy:
                 yield update
 
     async def _updates(self, engine: AsyncLLM, inside: _Inside) -> AsyncGenerator[Response, None]:
-        """Run a request in vLLM, to its end or until it is to begin again."""
+        """Run a request in vLLM until it ends or has to begin again."""
         response, params = inside.response, inside.params
         prompt = prompt_input(response.request, self._version)
         try:
@@ -340,7 +349,7 @@ class VLLMInferStrategy:
             raise _engine_failed(engine, error) from error
 
     async def _drain(self, engine: AsyncLLM) -> None:
-        """Wait until what runs has ended, unless somebody interrupts."""
+        """Wait until the running requests have ended, unless the drain is interrupted."""
 
         async def wait(end: Callable[[Exception | None], None]) -> None:
             error: Exception | None = None
@@ -359,7 +368,7 @@ class VLLMInferStrategy:
 
     @asynccontextmanager
     async def _still(self, engine: AsyncLLM) -> AsyncIterator[None]:
-        """The engine paused for a moment, if it was idle and open."""
+        """Pause an idle, open engine for the block."""
         if self._paused:
             yield
             return
@@ -372,8 +381,11 @@ class VLLMInferStrategy:
             self._requests.gate.open()
 
     async def _begin_again(self, engine: AsyncLLM) -> None:
-        """Take requests without a token out of vLLM, whose caches may hold their prompts as old weights saw them. They
-        enter again, before all others, when the engine goes on."""
+        """Take requests without a token out of vLLM: its caches may hold their prompts as computed with the old
+        weights.
+
+        They enter again, before all others, when the engine resumes.
+        """
         waiting = [response for response in self._requests.responses_inside() if not response.token_ids]
         for response in waiting:
             response.begins_again = True
@@ -381,7 +393,7 @@ class VLLMInferStrategy:
             await self._answer(engine.abort([response.engine_id for response in waiting]))
 
     async def _end_all(self, engine: AsyncLLM) -> None:
-        """Abort what runs, and give it a moment to say so."""
+        """Abort the running requests and give them a moment to end."""
         inside = self._requests.responses_inside()
         for response in inside:
             response.aborted = True
@@ -403,7 +415,7 @@ class VLLMInferStrategy:
     async def _inspected(
         self, engine: AsyncLLM, sent: WeightReceipt, layout: dict[str, tuple[str, tuple[int, ...]]]
     ) -> WeightReceipt:
-        """The receipt, with what can be read back from the engine in place of what was sent to it."""
+        """Return the update's checksums, with what can be read back from the engine in place of what was sent to it."""
         version = sent.version
         for unloaded in await self._answer(engine.collective_rpc("roll_unloaded_parameters")):
             if unloaded:
@@ -436,7 +448,7 @@ class VLLMInferStrategy:
         return values
 
     async def _answer(self, call: Awaitable[Result]) -> Result:
-        """What vLLM answers; a dead engine in the project's own terms."""
+        """Return vLLM's answer. Raise ``EngineFailed`` if its engine is dead."""
         try:
             return await call
         except _vllm_failures() as error:
@@ -448,28 +460,28 @@ class VLLMInferStrategy:
         return self._engine
 
     def _tick(self) -> None:
-        """Note whether something is being computed now."""
+        """Record whether anything is being computed now."""
         self._clock.set(bool(self._requests.inside) and not self._paused and not self._asleep)
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """A request that has a place in vLLM."""
+    """A request that has a slot in vLLM."""
 
     response: Response
     params: VLLMSamplingParams
 
 
 def _set_environment(arguments: dict[str, Any]) -> None:
-    """What vLLM takes from the environment of the process, which is the engine's own."""
+    """Set what vLLM reads from the environment. The process belongs to the engine alone."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if arguments["weight_transfer_config"]["backend"] == "ipc":
-        # A handle of device memory has no plain form; it crosses to the engine's own process only.
+        # A handle of device memory has no plain form. It travels only to the engine's own process.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if arguments.get("distributed_executor_backend") == "uni":
-        # Without this vLLM starts one more process on a CPU, which takes ten seconds more and binds to all cores.
+        # Otherwise vLLM starts one more process on a CPU, which takes ten more seconds and binds to all cores.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import torch
 
@@ -484,7 +496,7 @@ def _start_engine(arguments: dict[str, Any]) -> AsyncLLM:
 
 
 def _vllm_failures() -> tuple[type[Exception], ...]:
-    """After these vLLM serves nobody any more."""
+    """Return the exceptions after which vLLM serves no request any more."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     return EngineDeadError, EngineGenerateError

@@ -1,8 +1,9 @@
-"""What `strategy_config` may contain for `vllm`, and the engine arguments that a run makes of it.
+"""Options that `strategy_config` may contain for `vllm`, and the engine arguments that a run derives from them.
 
-Every key goes to vLLM's engine arguments as it is, so a release's own documentation is the reference. Keys are checked
-against the installed release, if there is one, without importing it (that takes ten seconds). Keys whose value the run
-itself decides are refused with the key to use instead: two places for one setting end in the wrong one being read.
+Every key goes to vLLM's engine arguments unchanged, so the documentation of the installed release is the reference.
+Keys are checked against the installed release, if there is one, without importing it (which takes ten seconds). Keys
+that the run itself decides are refused with the key to use instead: with two places for one setting, the wrong one ends
+up being read.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ EXTENSION_CLASS = "roll.strategies.infer.vllm_worker.WorkerCalls"
 OWNER_VARIABLE = "ROLL_ENGINE_OWNER"
 """Environment variable with the id of the process that vLLM's processes must not outlive."""
 BUCKET_BACKEND = "roll_buckets"
-"""Name under which `vllm_worker` registers how buckets of weights are loaded."""
+"""Name under which `vllm_worker` registers the loading of weight buckets."""
 
 WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
-"""Transports that vLLM itself implements, and its names for them."""
+"""Transports that vLLM itself implements -> vLLM's names for them."""
 
 _STREAM_INTERVAL = 8
-"""Tokens per message from the engine process: a message per token and request costs more than a small model's step."""
+"""Tokens per message from the engine process. One message per token and request costs more than a small model's
+step."""
 _CPU_KV_CACHE_BYTES = 4 * 1024**3
-"""Most memory for keys and values on a CPU by default; vLLM's own default is nearly all memory of the host."""
+"""Default upper limit, in bytes, of the keys and values on a CPU. vLLM's own default is nearly all memory of the
+host."""
 _RESERVED = {
     "model": "`pretrain` or `model_args.model_name_or_path`",
     "tokenizer": "`pretrain`; the engine gets token ids",
@@ -44,12 +47,14 @@ _RESERVED = {
     "weight_transfer_config": "`weight_update.transport`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
 }
-"""Engine argument -> what to write instead."""
+"""Engine argument -> the setting to use instead."""
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
-    vLLM has such an argument is judged where it is installed."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
+
+    Unknown engine arguments are found only if vLLM is installed.
+    """
     known = engine_argument_names()
     problems = []
     for key in strategy_config:
@@ -66,7 +71,8 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
 
 @cache
 def engine_argument_names() -> frozenset[str] | None:
-    """Names of the installed release's engine arguments, read from its source; None if vLLM is not installed."""
+    """Return the names of the installed release's engine arguments, read from its source; None if vLLM is not
+    installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -93,12 +99,16 @@ def engine_arguments(
     sleeps: bool,
     cache_bytes_per_token: int,
 ) -> dict[str, Any]:
-    """Keyword arguments for ``AsyncEngineArgs``: what the run decides, defaults for a CPU, and the user's own.
+    """Return keyword arguments for ``AsyncEngineArgs``: defaults, the user's own, and the run's decisions, in
+    increasing priority.
 
-    ``cache_bytes_per_token`` is what one token's keys and values take; ``sleeps`` says whether the engine shares its
-    devices.
+    ``cache_bytes_per_token``: bytes of one token's keys and values. ``sleeps``: the engine shares its devices.
     """
-    arguments: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True}
+    arguments: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "load_format": "safetensors",  # vLLM would read pickles where a folder has nothing else
+    }
     if device == "cpu":
         arguments |= _cpu_defaults(strategy_config, max_length, tensor_parallel_size, cache_bytes_per_token)
     arguments |= strategy_config
@@ -119,8 +129,11 @@ def engine_arguments(
 def _cpu_defaults(
     strategy_config: dict[str, Any], max_length: int, tensor_parallel_size: int, cache_bytes_per_token: int
 ) -> dict[str, Any]:
-    """No compilation (it takes longer to start than a small run takes), and memory for the requests that can run.
-    Raises ``ConfigError`` for what a CPU engine does not survive."""
+    """Return the defaults for a CPU: no compilation, which would take longer than a small run, and memory for the
+    requests that can run.
+
+    Raises ``ConfigError`` for an option that a CPU engine does not survive.
+    """
     if strategy_config.get("enable_chunked_prefill"):
         raise ConfigError(
             [
@@ -135,19 +148,19 @@ def _cpu_defaults(
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": requests,
-        # Seeded requests whose prompt is computed in parts end a CPU engine (its generators cannot be set back).
+        # A seeded request whose prompt is computed in parts crashes a CPU engine: its generators cannot be set back.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_length, 8192),
     }
     if tensor_parallel_size == 1:
         defaults["distributed_executor_backend"] = "uni"
     if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & strategy_config.keys():
-        # Blocks are 128 tokens long on a CPU, the last one of each request half empty on average.
+        # Blocks are 128 tokens long on a CPU. The last block of each request is half empty on average.
         wanted = requests * (max_length + 128) * cache_bytes_per_token
         defaults["kv_cache_memory_bytes"] = min(max(wanted, 64 * 1024**2), _CPU_KV_CACHE_BYTES)
     return defaults
 
 
 def stream_interval(has_stop_strings: bool) -> int:
-    """Tokens per message from the engine process: each one where every token may be the last."""
+    """Return the number of tokens per message from the engine process: one if any token may complete a stop string."""
     return 1 if has_stop_strings else _STREAM_INTERVAL

@@ -1,6 +1,6 @@
-"""A publication on its way into vLLM: that it is complete and fits, and where its bytes lie.
+"""A weight update on its way into vLLM: checks that it is complete and fits, and makes its bytes readable for vLLM.
 
-Everything here is decided before the engine is paused, and without vLLM.
+All of this happens before the engine is paused, and without vLLM.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from roll.strategies.weights import ALIGNMENT, manifest
 
 @dataclass
 class Prepared:
-    """A publication that fits, waiting to be loaded."""
+    """A weight update that fits, waiting to be loaded."""
 
     version: int
     buckets: list[WeightBucket]
     receipt: WeightReceipt
     layout: Layout
     staging: MemoryFile | None = None
-    """Where the bytes were put that no other process could have read."""
+    """Shared memory with copies of those buckets that no other process could have read."""
 
 
 def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[int, ...]]) -> Prepared:
-    """Check that a publication is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
+    """Check that a weight update is complete and fits. Raises ``WeightMismatch`` naming the tensor."""
     layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
     located, staging = locate(buckets)
@@ -35,7 +35,7 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
 
 
 def locate(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:
-    """The buckets where vLLM's processes can read them: as they are, or copied into shared memory."""
+    """Return the buckets where vLLM's processes can read them: unchanged, or copied into shared memory."""
     homeless = [bucket for bucket in buckets if bucket.location is None]
     if not homeless:
         return buckets, None
@@ -57,8 +57,10 @@ def _aligned(size: int) -> int:
 
 
 def bucket_info(bucket: WeightBucket) -> dict[str, Any]:
-    """What vLLM's processes are told of a bucket: where its bytes are, and the tensors in it. ``ValueError`` for one
-    that is nowhere they can read; `locate` gives it a place."""
+    """Return the location and the tensors of a bucket, for vLLM's processes.
+
+    Raises ``ValueError`` for a bucket that is in no file; `locate` copies it into one.
+    """
     if bucket.location is None:
         raise ValueError("this bucket is in no file, so other processes cannot read it")
     return {

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.inputs.engine import TokensInput
 
 _SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises smaller ones to this."""
+"""vLLM raises smaller temperatures to this one."""
 
 
 def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> VLLMSamplingParams:
-    """vLLM's parameters of a request. Raises ``ValueError`` for a temperature that vLLM would change."""
+    """Return vLLM's parameters of a request. Raises ``ValueError`` for a temperature that vLLM would change."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -45,14 +45,15 @@ def sampling_params(request: GenerateRequest, eos_token_ids: Sequence[int]) -> V
 
 
 def prompt_input(request: GenerateRequest, version: int) -> TokensInput:
-    """The prompt's tokens. What is cached for them is shared only between requests that began with one version."""
+    """Return the prompt's tokens for vLLM. Their cache is shared only by requests that began with the same version."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(request.prompt_token_ids.tolist(), cache_salt=f"version {version}")
 
 
 def _seed(request: GenerateRequest) -> int:
-    """vLLM's random stream of a request starts at its seed; a continued response gets a stream of its own."""
+    """Return the seed of vLLM's random stream. vLLM starts at the seed, so a continued response gets a stream of its
+    own."""
     if not request.first_token_index:
         return request.sampling.seed
     return derive_seed(request.sampling.seed, "continued", request.first_token_index)

@@ -1,4 +1,4 @@
-"""What vLLM says of a request, in the project's own terms."""
+"""Messages of vLLM about a request, translated into the project's own terms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def take_output(response: Response, output: CompletionOutput, version: int) -> bool:
-    """Add vLLM's message to the response, the engine holding ``version``; see `Response.take`. Raises `EngineFailed` if
-    vLLM gave the request up."""
+    """Add vLLM's message to the response; the engine holds ``version``. See `Response.take`.
+
+    Raises `EngineFailed` if vLLM gave the request up.
+    """
     reason = output.finish_reason
     return response.take(
         output.token_ids,
@@ -26,7 +28,7 @@ def take_output(response: Response, output: CompletionOutput, version: int) -> b
 
 
 def _sampled_logprobs(output: CompletionOutput) -> list[float]:
-    """Log-probability of each new token; asked for without alternatives, vLLM gives one number per position."""
+    """Return the log-probability of each new token. Without alternatives, vLLM gives one number per position."""
     if not output.token_ids:
         return []
     logprobs = output.logprobs.logprobs if output.logprobs is not None else []

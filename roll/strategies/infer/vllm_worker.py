@@ -1,8 +1,8 @@
-"""What runs inside vLLM's own worker processes: loading buckets of weights, and saying what is held.
+"""Code that runs inside vLLM's own worker processes: loads weight buckets and reports which weights are held.
 
-Both go through interfaces vLLM offers for reinforcement learning: a weight transfer engine registered by name, and a
+Both use interfaces that vLLM offers for reinforcement learning: a weight transfer engine registered by name, and a
 worker extension whose methods can be called collectively. Weights are mapped from memory that the trainer (or the
-engine's owner) has filled, never unpickled; vLLM's layer-wise reload puts them into whatever layout its kernels want.
+engine's owner) has filled, never unpickled. vLLM's layer-wise reload converts them to the layout that its kernels want.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Shape = tuple[int, ...]
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Mapped memory needs no rendezvous."""
+    """Empty setup: mapped memory needs no rendezvous."""
 
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """Where a bucket lies and what is in it."""
+    """Location and contents of a bucket."""
 
     path: str
     offset: int
     size: int
     tensors: list[tuple[str, str, Shape, int]]
-    """As in `WeightBucket`."""
+    """Entries in the format of `WeightBucket.tensors`."""
 
 
 class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
@@ -53,11 +53,11 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # It warns of every layer without weights of its own, at every update; completeness is checked below.
+        # At every update it warns of every layer without weights of its own. Completeness is checked below instead.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to do."""
+        """Do nothing: mapped memory needs no setup."""
 
     def start_weight_update(self) -> None:
         """Prepare every layer to take checkpoint tensors again."""
@@ -66,7 +66,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Hand the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
+        """Pass the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
         memory = map_file(update_info.path, update_info.offset, update_info.size)
         tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
         bucket = WeightBucket(tensors, memory)
@@ -74,18 +74,21 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.loaded |= set(self.model.load_weights(weights) or ())
 
     def finish_weight_update(self) -> None:
-        """Bring what was loaded into the layout of the kernels."""
+        """Convert the loaded tensors to the layout of the kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.model_config.quantization is None:
             _repack_shared(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no resource is held between updates."""
 
 
 def _repack_shared(model: torch.nn.Module) -> None:
-    """Let layers that share a parameter process it again. The reload does that for the layer whose name arrived only:
-    on a CPU a tied output head would go on computing with what it had packed from the first weights."""
+    """Let layers that share a parameter process it again.
+
+    The reload does so only for the layer whose name arrived. On a CPU a tied output head would otherwise go on
+    computing with what it had packed from the first weights.
+    """
     owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -97,8 +100,8 @@ def _repack_shared(model: torch.nn.Module) -> None:
                 method.process_weights_after_loading(module)
 
 
-# A worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's engine
-# process waits for its owner, and ends by itself after some minutes.)
+# Otherwise a worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's
+# engine process waits for its owner and ends by itself after some minutes.)
 if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
     end_with(int(os.environ[OWNER_VARIABLE]))
 
@@ -106,23 +109,29 @@ WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine
 
 
 class WorkerCalls:
-    """Calls that `vllm_infer` makes on every worker. Becomes a base class of vLLM's worker, which has these."""
+    """Calls that `vllm_infer` makes on every worker. vLLM's worker, which has these attributes, inherits from this
+    class."""
 
     weight_transfer_engine: Any
     model_config: Any
     model_runner: Any
 
     def roll_unloaded_parameters(self) -> list[str]:
-        """Parameters of the engine's model that the last update did not touch. Empty for quantised models, whose
-        scales are made from the weights."""
+        """Return the parameters of the engine's model that the last update did not touch.
+
+        Empty for quantised models, whose scales are computed from the weights.
+        """
         engine = self.weight_transfer_engine
         if not isinstance(engine, BucketTransferEngine) or self.model_config.quantization is not None:
             return []
         return sorted(engine.wanted - engine.loaded)
 
     def roll_held_checksums(self, layout: Layout, version: int) -> dict[str, int]:
-        """Checksums of some tensors that this worker holds in the layout of a checkpoint, other ones at each version.
-        What kernels have repacked cannot be read back and is left out."""
+        """Return checksums of some tensors that this worker holds in the layout of a checkpoint; different ones at each
+        version.
+
+        Tensors that kernels have repacked cannot be read back and are left out.
+        """
         shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
         readable = {
             name: tensor
@@ -133,7 +142,7 @@ class WorkerCalls:
 
 
 def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the checkpoint that can be seen in the model's parameters: as they are, as the leading rows of a
+    """Yield the checkpoint's tensors that can be read from the model's parameters: unchanged, as the leading rows of a
     padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():

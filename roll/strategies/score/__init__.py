@@ -10,10 +10,10 @@ SCORE_STRATEGIES: dict[str, str] = {"hf_infer": "roll.strategies.score.hf_classi
 
 
 def score_strategy_class(name: str, own: str | None = None) -> type:
-    """The class registered under ``name``, or ``own`` in its place (`registered_class`)."""
+    """Return the class registered under ``name``, or its subclass ``own`` (see `registered_class`)."""
     return registered_class(SCORE_STRATEGIES, name, own)
 
 
 def build_score_strategy(name: str, setup: ScorerSetup, own: str | None = None) -> ScoreStrategy:
-    """The engine registered under ``name``, or ``own`` in its place, its model loaded."""
+    """Return the engine registered under ``name``, or its subclass ``own``, with its model loaded."""
     return score_strategy_class(name, own)(setup)

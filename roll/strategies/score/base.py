@@ -1,7 +1,7 @@
-"""What scores conversations: a model with a number for each, whatever runs it.
+"""The interface of reward models, which give each conversation a number.
 
-The score of a conversation does not depend on the others in its batch, but for rounding. What is wrong with one of them
-travels as data to whoever sent it; an exception means that the whole call failed.
+The score of a conversation does not depend on the others in its batch, except for rounding. A problem with one
+conversation is returned as data to its sender. An exception means that the whole call failed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ class ScorerSetup:
     model_args: ModelArguments
     config: RewardModelConfig
     batch_size: int
-    """Conversations of one forward pass."""
+    """Number of conversations in one forward pass."""
     device: str
     """``cpu`` or ``cuda``."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of one conversation."""
+    """The result for one conversation."""
 
     score: float = 0.0
     tokens: int = 0
-    """Of the conversation as scored."""
+    """Number of tokens of the conversation as scored."""
     cut_tokens: int = 0
-    """Left out at its beginning."""
+    """Number of tokens left out at its beginning."""
     problem: str = ""
-    """Why there is no score; empty if there is one."""
+    """Reason why there is no score; empty if there is one."""
 
 
 class ScoreStrategy(Protocol):
     """A loaded reward model."""
 
     def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
-        """Any number of conversations; results in their order."""
+        """Score any number of conversations; results are in their order."""
 
     def offload_states(self) -> None:
         """Move the weights off the device."""

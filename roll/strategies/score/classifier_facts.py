@@ -1,4 +1,4 @@
-"""What can be known of a sequence classifier from its files, so that a wrong one is refused before anything loads."""
+"""Facts about a sequence classifier that its files tell, so that a wrong one is refused before anything loads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ POSITIONS_AFTER_PADDING = (
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )
-"""Models that count positions from the one after their padding's id, and so have fewer than their table has rows."""
+"""Models that count positions from the one after their padding's id. They have fewer positions than their table has
+rows."""
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Longest input in tokens; None where the model has no such limit."""
+    """Return the longest input in tokens; None if the model has no such limit."""
     text = config.get_text_config()
     rows = text.to_dict().get("max_position_embeddings")
     if rows is None or text.model_type not in POSITIONS_AFTER_PADDING or text.pad_token_id is None:
@@ -31,7 +32,8 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:
-    """``path`` is that of the reward. Raises `ConfigError` if this can be no reward model, or not with these keys."""
+    """Raise `ConfigError` if this model cannot be a reward model, or not with these keys. ``path`` is that of the
+    reward."""
     from transformers import AutoConfig
 
     arguments = reward.model_args

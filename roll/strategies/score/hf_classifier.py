@@ -1,9 +1,9 @@
 """A transformers sequence classifier as reward model.
 
-A conversation is written by the chat template of the *reward model's* tokenizer. Conversations of like length share a
-forward pass, padded on the right; which token the score is read at is the model's own business, so a batch gives what
-one conversation at a time would give. A checkpoint without a classifier's head is refused: transformers would fill in
-a random one and go on.
+A conversation is formatted by the chat template of the *reward model's* tokenizer. Conversations of similar length
+share a forward pass, padded on the right. The model itself chooses the token at which the score is read, so a batch
+gives the same scores as one conversation at a time. A checkpoint without a classifier's head is refused: transformers
+would fill in a random one and continue.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from roll.strategies.score.classifier_facts import position_limit
 
 
 class HFClassifier:
-    """See `ScoreStrategy`."""
+    """A sequence classifier; implements `ScoreStrategy`."""
 
     def __init__(self, setup: ScorerSetup) -> None:
-        """Raises ``ValueError`` if the files hold no classifier's head, ``OSError`` if they hold no safetensors."""
+        """Load tokenizer and model.
+
+        Raises ``ValueError`` if the files hold no classifier's head, or if `label` or `max_length` do not fit the
+        model; ``OSError`` if the files hold no safetensors.
+        """
         self._setup = setup
         self._tokenizer = load_tokenizer(
             setup.model_path, trust_remote_code=setup.model_args.trust_remote_code, config_path="model_args"
@@ -33,7 +37,7 @@ class HFClassifier:
         self._max_length = allowed_length(setup, self._model)
 
     def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
-        """See `ScoreStrategy`."""
+        """Score conversations; see `ScoreStrategy`."""
         results: list[Scored] = [Scored() for _ in conversations]
         rows: list[tuple[int, list[int], int]] = []
         for index, conversation in enumerate(conversations):
@@ -58,13 +62,13 @@ class HFClassifier:
         return results
 
     def offload_states(self) -> None:
-        """See `ScoreStrategy`. Nothing to do on a CPU."""
+        """Move the weights off the device. Nothing to do on a CPU."""
         if self._setup.device == "cuda":
             self._model.to("cpu")
             torch.cuda.empty_cache()
 
     def load_states(self) -> None:
-        """See `ScoreStrategy`."""
+        """Undo `offload_states`."""
         self._model.to(self._setup.device)
 
     def _tokens(self, conversation: Conversation) -> list[int]:
@@ -72,7 +76,7 @@ class HFClassifier:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _forward(self, rows: list[list[int]]) -> list[float]:
-        """Scores of token sequences that fill one batch."""
+        """Return the scores of token sequences that fill one batch."""
         own_pad = self._text_config.pad_token_id
         pad = own_pad
         if own_pad is None and len(rows) > 1:
@@ -82,8 +86,8 @@ class HFClassifier:
         width = max(len(row) for row in rows)
         token_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
         attention_mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        # Models find the last token by the padding's id. One without such an id takes the very last, which with an id
-        # that occurs nowhere else is the same.
+        # Models find the last token by the padding's id. A model without such an id reads the very last position; an id
+        # that occurs nowhere in the rows lets it find the same token.
         self._text_config.pad_token_id = pad
         try:
             with torch.inference_mode():
@@ -96,8 +100,10 @@ class HFClassifier:
 
 
 def allowed_length(setup: ScorerSetup, model: PreTrainedModel) -> int | None:
-    """Longest input that is let through, in tokens; None: any. Raises ``ValueError`` if the model cannot take what was
-    asked for."""
+    """Return the longest accepted input in tokens; None if there is no limit.
+
+    Raises ``ValueError`` if the model cannot take the configured length.
+    """
     limits = [limit for limit in (position_limit(model.config), *_position_tables(model)) if limit is not None]
     wanted, least = setup.config.max_length, min(limits, default=None)
     if wanted is not None and least is not None and wanted > least:
@@ -106,20 +112,23 @@ def allowed_length(setup: ScorerSetup, model: PreTrainedModel) -> int | None:
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[int]:
-    """Lengths that tables of positions have room for: with a row for padding they begin after it."""
+    """Yield the lengths that tables of positions have room for. A table with a row for padding begins after it."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, torch.nn.Embedding):
             yield module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
 
 
 def unused_id(rows: Sequence[Sequence[int]], vocabulary: int) -> int | None:
-    """A token id that is in none of the rows; None where all are used."""
+    """Return a token id that is in none of the rows; None if all are used."""
     used = {token for row in rows for token in row}
     return next((token for token in range(vocabulary) if token not in used), None)
 
 
 def load_classifier(setup: ScorerSetup) -> PreTrainedModel:
-    """The model in evaluation mode on its device. Raises ``ValueError`` if the files lack some of its weights."""
+    """Return the model in evaluation mode on its device.
+
+    Raises ``ValueError`` if the files lack some of its weights, or if `label` does not name one of its labels.
+    """
     model, found = AutoModelForSequenceClassification.from_pretrained(
         setup.model_path,
         dtype=getattr(torch, setup.model_args.dtype),

@@ -1,7 +1,6 @@
 """Trainers by the name that ``strategy_args.strategy_name`` uses.
 
-A strategy is imported when it is built, so that naming one costs nothing. A new trainer is a new file and one line
-here.
+A strategy is imported when it is built, so naming one costs nothing. A new trainer is a new file and one line here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TRAIN_STRATEGIES = {
 """Strategy name -> ``module:class``."""
 
 FORWARD_STRATEGIES = {"hf_infer": "roll.strategies.train.hf_replica:HfReplicaStrategy"}
-"""The same of what drives a forward-only role, and cannot train."""
+"""Strategy name -> ``module:class``, for strategies that only drive forward-only roles and cannot train."""
 
 OPTION_CHECKS = {
     "fsdp2_train": "roll.strategies.train.fsdp2_options:check_options",
@@ -37,23 +36,27 @@ OPTION_CHECKS = {
 
 
 def train_strategy_class(name: str, own: str | None = None) -> type:
-    """The trainer registered as ``name``, or ``own`` in its place (`registered_class`); ``ValueError`` with the valid
-    names otherwise."""
+    """Return the trainer class registered as ``name``, or its subclass ``own`` (see `registered_class`).
+
+    Raises ``ValueError`` with the valid names if ``name`` is not registered.
+    """
     return _registered(name, own, TRAIN_STRATEGIES, "training")
 
 
 def forward_strategy_class(name: str, own: str | None = None) -> type:
-    """The same of what drives a forward-only role: a trainer, or what cannot train."""
+    """Return the class for a forward-only role: a trainer, or a strategy that cannot train. See
+    `train_strategy_class`."""
     return _registered(name, own, {**TRAIN_STRATEGIES, **FORWARD_STRATEGIES}, "forward-only")
 
 
 def build_train_strategy(name: str, setup: TrainerSetup, own: str | None = None) -> TrainStrategy:
-    """One rank of the trainer ``name``, or of ``own`` in its place, not yet initialised."""
+    """Return one rank of the trainer ``name``, or of its subclass ``own``, not yet initialised."""
     return train_strategy_class(name, own)(setup)
 
 
 def build_forward_strategy(name: str, setup: TrainerSetup, own: str | None = None) -> ForwardStrategy:
-    """One rank of a forward-only role that ``name``, or ``own`` in its place, drives. Not yet initialised."""
+    """Return one rank of the strategy ``name``, or of its subclass ``own``, for a forward-only role; not yet
+    initialised."""
     return forward_strategy_class(name, own)(setup)
 
 
@@ -64,6 +67,9 @@ def _registered(name: str, own: str | None, registered: Mapping[str, str], what:
 
 
 def train_option_check(name: str) -> Callable[[dict[str, Any], str], list[ConfigProblem]]:
-    """The check of a trainer's ``strategy_config``: (options, their path) -> problems. Imports no trainer."""
+    """Return the function that checks a trainer's ``strategy_config``: (options, their path) -> problems.
+
+    Imports no trainer.
+    """
     module, _, function = OPTION_CHECKS[name].partition(":")
     return getattr(importlib.import_module(module), function)

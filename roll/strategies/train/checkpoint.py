@@ -1,4 +1,4 @@
-"""Models in, in Hugging Face format. Weights are read from safetensors only, never from pickles."""
+"""Loads models in Hugging Face format. Weights are read from safetensors only, never from pickles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ModelKind = Literal["policy", "value"]
 
 
 def model_class(kind: ModelKind) -> Any:
-    """Transformers' class for models of a kind: a causal language model, or one with a number for each token."""
+    """Return transformers' class for models of this kind: a causal language model, or one that gives each token a
+    number."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
@@ -26,11 +27,11 @@ def model_class(kind: ModelKind) -> Any:
 def load_model(
     path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy"
 ) -> PreTrainedModel:
-    """The model at ``path`` (folder or hub name), on the CPU. A value model that comes from another kind of model gets
-    a new head, which says 0 for everything: there is nothing better to say before the first return was seen. Of a head
-    that is there in part (a reward model's has no bias), only the rest is new.
+    """Load the model at ``path`` (folder or hub name) on the CPU.
 
-    Raises ``ValueError`` naming a tensor if others are missing: transformers would make them up.
+    A value model made from another kind of model gets a new head that gives 0 everywhere, the best guess before the
+    first return is known. If part of a head exists (a reward model's has no bias), only the rest is new. Raises
+    ``ValueError`` naming a tensor if any other one is missing: transformers would invent its values.
     """
     options = {} if kind == "policy" else {"num_labels": 1}
     model, found = model_class(kind).from_pretrained(
@@ -60,7 +61,7 @@ def load_weights(
     shapes: Mapping[str, torch.Size],
     kind: ModelKind = "policy",
 ) -> dict[str, Tensor]:
-    """The weights of an export by name, tied ones once, for a model with parameters of these ``shapes``.
+    """Return the weights of an export by name, tied ones once, for a model whose parameters have these ``shapes``.
 
     Raises ``ValueError`` naming the tensor if the export does not fit the model.
     """

@@ -1,9 +1,9 @@
 """`deepspeed_train`: DeepSpeed's ZeRO, stages 0 to 3, with the semantics of `fsdp2_train`.
 
-DeepSpeed shards, communicates and steps; which tokens count, what they are divided by, the schedule and the accounting
-are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer states are
-float32; computing is in the precision asked for. An update whose gradient is not finite is skipped and reported.
-Dropout is off.
+DeepSpeed shards, communicates and steps. Choosing the tokens that count, normalising the loss, the schedule and the
+accounting are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer
+states are float32; computing is in the configured precision. An update whose gradient is not finite is skipped and
+reported. Dropout is off.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DeepSpeedTrainStrategy:
         self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         rounds = self.trains and self.bfloat16
-        # DeepSpeed rounds the weights before it copies the masters; these references keep what was loaded.
+        # DeepSpeed rounds the weights before it copies the masters. These references keep the weights as loaded.
         masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
@@ -82,23 +82,23 @@ class DeepSpeedTrainStrategy:
         )
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         rows = self._rows(batch, self.setup.infer_limits)
         return joined_over_ranks(policy_forward(self.forward).token_logprobs(batch, rows, temperature))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
         return joined_over_ranks(
             value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
         )
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
+        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
 
-        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
-        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
-        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
-        forward-only role.
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
+        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
+        a forward-only role.
         """
         if not self.trains:
             raise RuntimeError("this role is forward-only; it has no optimizer")
@@ -112,10 +112,11 @@ class DeepSpeedTrainStrategy:
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name). Collective.
+        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name).
+        Collective.
 
-        Gathered one after the other; where nothing is split, a rank hands out its own memory: it is to be read, not
-        kept.
+        Tensors are gathered one after the other. If nothing is split, a rank yields its own memory: read it, do not
+        keep it.
         """
         for name, parameter in self.model.named_parameters():
             if self.trains and (self.bfloat16 or self.splits_weights):
@@ -125,7 +126,7 @@ class DeepSpeedTrainStrategy:
                     yield name, parameter.detach().float()
 
     def export(self) -> ModelExport | None:
-        """The float32 weights, configuration and tokenizer; see `TrainStrategy`."""
+        """Return the float32 weights, configuration and tokenizer; see `TrainStrategy`."""
         weights = copied_weights(self.named_weights(), self.setup)
         return None if weights is None else build_export(self.model, weights, self.setup)
 
@@ -138,7 +139,7 @@ class DeepSpeedTrainStrategy:
         self._set_weights(weights.__getitem__)
 
     def snapshot(self) -> StateSnapshot:
-        """Copies of this rank's rows of every tensor, which are gathered one after the other; see `TrainStrategy`."""
+        """Copy this rank's rows of every tensor; tensors are gathered one after the other. See `TrainStrategy`."""
         parts = []
         for name, parameter in self.model.named_parameters():
             for kind in ("weight", *(MOMENTS if self.updates else ())):
@@ -149,7 +150,7 @@ class DeepSpeedTrainStrategy:
         return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
-        """See `TrainStrategy`."""
+        """Resume from a snapshot; see `TrainStrategy`."""
         state.require_weights(self.shapes)
         for name, shape in self.shapes.items():
             state.require_shape(f"weight/{name}", shape)
@@ -165,7 +166,7 @@ class DeepSpeedTrainStrategy:
     def offload_states(self) -> None:
         """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
 
-        ``RuntimeError`` where DeepSpeed has no way to do so.
+        Raises ``RuntimeError`` if DeepSpeed cannot move them.
         """
         if self.setup.device == "cpu":
             return
@@ -194,17 +195,17 @@ class DeepSpeedTrainStrategy:
 
     @property
     def splits_weights(self) -> bool:
-        """A rank holds its share of the weights only."""
+        """True if each rank holds only its share of the weights."""
         return self.options.zero_stage == 3
 
     @property
     def has_engine(self) -> bool:
-        """Forward passes alone need DeepSpeed only where weights are split."""
+        """True if DeepSpeed is used. Forward passes alone need it only if weights are split."""
         return self.trains or self.splits_weights
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is split: model and optimizer are torch's own."""
+        """True if nothing is split: model and optimizer are torch's own."""
         return self.options.zero_stage == 0 or not self.has_engine
 
     def _start_engine(self) -> None:
@@ -212,7 +213,7 @@ class DeepSpeedTrainStrategy:
         config = engine_config(
             self.options,
             bfloat16=self.bfloat16,
-            # Without ZeRO, DeepSpeed clips but tells no norm.
+            # Without ZeRO, DeepSpeed clips but does not report the norm.
             max_grad_norm=0.0 if self.options.zero_stage == 0 else self.setup.training_args.max_grad_norm,
         )
         self.engine = start_engine(
@@ -227,15 +228,18 @@ class DeepSpeedTrainStrategy:
             self._allocate_moments()
 
     def _allocate_moments(self) -> None:
-        """What AdamW would do at its first step: for DeepSpeed too late, which then links the moments of all groups to
-        their weights as soon as the first group has taken its step."""
+        """Create the moments, as AdamW does at its first step.
+
+        That would be too late for DeepSpeed, which links the moments of all groups to their weights as soon as the
+        first group has taken its step.
+        """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """This rank's micro-batches."""
+        """Return this rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
     def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
@@ -243,12 +247,12 @@ class DeepSpeedTrainStrategy:
         with torch.set_grad_enabled(not step.is_empty):
             loss, metrics = self.forward.loss(step, micro_batch, temperature)
         if not step.is_empty:
-            # DeepSpeed averages gradients over ranks; the contributions of ranks are to be summed.
+            # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
             self.engine.backward(loss * self.setup.world_size)
         return metrics
 
     def _update(self, nothing_to_learn: bool) -> dict[str, float]:
-        """Clip, step unless the gradient is not finite or no token was trained on, advance the schedule in any case."""
+        """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""
         learning_rate = self.learning_rate(self.optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -258,7 +262,8 @@ class DeepSpeedTrainStrategy:
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(not updated)}
 
     def _optimizer_step(self) -> tuple[float, bool]:
-        """The gradient's norm before clipping, and whether it was finite, so that there was an update."""
+        """Step. Return the gradient's norm before clipping, and True if it was finite, so that the weights were
+        updated."""
         if self.options.zero_stage > 0:
             self.engine.step()
             return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
@@ -271,7 +276,7 @@ class DeepSpeedTrainStrategy:
 
     @torch.no_grad()
     def _set_weights(self, weight_of: Callable[[str], Tensor]) -> None:
-        """Write full tensors into the masters and into what is computed with. Collective."""
+        """Write full tensors into the master weights and into the weights that are computed with. Collective."""
         for name, parameter in self.model.named_parameters():
             weight = weight_of(name).to(self.device)
             if self.trains and not self.is_whole:
@@ -287,17 +292,17 @@ class DeepSpeedTrainStrategy:
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
 
     def _padded_share(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor, where weights are split.
+        """Return this rank's part of a full tensor when weights are split.
 
-        Shares are equally long; what the last ones have too much is padding, which DeepSpeed's own call for full
-        tensors does not expect.
+        All parts are equally long. The excess of the last ones is padding, which DeepSpeed's own call for full tensors
+        does not expect.
         """
         length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
         padded = nn.functional.pad(full.flatten(), (0, length * self.setup.world_size - full.numel()))
         return padded.narrow(0, length * self.setup.rank, length)
 
     def _full_state(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """A float32 weight or a moment, whole. Collective; to be read before the next one is asked for."""
+        """Return a whole float32 weight or moment. Collective. Read it before asking for the next one."""
         if self.is_whole:
             return parameter.detach() if kind == "weight" else self.optimizer.state[parameter][kind]
         if kind == "weight":
@@ -316,8 +321,11 @@ class DeepSpeedTrainStrategy:
             self.deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def _make_moments(self) -> None:
-        """DeepSpeed makes moments, and links them to their weights, at the first update; so there is one, of nothing.
-        What it does to the weights does not matter, as they are yet to be set."""
+        """Let DeepSpeed create moments and link them to their weights.
+
+        It does so at the first update, so this makes one with a gradient of zero. Its effect on the weights does not
+        matter, because the caller sets them afterwards.
+        """
         self.engine.set_gradient_accumulation_boundary(True)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
         self.engine.backward(self.engine(input_ids=ids, use_cache=False).logits.float().sum() * 0.0)
@@ -326,7 +334,7 @@ class DeepSpeedTrainStrategy:
             state["step"].fill_(self.updates)
 
     def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
-        """Within the block a parameter that is split has all of its elements. Rank ``written_by`` may change them."""
+        """Gather all elements of a split parameter for the block. Only rank ``written_by`` may change them."""
         if not self.splits_weights:
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)

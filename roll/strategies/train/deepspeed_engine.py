@@ -1,7 +1,7 @@
-"""Starting DeepSpeed on a model that is loaded already.
+"""Starts DeepSpeed on a model that is loaded already.
 
-DeepSpeed takes its kind of device and its local rank from the environment and has no other way in, so both are set
-here, in a process that trains nothing else.
+DeepSpeed takes its kind of device and its local rank from the environment only. Both are set here, in a process that
+trains nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """The package, told what it runs on."""
+    """Import the package after setting the device that it is to run on."""
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import deepspeed
@@ -34,7 +34,10 @@ def start_engine(
     device: torch.device,
     split_weights: bool,
 ) -> DeepSpeedEngine:
-    """The engine around ``model``, which it changes in place; no ``optimizer`` for forward passes only. Collective."""
+    """Return the engine around ``model``, which it changes in place. Collective.
+
+    ``optimizer`` is None for forward passes only.
+    """
     if split_weights:
         _split(deepspeed, model, config, device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -48,6 +51,6 @@ def _split(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], devi
             parameter.data = parameter.data.to(torch.bfloat16)
     deepspeed.init_distributed(dist_init_required=None)
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    # An engine leaves a model that was split before where it is, but its buffers have not moved yet.
+    # An engine does not move a model that was split before it, and the model's buffers have not moved yet.
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -1,8 +1,8 @@
-"""What `strategy_config` may contain for `deepspeed_train`, and the configuration that DeepSpeed gets.
+"""Options that `strategy_config` may contain for `deepspeed_train`, and the configuration that DeepSpeed gets.
 
-DeepSpeed's own keys go to it as they are, so its documentation is the reference. Keys whose value the run itself
-decides are refused with the key to use instead, because two places for one setting end in the wrong one being read.
-Checking reads DeepSpeed's source where it must, but does not import it, which takes seconds.
+DeepSpeed's own keys go to it unchanged, so its documentation is the reference. Keys that the run itself decides are
+refused with the key to use instead: with two places for one setting, the wrong one ends up being read. Checking reads
+DeepSpeed's source where it must, but does not import it, which takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSED_ON = frozenset(
         "zero_optimization",
     }
 )  # fmt: skip
-"""Top-level keys that DeepSpeed gets as they are."""
+"""Top-level keys that DeepSpeed gets unchanged."""
 
 _BATCHES = "`training_args.per_device_train_batch_size` and `gradient_accumulation_steps`, or dynamic batching"
 _PRECISION = "`model_args.dtype`: float32, or bfloat16 with float32 master weights"
@@ -82,7 +82,7 @@ RESERVED = {
     "tensorboard": _TRACKERS,
     "wandb": _TRACKERS,
 }
-"""Top-level key of DeepSpeed -> what to write instead."""
+"""Top-level key of DeepSpeed -> the setting to use instead."""
 
 _RESERVED_IN_ZERO = {
     "mics_shard_size": "nothing: weights are split over all ranks of the role",
@@ -91,7 +91,7 @@ _RESERVED_IN_ZERO = {
     "zenflow": "nothing: an update takes all gradients of its own step",
 }
 _LEFT_TO_THE_TRAINER = "auto"
-"""The value with which configurations made for transformers' trainer leave a key to it; here it means the same."""
+"""Value with which configurations made for transformers' trainer leave a key to the trainer. It means the same here."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,16 @@ class DeepSpeedOptions:
 
     own: _TrainerKnobs
     engine: dict[str, Any]
-    """What DeepSpeed gets."""
+    """Options passed to DeepSpeed."""
 
     @property
     def zero_stage(self) -> int:
-        """What is split over ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+        """Amount of splitting over ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
         return self.engine.get("zero_optimization", {}).get("stage", 0)
 
 
 def parse_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
-    """Checked options; ``ValueError`` lists every unknown key and wrong value."""
+    """Return checked options. Raises ``ValueError`` listing every unknown key and wrong value."""
     problems = check_options(strategy_config, "strategy_config")
     if problems:
         raise ValueError("\n".join(str(problem) for problem in problems))
@@ -132,9 +132,11 @@ def parse_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
 
 
 def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration: quiet defaults, the user's keys, and what the trainer decides.
+    """Return DeepSpeed's configuration: quiet defaults, the user's keys, and the trainer's decisions, in increasing
+    priority.
 
-    The trainer itself counts micro-batches, and normalises the loss over all of them; so for DeepSpeed each is one.
+    The trainer itself counts micro-batches and normalises the loss over all of them, so DeepSpeed's own counts are both
+    1.
     """
     defaults = {
         "log_level": "warning",
@@ -153,8 +155,10 @@ def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: f
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing. Whether
-    DeepSpeed has such a key under `zero_optimization` is judged where it is installed."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
+
+    Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
+    """
     own = _own_names()
     problems = _own_problems({key: value for key, value in strategy_config.items() if key in own}, path)
     for key, value in strategy_config.items():
@@ -195,8 +199,8 @@ def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:
 
 @cache
 def zero_option_names() -> frozenset[str] | None:
-    """Names, old names included, that the installed release knows under `zero_optimization`, read from its source; None
-    if DeepSpeed is not installed."""
+    """Return the names, old ones included, that the installed release knows under `zero_optimization`, read from its
+    source. None if DeepSpeed is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,7 +1,7 @@
-"""Models out, in Hugging Face format: copied while training stands still, written beside it.
+"""Exports of models in Hugging Face format: copied while training pauses, written while it continues.
 
-An export is complete: weights (safetensors), configuration, generation settings and the tokenizer's files, so that it
-loads again by its folder alone.
+An export is complete: weights (safetensors), configuration, generation settings and the tokenizer's files. It can be
+loaded from its folder alone.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelExport:
-    """A model with memory of its own, ready to be written by any thread."""
+    """A model in memory of its own, which any thread may write."""
 
     model: PreTrainedModel
     source: str
-    """Folder or hub name it was loaded from: where the tokenizer is."""
+    """Folder or hub name that the model was loaded from; it holds the tokenizer."""
     trust_remote_code: bool
     beside: Callable[[str], None] | None = None
-    """Writes what else belongs into the folder."""
+    """Function that writes further files into the folder."""
 
     def write(self, path: str) -> None:
-        """Into the folder ``path``. `OSError` names it."""
+        """Write the export into the folder ``path``. Raises `OSError` naming the folder."""
         try:
             if self.beside is not None:
                 self.beside(path)
@@ -61,7 +61,7 @@ class ModelExport:
 
 
 def save(trainer: TrainStrategy, path: str) -> None:
-    """Export and write at once; returns when the model is in the folder ``path``. Collective."""
+    """Export and write at once; return when the model is in the folder ``path``. Collective."""
     export = trainer.export()
     if export is not None:
         export.write(path)
@@ -69,7 +69,8 @@ def save(trainer: TrainStrategy, path: str) -> None:
 
 
 def copied_weights(named_weights: Iterable[tuple[str, Tensor]], setup: TrainerSetup) -> dict[str, Tensor] | None:
-    """What `TrainStrategy.named_weights` gives, on the CPU of rank 0; None on other ranks. Collective."""
+    """Copy the tensors of `TrainStrategy.named_weights` to the CPU of rank 0; return None on other ranks.
+    Collective."""
     copies = {}
     for name, weight in named_weights:
         if setup.rank == 0:
@@ -83,8 +84,10 @@ def build_export(
     setup: TrainerSetup,
     beside: Callable[[str], None] | None = None,
 ) -> ModelExport:
-    """``weights`` (full tensors by name, tied ones once) as a model like ``like``. ``RuntimeError`` if some are
-    missing."""
+    """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
+
+    Raises ``RuntimeError`` if some are missing.
+    """
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     with torch.device("meta"):
         skeleton = model_class(kind).from_config(like.config, trust_remote_code=trusted)

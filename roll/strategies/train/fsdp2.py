@@ -1,10 +1,10 @@
-"""`fsdp2_train`: the default trainer, PyTorch's `fully_shard` on each decoder layer and on the whole.
+"""`fsdp2_train`: the default trainer, PyTorch's `fully_shard` on each decoder layer and on the whole model.
 
 The same code runs from one rank up (measured on CPU with a 0.8 M parameter model: sharding over one rank costs 1 to 4 %
-of a step of 128 samples or more). Weights, gradients and optimizer state are float32; computing is in the precision
-asked for. An update whose gradient is not finite is skipped and reported, so weights never become NaN. Dropout is off,
-so that training sees the distribution that generation sampled from. On a CPU with the same ranks and threads, equal
-calls give equal bits.
+of a step of 128 samples or more). Weights, gradients and optimizer state are float32; computing is in the configured
+precision. An update whose gradient is not finite is skipped and reported, so weights never become NaN. Dropout is off,
+so training sees the distribution that generation sampled from. On a CPU with the same ranks and threads, equal calls
+give equal bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fsdp2TrainStrategy:
         self.device = pick_device(setup)
         join_process_group(setup, self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
-        # In whole models only, so before sharding; each rank draws the same random numbers.
+        # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
         self.model = self._shard(model)
         self.forward = hf_forward(
@@ -71,32 +71,32 @@ class Fsdp2TrainStrategy:
         self.optimizer_steps = 0
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         rows = self._rows(batch, self.setup.infer_limits)
         values = policy_forward(self.forward).token_logprobs(batch, rows, temperature)
         self._reshard()
         return joined_over_ranks(values)
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """`log_probs` of the model that adapters are trained on, without them. ``RuntimeError`` if there are none."""
+        """Return `log_probs` of the base model without its adapters. Raises ``RuntimeError`` if there are none."""
         if self.adapters is None:
             raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
         with self.adapters.disabled():
             return self.log_probs(batch, temperature)
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
         values = value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
         self._reshard()
         return joined_over_ranks(values)
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
+        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
 
-        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
-        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
-        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
-        forward-only role.
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
+        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
+        a forward-only role.
         """
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
@@ -107,10 +107,10 @@ class Fsdp2TrainStrategy:
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once (the first name), adapters merged
-        into them. Collective.
+        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name), with
+        adapters merged. Collective.
 
-        One rank has them whole and hands out its own memory: it is to be read, not kept.
+        A single rank yields its own memory: read it, do not keep it.
         """
         self._reshard()
         parameters = self.model.named_parameters()
@@ -121,8 +121,10 @@ class Fsdp2TrainStrategy:
             yield name, self._full(parameter)
 
     def export(self) -> ModelExport | None:
-        """The float32 weights, configuration and tokenizer, with the adapter beside them if one is trained; see
-        `TrainStrategy`."""
+        """Return the float32 weights, configuration and tokenizer, together with the adapter if one is trained.
+
+        See `TrainStrategy`.
+        """
         weights, adapter = copied_weights(self.named_weights(), self.setup), None
         if self.adapters is not None:
             adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
@@ -145,14 +147,14 @@ class Fsdp2TrainStrategy:
         with torch.no_grad():
             for parameter, weight in source.items():
                 own_shard = _sharded(parameter)
-                # Every rank has read the file, so each cuts its own shard out, with no communication.
+                # Every rank has read the file, so each cuts out its own shard without communication.
                 shard = distribute_tensor(
                     weight.to(self.device), own_shard.device_mesh, own_shard.placements, src_data_rank=None
                 )
                 own_shard.to_local().copy_(shard.to_local())
 
     def snapshot(self) -> StateSnapshot:
-        """Copies of this rank's shards; see `TrainStrategy`."""
+        """Copy this rank's shards; see `TrainStrategy`."""
         self._reshard()
         parts = []
         for name, parameter in self._learning():
@@ -170,7 +172,7 @@ class Fsdp2TrainStrategy:
         return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
-        """See `TrainStrategy`."""
+        """Resume from a snapshot; see `TrainStrategy`."""
         self._reshard()
         self._require_own_base(state)
         state.require_weights(name for name, _ in self._learning())
@@ -208,26 +210,29 @@ class Fsdp2TrainStrategy:
         }
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.options.reshard_after_forward, **settings)
-        # The backward pass starts with the head, so what the root holds stays gathered until then.
+        # The backward pass starts with the head, so the root's own parameters stay gathered until then.
         return fully_shard(model, reshard_after_forward=False, **settings)
 
     def _reshard(self) -> None:
         """Drop gathered weights that a forward pass without a backward pass left behind.
 
-        They take memory, and stand in for the shards in the module until they are dropped.
+        They take memory, and they replace the shards in the module until they are dropped.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that a state is of. Without adapters all of them, so that a snapshot is the whole model."""
+        """Yield the parameters that a snapshot contains: all of them, or only the adapters if adapters are trained."""
         for name, parameter in self.model.named_parameters():
             if self.adapters is None or is_adapter(name):
                 yield name, parameter
 
     def _require_own_base(self, state: SavedState) -> None:
-        """Adapters mean something together with their base only, which is in no state."""
+        """Raise `UnfitState` unless the state fits this trainer's base model.
+
+        Adapters mean something only together with their base, which no snapshot contains.
+        """
         base = state.facts.get("base")
         if (base is None) != (self.adapters is None):
             kinds = {True: "all weights", False: "adapters (LoRA)"}
@@ -242,24 +247,24 @@ class Fsdp2TrainStrategy:
             raise UnfitState(f"the adapters in {state.folder} were made {difference}")
 
     def _full(self, parameter: Tensor) -> Tensor:
-        """All of a parameter, in float32. Collective."""
+        """Return the whole parameter in float32. Collective."""
         # Ranks exchange what is on their devices faster than what is kept in the host's memory.
         weight = _sharded(parameter.detach().to(self.device))
         return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """This rank's micro-batches."""
+        """Return this rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
     def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
         loss, metrics = self.forward.loss(step, micro_batch, temperature)
-        # Sharding averages gradients over ranks; the contributions of ranks are to be summed.
+        # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
         (loss * self.setup.world_size).backward()
         return metrics
 
     def _update(self, nothing_to_learn: bool) -> dict[str, float]:
-        """Clip, step unless the gradient is not finite or no token was trained on, advance the schedule in any case."""
+        """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""
         learning_rate = self.learning_rate(self.optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -273,7 +278,7 @@ class Fsdp2TrainStrategy:
 
     @property
     def _states_move(self) -> bool:
-        """States that wait in the host's memory are never in the way of another role."""
+        """True if `offload_states` has something to move. States kept in the host's memory never block another role."""
         return self.setup.device == "cuda" and self.options.offload == "none"
 
     def _move_states(self, device: torch.device) -> None:
@@ -283,24 +288,24 @@ class Fsdp2TrainStrategy:
 
 
 def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, Any]:
-    """Precision and place of what `fully_shard` splits."""
+    """Return the precision and offload settings for `fully_shard`."""
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, setup.model_args.dtype), reduce_dtype=torch.float32
         )
     }
     if options.offload == "cpu":
-        # Pinned memory is copied beside computing; without a GPU there is none.
+        # Pinned memory is copied while the device computes. There is none without a GPU.
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=setup.device == "cuda")
     return policies
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's shard, and where it begins in the whole tensor."""
+    """Return this rank's shard, and its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     local = tensor.to_local()
-    # Rows are dealt out as by `torch.chunk`: the first ranks have equally many, the last ones fewer or none.
+    # `torch.chunk` splits the rows in the same way: the first ranks have equally many, the last ones fewer or none.
     rows = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
     return local, (first, *(0,) * (tensor.ndim - 1))

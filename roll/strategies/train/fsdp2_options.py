@@ -1,4 +1,5 @@
-"""What `strategy_config` may contain for `fsdp2_train`; apart from the trainer, so that checking it is quick."""
+"""Options that `strategy_config` may contain for `fsdp2_train`. Kept apart from the trainer, so that checking is
+quick."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from roll.strategies.train.option_problems import option_problems
 
 @dataclass(frozen=True)
 class Fsdp2Options:
-    """What ``strategy_config`` may contain."""
+    """Checked options of ``strategy_config``."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     offload: Literal["none", "cpu"] = "none"
-    """Where weights, gradients and optimizer state are kept, and optimizer steps are taken; the device computes."""
+    """Place where weights, gradients and optimizer state are kept and optimizer steps are taken. The device
+    computes."""
     process_group_timeout_seconds: float = 600.0
     """Longest wait in a collective before it fails."""
 
@@ -29,10 +31,10 @@ class Fsdp2Options:
 
 
 def parse_options(strategy_config: dict[str, Any]) -> Fsdp2Options:
-    """Checked options; ``KnobError`` (a ``ValueError``) lists every unknown key and wrong value."""
+    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
     return build_knobs(Fsdp2Options, strategy_config, "strategy 'fsdp2_train'")
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
     return option_problems(parse_options, strategy_config, path)

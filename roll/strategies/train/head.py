@@ -1,12 +1,12 @@
-"""The output head of a model, able to give something smaller than logits for one forward pass.
+"""The output head of a model, which can return something smaller than logits for one forward pass.
 
-Logits of a large vocabulary are the largest tensor of training. What the loss needs from them is two numbers a
-position, and those can be computed inside the head. It must happen there and nowhere else: only inside the forward pass
-of the whole model are sharded weights gathered, and only what that pass returns leads back to them. The head keeps its
-parameters, so names, tying, sharding and exports do not notice.
+Logits of a large vocabulary are the largest tensor of training. The loss needs only two numbers per position from them,
+and those can be computed inside the head. They must be computed there: sharded weights are gathered only inside the
+forward pass of the whole model, and gradients flow back only from what that pass returns. The head keeps its
+parameters, so names, tying, sharding and exports do not change.
 
-Some models change logits on their way out (a cap, a scale, a bias). They would do the same to the two numbers, so a
-model is asked first whether it gives back what its head gave; where not, full logits are the way.
+Some models change logits after the head (a cap, a scale, a bias). They would also change the two numbers, so each model
+is first tested: does it return what its head returned? If not, full logits are used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class OutputHead(nn.Linear):
-    """A linear head over the parameters of another; gives logits unless told to compute something else."""
+    """A linear head over the parameters of another. Returns logits unless a function is set with `computing`."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
@@ -39,7 +39,7 @@ class OutputHead(nn.Linear):
 
     @contextmanager
     def computing(self, function: HeadFunction) -> Iterator[None]:
-        """Within the block, the model's output stands for the results of ``function`` instead of logits."""
+        """Let the model return the results of ``function`` instead of logits within the block."""
         self._function = function
         try:
             yield
@@ -47,16 +47,16 @@ class OutputHead(nn.Linear):
             self._function = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits ``[..., vocabulary]``, or the results of the function that is being computed."""
+        """Return logits ``[..., vocabulary]``, or the results of the function set with `computing`."""
         if self._function is None:
             return super().forward(hidden)
         return self._function(hidden, self.weight, self.bias)
 
 
 def install_output_head(model: PreTrainedModel) -> OutputHead | None:
-    """Put an `OutputHead` in the place of the model's head; ``None`` if that is not a plain linear layer.
+    """Replace the model's head by an `OutputHead`. Return ``None`` if the head is not a plain linear layer.
 
-    To be called before sharding, which remembers the modules that hold a parameter.
+    Call this before sharding, which remembers the modules that hold a parameter.
     """
     plain = model.get_output_embeddings()
     if type(plain) is not nn.Linear:
@@ -67,12 +67,12 @@ def install_output_head(model: PreTrainedModel) -> OutputHead | None:
 
 
 def gives_back_head_results(model: PreTrainedModel, head: OutputHead, device: torch.device) -> bool:
-    """Whether the model returns what its head computes as it is: logits, and results of another size. Collective.
+    """Return True if the model returns its head's results unchanged: logits, and results of another size. Collective.
 
-    Tried with known numbers in place of the results, so no weight and no rounding can hide a change. Runs the model
-    three times on three tokens, without gradients.
+    The test puts known numbers in place of the results, so no weight and no rounding can hide a change. It runs the
+    model three times on three tokens, without gradients.
     """
-    # Full size last: whatever an attempt that broke off left open in the sharding, a pass that succeeds completes.
+    # Full size last: a pass that succeeds cleans up whatever a failed attempt left open in the sharding.
     sizes = (1, 2, head.out_features)
     unchanged = [_comes_back(model, head, size, device) for size in sizes]
     if not all(unchanged):
@@ -82,7 +82,7 @@ def gives_back_head_results(model: PreTrainedModel, head: OutputHead, device: to
 
 def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: torch.device) -> bool:
     tokens = torch.zeros((1, 3), dtype=torch.int64, device=device)
-    # Neither small nor exact in a lower precision; fewer positions than tokens.
+    # The numbers are neither small nor exact in a lower precision. There are fewer positions than tokens.
     sent = torch.linspace(-1001.3, 1001.3, 2 * size, device=device).reshape(1, 2, size)
     asked: list[torch.Size] = []
 

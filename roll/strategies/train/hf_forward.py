@@ -1,7 +1,7 @@
-"""The forward pass of a Hugging Face causal model, as far as a trainer needs it: two numbers for each wanted token.
+"""The forward pass of a Hugging Face causal model for a trainer: two numbers for each wanted token.
 
-The same for every trainer that keeps the model's own modules. Where the model allows, both numbers are computed inside
-its head, so that no logits of a whole micro-batch exist.
+Every trainer that keeps the model's own modules uses this code. If the model allows it, both numbers are computed
+inside its head, so that the logits of a whole micro-batch never exist.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ def hf_forward(
     signature_of: nn.Module | None = None,
     packed: bool = False,
 ) -> HfForward | HfValueForward:
-    """The forward pass of a kind of model. Collective. ``packed``: samples share rows where there are no gradients."""
+    """Return the forward pass for a kind of model. Collective.
+
+    ``packed``: samples share rows in passes without gradients.
+    """
     if kind == "policy":
         return HfForward(model, head, device, signature_of, packed)
     return HfValueForward(model, device, packed)
 
 
 def policy_forward(forward: HfForward | HfValueForward) -> HfForward:
-    """The forward pass of a policy. ``RuntimeError`` if it is that of a value model."""
+    """Return the forward pass if it is a policy's. Raises ``RuntimeError`` if it is a value model's."""
     if not isinstance(forward, HfForward):
         raise RuntimeError("this role has a value model, which gives no log-probabilities")
     return forward
 
 
 def value_forward(forward: HfForward | HfValueForward) -> HfValueForward:
-    """The forward pass of a value model. ``RuntimeError`` if it is that of a policy."""
+    """Return the forward pass if it is a value model's. Raises ``RuntimeError`` if it is a policy's."""
     if not isinstance(forward, HfValueForward):
         raise RuntimeError("this role has a policy, which gives no values")
     return forward
@@ -64,16 +67,18 @@ class HfValueForward:
         self.packed = packed
 
     def token_values(self, batch: SampleBatch, rows: Sequence[Sequence[int]]) -> np.ndarray:
-        """float32 ``[total_tokens]`` without gradients, for the micro-batches ``rows`` of the batch: the value before
-        each token; 0 at the first token of a sample and at samples of other ranks."""
+        """Return the value before each token, without gradients, for the micro-batches ``rows`` of the batch.
+
+        Returns float32 ``[total_tokens]``; 0 at the first token of a sample and at samples of other ranks.
+        """
         return _for_each_token(batch, rows, self.device, self.packed, self.values)
 
     def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
-        """See `HfForward.loss`; values have no temperature."""
+        """Return a micro-batch's loss and metrics; see `HfForward.loss`. The temperature has no effect on values."""
         return step.loss(micro_batch, self.values(micro_batch))
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """float32 ``[rows, kept]``: of the state before each target."""
+        """Return float32 ``[rows, kept]``: the value of the state before each target."""
         output = self.model(**micro_batch.model_arguments())
         return micro_batch.by_sample(output.logits[:, micro_batch.positions, 0].float())
 
@@ -85,7 +90,8 @@ def _for_each_token(
     packed: bool,
     compute: Callable[[MicroBatch], Tensor],
 ) -> np.ndarray:
-    """What ``compute`` gives for the targets of each micro-batch, at their places: float32 ``[total_tokens]``."""
+    """Return ``compute``'s results for the targets of each micro-batch, at the targets' places: float32
+    ``[total_tokens]``."""
     wanted = predicted_tokens(batch)
     values = np.zeros(len(wanted), dtype=np.float32)
     for part in rows:
@@ -97,7 +103,7 @@ def _for_each_token(
 
 
 class HfForward:
-    """Calls a model, which a trainer may have wrapped. ``head``: what `install_output_head` gave for it."""
+    """Calls a policy, which a trainer may have wrapped. ``head`` is the result of `install_output_head`."""
 
     def __init__(
         self,
@@ -107,8 +113,11 @@ class HfForward:
         signature_of: nn.Module | None = None,
         packed: bool = False,
     ) -> None:
-        """Collective: the model is tried on a few tokens. ``signature_of``: the model itself, where a wrapper hides
-        which arguments it takes. ``packed``: samples share rows where there are no gradients."""
+        """Test the model on a few tokens. Collective.
+
+        ``signature_of``: the model itself, if a wrapper hides which arguments it takes. ``packed``: samples share rows
+        in passes without gradients.
+        """
         self.model = model
         self.device = device
         self.packed = packed
@@ -116,12 +125,13 @@ class HfForward:
         self.keeps_positions = "logits_to_keep" in arguments
         self.head = head if head is not None and gives_back_head_results(model, head, device) else None
         self.chunk_elements = LINEAR_CHUNK_ELEMENTS
-        """Logits that the head computes at a time."""
+        """Number of logits that the head computes at a time."""
 
     def token_logprobs(self, batch: SampleBatch, rows: Sequence[Sequence[int]], temperature: float) -> np.ndarray:
-        """float32 ``[total_tokens]`` without gradients, for the micro-batches ``rows`` of the batch.
+        """Return log-probabilities, without gradients, for the micro-batches ``rows`` of the batch.
 
-        0 at the first token of a sample, which nothing predicts, and at samples of other ranks.
+        Returns float32 ``[total_tokens]``; 0 at the first token of a sample, which nothing predicts, and at samples of
+        other ranks.
         """
 
         def compute(micro_batch: MicroBatch) -> Tensor:
@@ -130,12 +140,12 @@ class HfForward:
         return _for_each_token(batch, rows, self.device, self.packed, compute)
 
     def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
-        """A micro-batch's contribution to the loss of the step, and to its metrics."""
+        """Return a micro-batch's contribution to the loss of the step, and to its metrics."""
         logprobs, entropy = self.logprobs_and_entropy(micro_batch, temperature, step.needs_entropy_gradient)
         return step.loss(micro_batch, logprobs, entropy)
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        """``[rows, kept]``."""
+        """Return the log-probabilities of the targets, ``[rows, kept]``."""
         targets = micro_batch.targets
         if self.head is None:
             return micro_batch.by_sample(token_logprobs(self._logits(micro_batch), targets, temperature))
@@ -151,7 +161,8 @@ class HfForward:
     def logprobs_and_entropy(
         self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        """``[rows, kept]`` each, the entropy without a gradient unless asked for."""
+        """Return log-probabilities and entropies, ``[rows, kept]`` each. Entropies have a gradient only if asked
+        for."""
         targets = micro_batch.targets
         if self.head is None:
             results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
@@ -170,7 +181,7 @@ class HfForward:
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
-        """Those that predict the targets: ``[*targets, vocabulary]``."""
+        """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
         arguments = micro_batch.model_arguments()
         if self.keeps_positions:
             return self.model(**arguments, logits_to_keep=micro_batch.positions).logits

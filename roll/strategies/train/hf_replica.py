@@ -1,8 +1,8 @@
-"""`hf_infer` for the reference: the plain model of transformers, whole on each rank, which computes and never learns.
+"""`hf_infer` for the reference: the plain transformers model, whole on each rank, for forward passes only.
 
-Ranks share the samples of a batch out and nothing else: there are no shards to gather, so a pass waits for nobody until
-the results are joined, and the role needs no more of an engine than its model. Log-probabilities are those of a
-forward-only `fsdp2_train` within float32 rounding. The price is memory: every device holds all weights.
+Ranks share nothing but the samples of a batch. There are no shards to gather, so a pass waits for no other rank until
+the results are joined, and the role needs no engine beside its model. Log-probabilities equal those of a forward-only
+`fsdp2_train` within float32 rounding. The price is memory: every device holds all weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HfReplicaStrategy:
     """One rank of the role; see `ForwardStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """``ValueError`` for a role that learns, or one that is no policy."""
+        """Raise ``ValueError`` for a role that trains, or one that is not a policy."""
         if not setup.forward_only or setup.kind != "policy":
             raise ValueError("hf_infer only computes log-probabilities; a role that learns needs a trainer")
         self.setup = setup
@@ -38,10 +38,10 @@ class HfReplicaStrategy:
         self.forward = HfForward(self.model, head, self.device, packed=self.setup.infer_limits.packed)
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         setup = self.setup
         plan = plan_micro_batches(batch.lengths, setup.world_size, setup.infer_limits)[setup.rank]
-        # Nobody waits in the middle of a pass, so a rank short of work has no stand-ins to compute.
+        # No rank waits for another in the middle of a pass, so a rank short of work needs no stand-ins.
         rows = [samples for samples in plan if samples]
         return joined_over_ranks(self.forward.token_logprobs(batch, rows, temperature))
 

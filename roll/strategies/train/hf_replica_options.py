@@ -1,4 +1,4 @@
-"""What `strategy_config` may contain for `hf_infer` as the reference; apart from it, so that checking is quick."""
+"""Options that `strategy_config` may contain for `hf_infer` as the reference. Kept apart, so that checking is quick."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll.strategies.train.option_problems import option_problems
 
 @dataclass(frozen=True)
 class HfReplicaOptions:
-    """What ``strategy_config`` may contain."""
+    """Checked options of ``strategy_config``."""
 
     process_group_timeout_seconds: float = knob(
         600.0, help="Longest wait of a rank for the results of the others.", above=0, below=math.inf
@@ -21,10 +21,10 @@ class HfReplicaOptions:
 
 
 def parse_options(strategy_config: dict[str, Any]) -> HfReplicaOptions:
-    """Checked options; ``KnobError`` (a ``ValueError``) lists every unknown key and wrong value."""
+    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
     return build_knobs(HfReplicaOptions, strategy_config, "strategy 'hf_infer' of a reference")
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
     return option_problems(parse_options, strategy_config, path)

@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685): small adapters learn beside weights that stay as they are. The layers are peft's.
+"""LoRA (arXiv 2106.09685): trains small adapters beside frozen weights. The layers are peft's.
 
-peft puts its layers into the model, and nothing around it: the model keeps its class, its forward pass and its head.
-Adapters are float32; the base is in the precision that is computed in, as nothing is ever added to it. What leaves the
-trainer is merged, so that engines, checksums and exports see a plain model and cannot miss the adapters.
+peft puts its layers into the model and nothing around it: the model keeps its class, its forward pass and its head.
+Adapters are float32. The base has the precision that is computed in, because nothing is ever added to it. Weights leave
+the trainer merged, so engines, checksums and exports see a plain model and cannot miss the adapters.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""peft's name of the one adapter that there is."""
+"""peft's name of the only adapter."""
 EVERYWHERE = "all-linear"
 INSTALL = "pip install 'roll[lora]'"
 FOLDER = "adapter"
-"""Where an export keeps the adapter, beside the merged model."""
+"""Folder of the adapter in an export, beside the merged model."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
-"""Of names in peft's files."""
+"""Prefix of names in peft's files."""
 
 
 class UnknownTarget(ValueError):
@@ -54,7 +54,10 @@ class UnknownTarget(ValueError):
 
 
 def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
-    """What is wrong with the adapters that ``arguments`` (which stand at ``path``) ask for; loads no weights."""
+    """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
+
+    ``path`` is that of ``arguments`` in the configuration.
+    """
     if importlib.util.find_spec("peft") is None:
         return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,13 +74,14 @@ def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> lis
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters were made for: a checksum of all frozen weights, in the precision in which they are held."""
+    """Identity of the base model that adapters were made for: a checksum of all frozen weights, in the precision in
+    which they are held."""
 
     checksum: str
     dtype: str
 
     def difference(self, other: Mapping[str, str]) -> str | None:
-        """Why adapters made for ``other`` do not belong here; None if they do."""
+        """Return why adapters made for ``other`` do not belong here; None if they do."""
         if other["dtype"] != self.dtype:
             return f"for base weights in {other['dtype']}, here they are in {self.dtype}: set `model_args.dtype` back"
         if other["checksum"] != self.checksum:
@@ -89,15 +93,16 @@ class Base:
 
 
 def target_names(wanted: list[str] | str) -> list[str]:
-    """What `lora_target` names: a list, or names with commas between them."""
+    """Return the names in `lora_target`, which is a list, or names separated by commas."""
     names = wanted.split(",") if isinstance(wanted, str) else wanted
     return [name.strip() for name in names]
 
 
 def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str]:
-    """Names of modules as peft matches them (the ends of whole names), ``all-linear`` written out.
+    """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
 
-    Adapters go to linear layers of the decoder layers. `UnknownTarget` says which names are none, and the nearest.
+    Adapters go to linear layers of the decoder layers. Raises `UnknownTarget` with the names that are not such layers,
+    and the nearest valid name.
     """
     adaptable = _adaptable(model)
     known = sorted({name.rpartition(".")[2] for name in adaptable})
@@ -134,7 +139,7 @@ def _unknown(name: str, others: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model, which computes with them; it may be sharded after they came in."""
+    """The adapters of a model. The model computes with them, and may be sharded after they were added."""
 
     layers: Mapping[str, LoraLayer]
     """Name in the base model -> layer with an adapter."""
@@ -143,10 +148,11 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within the block the model computes as its base does. No gradients are to be taken there."""
+        """Let the model compute without its adapters within the block. Take no gradients there."""
         for layer in self.layers.values():
             layer.enable_adapters(False)
-            # peft freezes them meanwhile; but sharding asks once, whenever it first computes, what trains.
+            # peft freezes the adapters meanwhile. Sharding asks only once which parameters train, whenever it first
+            # computes, so they must stay trainable.
             for parameter in _matrices(layer):
                 parameter.requires_grad_(True)
         try:
@@ -158,9 +164,10 @@ class Adapters:
     def merged(
         self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Float32 weights of the model that adapters and base are together, in the names of the base, one at a time.
+        """Yield float32 weights of base and adapters merged, in the names of the base, one at a time.
 
-        ``parameters``: the model's own, by name; ``full`` makes a whole float32 tensor of one. Collective if it is.
+        ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of one. Collective if
+        ``full`` is.
         """
         for name, parameter in parameters:
             if is_adapter(name):
@@ -175,8 +182,11 @@ class Adapters:
         return torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
 
     def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
-        """Copies of the adapter's matrices, as what writes them into an export, as peft reads it; None where they are
-        not ``wanted``. Collective if ``full`` is."""
+        """Copy the adapter's matrices and return a function that writes them into an export, in peft's format.
+        Collective if ``full`` is.
+
+        Returns None if the copies are not ``wanted``.
+        """
         tensors = {}
         for name, layer in self.layers.items():
             for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
@@ -192,8 +202,10 @@ class Adapters:
         self.config.save_pretrained(str(folder))
 
     def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
-        """The adapter of an export, by the parameter of this model. `ValueError` if there is none, or it is not made
-        for this base, or of another size or scale."""
+        """Return the adapter of an export, by the parameter of this model.
+
+        Raises `ValueError` if there is none, or if it was made for another base or has another size or scale.
+        """
         folder = Path(path) / FOLDER
         if not (folder / _WEIGHTS).is_file():
             raise ValueError(f"{path} has no {FOLDER}/{_WEIGHTS}; a trainer of adapters loads its own exports only")
@@ -224,19 +236,20 @@ class Adapters:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, by its name."""
+    """Return True if the parameter of this name belongs to an adapter."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
 def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+    """Return A ``[rank, inputs]`` and B ``[outputs, rank]``."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
 def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
-    """Give a whole model, in place, adapters that change nothing yet; peft freezes the rest. Before it is sharded.
+    """Add adapters to a whole model in place, before it is sharded. They change no output yet; peft freezes the other
+    weights.
 
-    The first matrix of each is random (torch's generator), the second zero. Raises `UnknownTarget`.
+    The first matrix of each adapter is random (torch's generator), the second zero. Raises `UnknownTarget`.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -254,7 +267,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: 
 
 
 def lora_config(arguments: ModelArguments, targets: list[str], model_path: str) -> LoraConfig:
-    """peft's own description of the adapters, which an export carries."""
+    """Return peft's own description of the adapters, which an export carries."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -269,12 +282,12 @@ def lora_config(arguments: ModelArguments, targets: list[str], model_path: str) 
 
 
 def lora_alpha(arguments: ModelArguments) -> int:
-    """Scale of the adapters, times their rank."""
+    """Return the scale of the adapters times their rank."""
     return 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
 
 
 def fingerprint(model: nn.Module) -> Base:
-    """Of all weights of a whole model on the CPU."""
+    """Return the identity of a base model from all its weights. The model is whole and on the CPU."""
     digest = xxhash.xxh3_64()
     dtypes = set()
     for name, parameter in model.named_parameters():

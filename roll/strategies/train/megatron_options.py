@@ -1,7 +1,8 @@
-"""What `strategy_config` may contain for `megatron_train`; apart from the trainer, so that checking it is quick.
+"""Options that `strategy_config` may contain for `megatron_train`. Kept apart from the trainer, so that checking is
+quick.
 
-Keys keep the names that megatron-core and users of ROLL know. What this trainer cannot keep its promises with is
-refused with the reason rather than accepted and ignored.
+Keys keep the names that megatron-core and users of ROLL know. An option with which this trainer could not keep its
+promises is refused with the reason, rather than accepted and ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from roll.strategies.train.option_problems import option_problems
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """What ``strategy_config`` may contain."""
+    """Checked options of ``strategy_config``."""
 
     tensor_model_parallel_size: int = knob(1, help="Ranks that share each layer's matrices.", at_least=1)
     pipeline_model_parallel_size: int = knob(1, help="Ranks that share out the layers.", at_least=1)
@@ -82,21 +83,21 @@ class MegatronOptions:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Number of ranks that together hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices."""
+        """Number of ranks that share each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def model_chunks(self) -> int:
-        """Groups of layers on each pipeline rank."""
+        """Number of groups of layers on each pipeline rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     def _check_virtual_pipeline(self) -> None:
-        # With two stages both neighbours of a rank are the same one, and it cannot tell their messages apart.
+        # With two stages, both neighbours of a rank are the same one, and it cannot tell their messages apart.
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
             raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
 
@@ -110,10 +111,10 @@ class MegatronOptions:
 
 
 def parse_options(strategy_config: dict[str, Any]) -> MegatronOptions:
-    """Checked options; ``KnobError`` (a ``ValueError``) lists every unknown key and wrong value."""
+    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
     return build_knobs(MegatronOptions, strategy_config, "strategy 'megatron_train'")
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """What is wrong with a ``strategy_config`` that stands at ``path`` of the configuration; empty if nothing."""
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
     return option_problems(parse_options, strategy_config, path)

@@ -1,9 +1,9 @@
-"""From ragged samples to padded or packed micro-batches, shared out over ranks.
+"""Turns ragged samples into padded or packed micro-batches, split over ranks.
 
 A plan is a pure function of the lengths, so all ranks make the same one. Ranks get about equally many tokens and
-exactly equally many micro-batches (sharded models need matching collectives); padding is on the right, and this is the
-only place where tokens are shifted against the logits that predict them. Packing changes what the model computes on,
-never what the loss sees: results return to one row a sample.
+exactly equally many micro-batches, because sharded models need matching collectives. Padding is on the right. Only this
+module shifts tokens against the logits that predict them. Packing changes what the model computes on, never what the
+loss sees: results return to one row per sample.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from torch import Tensor
 from roll.data.records import SampleBatch
 
 MicroBatchPlan = list[list[list[int]]]
-"""Rank -> micro-batch -> rows of the batch; a rank short of work has empty micro-batches at its end."""
+"""Rank -> micro-batch -> rows of the batch. A rank short of work has empty micro-batches at its end."""
 
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """How much a micro-batch may hold."""
+    """Size limits of a micro-batch."""
 
     max_tokens: int | None
-    """Padded tokens, or real ones where samples are packed; None: any number."""
+    """Number of padded tokens, or of real ones if samples are packed; None: no limit."""
     max_samples: int
-    """Counts only where `max_tokens` is None."""
+    """Limit on samples; used only if `max_tokens` is None."""
     packed: bool = False
-    """Samples stand one behind the other in a single row, without padding."""
+    """True if samples stand one behind the other in a single row, without padding."""
 
 
 def plan_micro_batches(
     lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits
 ) -> MicroBatchPlan:
-    """Share samples over ranks and micro-batches.
+    """Split samples over ranks and micro-batches.
 
     A sample longer than the budget has a micro-batch to itself. The largest micro-batches come first, so that a batch
-    too large for the device fails at once. Padded, rows of similar length meet; packed, those that fill the budget.
+    too large for the device fails at once. When padding, rows of similar length share a micro-batch; when packing, rows
+    that fill the budget do.
     """
     ranks = _balanced(lengths, world_size)
     if limits.packed and limits.max_tokens is not None:
@@ -54,7 +55,7 @@ def plan_micro_batches(
 
 
 def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[int]]:
-    """Rows of each rank, longest first: each row goes to the rank with the fewest tokens so far."""
+    """Return the rows of each rank, longest first. Each row goes to the rank with the fewest tokens so far."""
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -80,8 +81,10 @@ def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBat
 
 
 def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Put rows (longest first) where the least room remains: best fit decreasing, at most 11/9 of the fewest possible
-    micro-batches and one more (Johnson, 1973)."""
+    """Put each row (longest first) where the least room remains.
+
+    This is best fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one (Johnson, 1973).
+    """
     micro_batches: list[list[int]] = []
     by_room: list[tuple[int, int]] = []
     for row in rows:
@@ -99,18 +102,18 @@ def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, max_toke
 
 @dataclass(frozen=True)
 class Packing:
-    """What tells the samples of a row apart."""
+    """Boundaries and positions of the samples in a packed row."""
 
     position_ids: Tensor
-    """int64 ``[1, tokens]``, from 0 in each sample."""
+    """int64 ``[1, tokens]``, counted from 0 in each sample."""
     boundaries: Tensor
-    """int32 ``[samples + 1]``: where samples begin, and the end of the last one. None is empty."""
+    """int32 ``[samples + 1]``: the start of each sample, and the end of the last one. No sample is empty."""
     longest: int
-    """Tokens."""
+    """Length of the longest sample in tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device) -> Packing:
-        """Of samples one behind the other; those without tokens do not count."""
+        """Return the packing of samples that stand one behind the other; samples without tokens do not count."""
         lengths = np.asarray(lengths, dtype=np.int64)
         lengths = lengths[lengths > 0]
         ends = np.cumsum(lengths)
@@ -121,7 +124,7 @@ class Packing:
         )
 
     def model_arguments(self) -> dict[str, Any]:
-        """What a model of transformers calls these."""
+        """Return these values under the argument names of transformers' models."""
         return {
             "position_ids": self.position_ids,
             "cu_seq_lens_q": self.boundaries,
@@ -133,33 +136,33 @@ class Packing:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors on the trainer's device; `positions` of the logits predict the tokens of `targets`.
+    """Tensors on the trainer's device; the logits at `positions` predict the tokens of `targets`.
 
-    The model computes on padded rows, or on one packed row; objectives see one row a sample in either case.
+    The model computes on padded rows, or on one packed row. Objectives see one row per sample in either case.
     """
 
     input_ids: Tensor
-    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so padding is seen by padding only.
-    Packed: ``[1, tokens]``."""
+    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so only padding sees padding. Packed:
+    ``[1, tokens]``."""
     positions: Tensor
-    """int64 ``[kept]``: the logits needed, one range for all rows. Each predicts the token after its position. Packed:
-    of the targets asked for only, at least one."""
+    """int64 ``[kept]``: positions of the logits needed, one range for all rows. Each predicts the token after its
+    position. Packed: only those of the wanted targets, at least one."""
     targets: Tensor
     """int64 ``[rows, kept]``; packed ``[1, positions]``."""
     mask: Tensor
-    """bool ``[rows, kept]``: targets asked for. All false in the stand-in for an empty micro-batch."""
+    """bool ``[rows, kept]``: wanted targets. All false in the stand-in for an empty micro-batch."""
     fields: dict[str, Tensor]
-    """Further values: per token of the targets ``[rows, kept]``, per sample ``[rows]``."""
+    """Further values: ``[rows, kept]`` for a value per target token, ``[rows]`` for a value per sample."""
     packing: Packing | None = None
-    """None: rows are padded."""
+    """None if rows are padded."""
 
     def model_arguments(self) -> dict[str, Any]:
-        """What a model of transformers is called with; default positions and the causal mask fit right padding."""
+        """Return the arguments for a transformers model. Default positions and the causal mask fit right padding."""
         packed = {} if self.packing is None else self.packing.model_arguments()
         return {"input_ids": self.input_ids, "use_cache": False, **packed}
 
     def by_sample(self, values: Tensor) -> Tensor:
-        """What was computed for `targets`, as ``[rows, kept]``; 0 where a packed row has no such target."""
+        """Return values computed for `targets` as ``[rows, kept]``, with 0 where a packed row has no such target."""
         if self.packing is None:
             return values
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
@@ -176,9 +179,9 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Pad or pack the rows and align everything with the logits.
 
-    ``wanted`` bool ``[total_tokens]`` says whose log-probabilities are needed (never first tokens, which nothing
-    predicts); logits outside the range of positions with a wanted target are not kept. No rows give a stand-in of one
-    row of two tokens that asks for nothing.
+    ``wanted`` bool ``[total_tokens]`` marks the tokens whose log-probabilities are needed (never first tokens, which
+    nothing predicts). Logits outside the range of positions with a wanted target are not kept. Without rows, returns a
+    stand-in of one row of two tokens and no wanted target.
     """
     needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
     per_sample = {name: batch.per_sample[name] for name in sample_fields}
@@ -208,7 +211,11 @@ def build_micro_batch(
 
 
 def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device) -> MicroBatch:
-    """``mask`` and ``fields`` have one row a sample; its true places, row by row, are the wanted tokens in order."""
+    """Build a packed micro-batch.
+
+    ``mask`` and ``fields`` have one row per sample. The true places of the mask, row by row, are the wanted tokens in
+    order.
+    """
     ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
     if not len(ids):
         ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
@@ -227,7 +234,7 @@ def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: 
 
 
 def predicted_tokens(batch: SampleBatch) -> np.ndarray:
-    """bool ``[total_tokens]``: every token but the first of each sample."""
+    """Return bool ``[total_tokens]``: True for every token but the first of each sample."""
     predicted = np.ones(int(batch.lengths.sum()), dtype=bool)
     predicted[batch.offsets[:-1][batch.lengths > 0]] = False
     return predicted
@@ -236,9 +243,9 @@ def predicted_tokens(batch: SampleBatch) -> np.ndarray:
 def scatter_to_tokens(
     values: np.ndarray, mask: np.ndarray, batch: SampleBatch, rows: Sequence[int], out: np.ndarray
 ) -> None:
-    """Write a micro-batch's ``values`` ``[rows, kept]`` into ``out`` ``[total_tokens]``, first tokens excepted.
+    """Write a micro-batch's ``values`` ``[rows, kept]`` into ``out`` ``[total_tokens]``, except at first tokens.
 
-    ``mask`` ``[rows, kept]`` must be that of `predicted_tokens`.
+    ``mask`` ``[rows, kept]`` must come from `predicted_tokens`.
     """
     offsets = batch.offsets
     for position, row in enumerate(rows):
@@ -246,7 +253,7 @@ def scatter_to_tokens(
 
 
 def _stand_in(batch: SampleBatch) -> SampleBatch:
-    """One sample of two tokens, all zeros."""
+    """Return one sample of two tokens, all zeros."""
     return SampleBatch(
         lengths=np.array([2], dtype=np.int64),
         tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
@@ -255,6 +262,7 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
 
 
 def _range_of_true(columns: np.ndarray) -> slice:
-    """The smallest range with all true columns; the first column if there are none (the loss needs some graph)."""
+    """Return the smallest range that holds all true columns; the first column if there are none (the loss needs some
+    graph)."""
     indices = np.flatnonzero(columns)
     return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 1)

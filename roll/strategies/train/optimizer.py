@@ -1,7 +1,7 @@
-"""AdamW and its schedule, from training arguments.
+"""AdamW and its learning-rate schedule, from training arguments.
 
 Weight decay spares biases, norms and other vectors. The learning rate is a pure function of the number of optimizer
-steps taken, and no step is wasted at rate 0: warm-up reaches the peak at its last step, decay ends one step after the
+steps taken. No step is wasted at rate 0: warm-up reaches the peak at its last step, and decay ends one step after the
 last.
 """
 
@@ -19,7 +19,7 @@ from roll.configs.schema import TrainingArguments
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) over the trainable parameters, in one group with decay and one without."""
+    """Return AdamW (arXiv 1711.05101) over the trainable parameters, in one group with decay and one without."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": arguments.weight_decay},
@@ -34,10 +34,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArgum
 
 
 def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Callable[[int], float]:
-    """The learning rate at optimizer step s = 0, 1, ... of ``total_steps``.
+    """Return the learning rate as a function of the optimizer step s = 0, 1, ... of ``total_steps``.
 
-    Its share of the peak in a warm-up over w steps: (s + 1) / w. Then 1 (``constant``), 1 - x (``linear``) or
-    (1 + cos(pi x)) / 2 (``cosine``) with x = (s - w) / (total - w), held at its end after the last step.
+    In a warm-up over w steps the rate is (s + 1) / w of the peak. After it, the rate is 1 (``constant``), 1 - x
+    (``linear``) or (1 + cos(pi x)) / 2 (``cosine``) of the peak, with x = (s - w) / (total - w). It stays at its end
+    value after the last step.
     """
     warmup = warmup_steps_of(arguments, total_steps)
 
@@ -53,7 +54,8 @@ def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Ca
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients to a global norm of at most ``max_norm`` (0: leave them) and return the norm before, 0-d.
+    """Scale all gradients to a global norm of at most ``max_norm`` (0: leave them unchanged). Return the norm before
+    it, 0-d.
 
     Gradients may be sharded; the norm is that of the whole model, equal on all ranks. A norm that is not finite leaves
     gradients unfit for use, and the caller must not step.
@@ -68,7 +70,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the moments of all parameters; step counters are scalars that AdamW keeps on the CPU."""
+    """Move the moments of all parameters. Step counters stay: they are scalars that AdamW keeps on the CPU."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0:

@@ -1,4 +1,4 @@
-"""Wrong options of a trainer as problems of the configuration."""
+"""Converts wrong options of a trainer to problems of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.configs.errors import ConfigProblem
 def option_problems(
     parse: Callable[[dict[str, Any]], object], strategy_config: dict[str, Any], path: str
 ) -> list[ConfigProblem]:
-    """What ``parse`` finds wrong with a ``strategy_config`` that stands at ``path``; empty if nothing."""
+    """Return what ``parse`` finds wrong with the ``strategy_config`` at ``path``; empty if nothing."""
     try:
         parse(strategy_config)
     except KnobError as error:

@@ -1,12 +1,12 @@
-"""Attention over packed rows: a token sees the tokens before it in its own sample, and nothing of its neighbours.
+"""Attention over packed rows: a token sees the earlier tokens of its own sample, and nothing of its neighbours.
 
-On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, where that is asked
-for). Elsewhere each sample is attended to by itself, samples of one length together: the work is the sum of the squares
-of the lengths, where a block mask would make it the square of the sum. Both are attention functions registered with
+On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, if configured).
+Elsewhere each sample is computed by itself, samples of the same length together. The work is then the sum of the
+squares of the lengths; a block mask would make it the square of the sum. Both are attention functions registered with
 transformers, which tells them where samples begin.
 
-Whether a model keeps samples apart everywhere else is tried on the model itself before it trains. One that does not is
-refused: it would train wrongly and say nothing.
+A test on the model itself, before it trains, checks that the rest of the model keeps samples apart too. A model that
+does not is refused, because it would train wrongly without any error.
 """
 
 from __future__ import annotations
@@ -27,33 +27,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
-"""``attn_implementation`` -> the name under which transformers knows its packed form."""
+"""``attn_implementation`` -> name of its packed form in transformers."""
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers, in the words of transformers, that this module can keep to a sample."""
+"""Kinds of layers, in transformers' terms, whose attention this module can confine to a sample."""
 BATCH_DEPENDENT_POSITIONS = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change with the longest position of a batch."""
 TRIED_LENGTHS = (6, 4, 4, 1)
 INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
 TOLERANCES = {torch.float32: 1e-3}
 COARSE_TOLERANCE = 5e-2
-"""What rounding may do to the hidden states of a sample, relative to the largest: when a neighbour's tokens change (to
-the experts' matrix products, otherwise nothing), and when it leaves the row. By precision, or else the last."""
+"""Tolerances for rounding in a sample's hidden states, relative to the largest one, by precision. `COARSE_TOLERANCE` is
+for all other precisions.
+
+`INFLUENCE_TOLERANCES` is for a change of a neighbour's tokens (which may affect the experts' matrix products, nothing
+else), `TOLERANCES` for computing the sample without neighbours.
+"""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value), each ``[samples, heads, length, size]`` -> ``[samples, length, heads, size]``."""
 
 
 class UnpackableModel(ValueError):
-    """Samples in one row would influence each other in this model, or may for all we know."""
+    """Samples in one packed row would influence each other in this model, or it is unknown that they would not."""
 
 
 def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -> None:
-    """Make a model keep the samples of packed rows apart. ``UnpackableModel`` if it cannot.
+    """Make a model keep the samples of packed rows apart. Raises ``UnpackableModel`` if it cannot.
 
-    The model is whole, on the CPU and without dropout: it is run on a few tokens.
+    The model must be whole, on the CPU and without dropout. It is run on a few tokens.
     """
     _refuse_unknown_parts(model)
-    # flash-attn tells samples apart by itself and cannot be tried on a CPU; the rest of the model is tried without it.
+    # flash-attn keeps samples apart by itself and cannot be tested on a CPU. The rest of the model is tested without
+    # it.
     tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
     model.set_attn_implementation(tried)
     samples = _tried_samples(model)
@@ -65,7 +70,7 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
 
 
 def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tensor) -> None:
-    """A sample of a packed row gives what it gives alone, whatever its neighbour says."""
+    """Raise ``UnpackableModel`` unless a sample of a packed row gives what it gives alone, for any neighbour."""
     packing = Packing.of(TRIED_LENGTHS, model.device)
     together = _hidden_states(model, torch.cat(samples, dim=1), packing)
     beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
@@ -91,7 +96,7 @@ def _use(model: PreTrainedModel, name: str) -> None:
 def _refuse_unknown_parts(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     settings = text.to_dict()
-    # Some models derive the kinds of their layers, so that they are no settings.
+    # Some models derive the kinds of their layers, so the kinds are missing from the settings.
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - KNOWN_LAYERS:
         names = ", ".join(sorted(kinds - KNOWN_LAYERS))
@@ -101,7 +106,7 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
         raise _refusal(model, f"its positions ({', '.join(sorted(tricks))}) depend on the longest sample of a row")
     has_windows = "sliding_attention" in kinds or (not kinds and settings.get("sliding_window"))
     if has_windows and not model._supports_flash_attn:
-        # What works with flash-attn hands its window to the attention function; others put it into a mask.
+        # A model that works with flash-attn passes its window to the attention function; others put it into a mask.
         raise _refusal(model, "its sliding windows are known to its masks only")
     arguments = inspect.signature(model.forward).parameters
     hands_on = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
@@ -110,7 +115,7 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
 
 
 def _position_kinds(settings: dict[str, Any]) -> set[str]:
-    """Kinds of rotary embeddings; some models have one for each kind of layer."""
+    """Return the kinds of rotary embeddings. Some models have one for each kind of layer."""
     parameters = settings.get("rope_parameters") or {}
     tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
     return {table["rope_type"] for table in tables if "rope_type" in table}
@@ -127,13 +132,14 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
 
 
 def _tried_samples(model: PreTrainedModel) -> list[Tensor]:
-    # Ids that any vocabulary has, and whose successors it has.
+    # These ids, and the ones after them, exist in any vocabulary.
     ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
     return [part[None] for part in ids.split(TRIED_LENGTHS)]
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
-    """Of the last layer: a value head that says 0 for everything would hide every difference."""
+    """Return the last layer's hidden states. Outputs would not do: a new value head, which gives 0 everywhere, hides
+    every difference."""
     arguments = {} if packing is None else packing.model_arguments()
     try:
         with torch.no_grad():
@@ -155,7 +161,7 @@ def packed_sdpa(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' ``sdpa`` within the samples of packed rows; ``[1, tokens, heads, size]``.
+    """Compute transformers' ``sdpa`` within the samples of packed rows; ``[1, tokens, heads, size]``.
 
     Without ``cu_seq_lens_q`` each row is one sample, padded on the right or not at all.
     """
@@ -188,7 +194,7 @@ def packed_eager(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in plain products within the samples of packed rows, with the soft cap that ``sdpa`` lacks."""
+    """Compute attention by plain products within the samples of packed rows, with the soft cap that ``sdpa`` lacks."""
     _refuse_masks(attention_mask)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -205,17 +211,19 @@ def packed_eager(
 
 
 def _refuse_masks(attention_mask: Tensor | None) -> None:
-    """Transformers makes no masks for attention functions that it does not know; a model might."""
+    """Raise ``ValueError`` for a mask. Transformers makes none for attention functions that it does not know; a model
+    might."""
     if attention_mask is not None:
         raise ValueError("the model makes an attention mask of its own, which packed rows cannot keep to")
 
 
 def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None) -> Tensor:
-    """Attention of each sample alone; neighbours of the same length share a call. ``[rows, tokens, heads, size]``."""
+    """Compute attention of each sample alone; neighbours of the same length share a call.
+    ``[rows, tokens, heads, size]``."""
     if boundaries is None:
         return attend(query, key, value)
     runs = _runs(boundaries.diff().tolist())
-    # One split, not slices: the gradient of a slice is a tensor as large as the row.
+    # One split instead of slices: the gradient of a slice is a tensor as large as the row.
     sizes = [count * length for count, length in runs]
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     attended = [
@@ -226,23 +234,23 @@ def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, bounda
 
 
 def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """(how many, length) of neighbours of the same length."""
+    """Return (count, length) for each run of neighbours of the same length."""
     return [(len(list(same)), length) for length, same in groupby(lengths)]
 
 
 def _as_samples(tensor: Tensor, count: int) -> Tensor:
-    """``[1, heads, count x length, size]`` -> ``[count, heads, length, size]``."""
+    """Reshape ``[1, heads, count x length, size]`` to ``[count, heads, length, size]``."""
     return tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool ``[length, length]``: which keys a query of the same sample sees, itself and those before it."""
+    """Return bool ``[length, length]``: the keys that a query of the same sample sees, its own and those before it."""
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return visible if window is None else visible.triu(1 - window)
 
 
 def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
-    """Torch's variable-length kernel, if it takes these."""
+    """Return torch's variable-length kernel if it accepts these tensors."""
     size = query.shape[-1]
     fits = (
         query.is_cuda
@@ -257,7 +265,7 @@ def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def _kernel() -> Callable[..., Any] | None:
-    """Torch's variable-length attention; None where this torch has none, or an earlier form of it."""
+    """Return torch's variable-length attention; None if this torch has none, or an earlier form of it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -276,9 +284,9 @@ def _variable_length(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """``[1, tokens, heads, size]`` by one call of the kernel."""
+    """Compute ``[1, tokens, heads, size]`` by one call of the kernel."""
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    # A window counts the token itself; the kernel counts those to its left, -1 being all.
+    # A window counts the token itself. The kernel counts only those to its left; -1 means all.
     left = -1 if window is None or window >= longest else window - 1
     attended = kernel(
         query,

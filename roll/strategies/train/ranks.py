@@ -1,7 +1,7 @@
 """One rank among the others: its device and its process group.
 
-The same for every trainer, so that a rank is found where the others expect it and a collective that nobody answers
-fails after a time that somebody chose.
+Every trainer uses this code, so that a rank is found where the others expect it, and a collective that gets no answer
+fails after a configured time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll.strategies.train.setup import TrainerSetup
 
 
 def pick_device(setup: TrainerSetup) -> torch.device:
-    """The device of this rank, made the current one where there are several."""
+    """Return the device of this rank, and make it the current one on GPUs."""
     if setup.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", setup.rank % torch.cuda.device_count())
@@ -25,7 +25,7 @@ def pick_device(setup: TrainerSetup) -> torch.device:
 
 
 def join_process_group(setup: TrainerSetup, timeout_seconds: float) -> None:
-    """Meet the other ranks; ``timeout_seconds`` is the longest wait in a collective. Collective."""
+    """Join the process group of all ranks. Collective. ``timeout_seconds`` is the longest wait in a collective."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
         init_method=setup.rendezvous,
@@ -36,15 +36,16 @@ def join_process_group(setup: TrainerSetup, timeout_seconds: float) -> None:
 
 
 def leave_process_group() -> None:
-    """Nothing happens in a process that is in none."""
+    """Leave the process group. Do nothing in a process that is in none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def joined_over_ranks(values: np.ndarray) -> np.ndarray:
-    """``values`` of all ranks, each of which has zeros where another one computed. Collective; changes its argument.
+    """Join the ``values`` of all ranks. Each rank has zeros where another one computed. Collective; changes its
+    argument.
 
-    An element is non-zero on one rank only, so this sum changes no bit of it.
+    An element is non-zero on one rank only, so this sum keeps every bit.
     """
     shared = torch.from_numpy(values)
     dist.all_reduce(shared)

@@ -1,4 +1,4 @@
-"""What every trainer is built from."""
+"""The arguments from which every trainer is built."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class TrainerSetup:
     model_args: ModelArguments
     training_args: TrainingArguments
     total_optimizer_steps: int
-    """Of the whole run: what the learning rate's schedule counts on."""
+    """Number of optimizer steps in the whole run, for the learning-rate schedule."""
     train_limits: MicroBatchLimits
     infer_limits: MicroBatchLimits
-    """Of passes without gradients."""
+    """Limits for passes without gradients."""
     kind: Literal["policy", "value"]
-    """What the model gives for each token: log-probabilities, or a value."""
+    """Output of the model for each token: log-probabilities, or a value."""
     forward_only: bool
-    """No optimizer, and weights in the precision of `model_args`."""
+    """True if the role has no optimizer, and weights in the precision of `model_args`."""
     seed: int
     strategy_config: dict[str, Any]
 
     @property
     def packs(self) -> bool:
-        """Some passes are over packed rows."""
+        """True if some passes are over packed rows."""
         return self.train_limits.packed or self.infer_limits.packed
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether the weights of the model stay as they are, and adapters (LoRA) learn in their stead."""
+        """True if the weights of the model are frozen and adapters (LoRA) are trained instead."""
         return self.model_args.lora_target is not None and not self.forward_only
 
     @property
     def rendezvous(self) -> str:
-        """Where the ranks meet, as `torch.distributed` writes it."""
+        """Address at which the ranks meet, in the format of `torch.distributed`."""
         return f"tcp://{self.master_address}:{self.master_port}"

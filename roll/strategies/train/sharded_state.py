@@ -1,7 +1,7 @@
-"""Training state on disk: each rank writes the parts of tensors that it has, any number of ranks reads them again.
+"""Training state on disk: each rank writes its parts of the tensors; any number of ranks reads them again.
 
-A file is plain safetensors; its header says where in the whole tensor each part belongs. Nothing is unpickled, and no
-rank ever holds a whole model. Names are of Hugging Face's weights behind what a tensor is to them, as in
+A file is plain safetensors. Its header says where in the whole tensor each part belongs. Nothing is unpickled, and no
+rank ever holds a whole model. A name is the tensor's role, followed by the weight's Hugging Face name:
 ``exp_avg/model.norm.weight``.
 """
 
@@ -26,12 +26,12 @@ class UnfitState(ValueError):
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each weight, by the first part of its name."""
+"""AdamW's state of each weight, by the first part of its name."""
 
 
 _WEIGHT = "weight/"
 _NUMBER = "#"
-"""In no name of a tensor; what follows it tells boxes of one tensor in one file apart."""
+"""Separator that occurs in no tensor name. The number after it tells apart boxes of one tensor in one file."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,28 @@ class Part:
     tensor: Tensor
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where the box begins in each dimension."""
+    """Start of the box in each dimension."""
 
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """What one rank has to keep, in memory of its own: training may go on while it is written."""
+    """The state that one rank saves, in memory of its own, so that training may continue while it is written."""
 
     parts: Sequence[Part]
     facts: Mapping[str, Any]
-    """Whatever JSON can hold, equal on all ranks."""
+    """Any JSON data, equal on all ranks."""
     ranks: int = 1
-    """How many write."""
+    """Number of ranks that write."""
 
 
 def whole(name: str, tensor: Tensor) -> Part:
-    """A tensor that one rank has all of."""
+    """Return the part for a tensor that one rank has all of."""
     return Part(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def own_share(part: Part, rank: int, ranks: int) -> Part:
-    """What one of ``ranks`` that all have ``part`` is to write: some of its rows, copied to memory of their own."""
+    """Return what one of ``ranks`` that all have ``part`` is to write: some of its rows, copied to memory of their
+    own."""
     if not part.tensor.ndim:
         tensor = part.tensor if rank == 0 else part.tensor.new_empty(0)
         return Part(part.name, tensor.to("cpu", copy=True), part.whole_shape, part.offsets)
@@ -73,8 +74,10 @@ def own_share(part: Part, rank: int, ranks: int) -> Part:
 
 
 def common_updates(state: SavedState) -> int:
-    """How often the weights were updated, for a trainer that counts once for all. Raises `UnfitState` if some were
-    updated more often than others."""
+    """Return how often the weights were updated, for a trainer that counts once for all.
+
+    Raises `UnfitState` if some were updated more often than others.
+    """
     counts = set(state.facts["updates"].values()) or {0}
     if len(counts) > 1 or len(state.facts["updates"]) not in (0, len(state.weights())):
         raise UnfitState(
@@ -86,8 +89,11 @@ def common_updates(state: SavedState) -> int:
 def write_state(
     folder: Path, rank: int, snapshot: StateSnapshot, on_synced: Callable[[int], None] = lambda size: None
 ) -> Path:
-    """Write this rank's file and wait until it is on the disk; ``on_synced`` hears of the bytes that are. Empty parts
-    need no place. `OSError` names the file."""
+    """Write this rank's file and wait until it is on the disk.
+
+    ``on_synced`` is called with numbers of bytes as they reach the disk. Empty parts are left out. Raises `OSError`
+    naming the file.
+    """
     parts = _by_key(part for part in snapshot.parts if part.tensor.numel())
     places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
     path = state_file(folder, rank)
@@ -106,7 +112,8 @@ def write_state(
 
 
 def _by_key(parts: Iterable[Part]) -> dict[str, Part]:
-    """A rank may have several boxes of a tensor; each needs a name in the file."""
+    """Return the parts by their names in the file. A rank may have several boxes of a tensor, and each needs its own
+    name."""
     keyed: dict[str, Part] = {}
     for part in parts:
         keyed[f"{part.name}{_NUMBER}{len(keyed)}" if part.name in keyed else part.name] = part
@@ -126,7 +133,7 @@ class SavedState:
     """The files of all ranks, read as whole tensors or any boxes of them."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers only. Raises `UnfitState` if files are missing or damaged."""
+        """Read the headers only. Raises `UnfitState` if files are missing or damaged."""
         self.folder = folder
         self._places: dict[str, list[_Place]] = {}
         self._files: dict[Path, Any] = {}
@@ -138,15 +145,15 @@ class SavedState:
             self._read_header(state_file(folder, rank))
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return list(self._places)
 
     def weights(self) -> set[str]:
-        """Names of the weights, as the model has them."""
+        """Return the names of the weights, as the model has them."""
         return {name.removeprefix(_WEIGHT) for name in self._places if name.startswith(_WEIGHT)}
 
     def require_weights(self, own: Iterable[str]) -> None:
-        """Raises `UnfitState` if the state is not of a model with exactly these weights."""
+        """Raise `UnfitState` if the state is not of a model with exactly these weights."""
         odd = sorted(set(own) ^ self.weights())
         if odd:
             raise UnfitState(
@@ -154,7 +161,7 @@ class SavedState:
             )
 
     def require_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raises `UnfitState` if the tensor ``name`` has another shape in the state than in the model."""
+        """Raise `UnfitState` if the tensor ``name`` has another shape in the state than in the model."""
         if self.shape(name) != tuple(shape):
             raise UnfitState(
                 f"{name} is {list(shape)} in the model and {list(self.shape(name))} in {self.folder}: it is the state "
@@ -162,16 +169,16 @@ class SavedState:
             )
 
     def read_whole(self, name: str, shape: Sequence[int]) -> Tensor:
-        """All of a tensor, which must have this shape, on the CPU."""
+        """Return the whole tensor, which must have this shape, on the CPU."""
         self.require_shape(name, shape)
         return self.read(name, (0,) * len(shape), shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises `UnfitState` for a name that is not there."""
+        """Return the shape of the whole tensor. Raises `UnfitState` for a name that is not there."""
         return self._known(name)[0].whole_shape
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU. Raises `UnfitState` if no rank wrote some of it."""
+        """Return a box of a tensor, on the CPU. Raises `UnfitState` if no rank wrote some of it."""
         box: Tensor | None = None
         filled = 0
         for place in self._known(name):
@@ -209,7 +216,7 @@ class SavedState:
         return self._places[name]
 
     def _read_header(self, path: Path) -> int:
-        """Learn what a file holds; returns how many files there are."""
+        """Record what a file holds. Return the number of files."""
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata()
@@ -224,5 +231,5 @@ class SavedState:
 
 
 def state_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its part of a state."""
+    """Return the file of a rank's part of a state."""
     return folder / f"rank-{rank:05d}.safetensors"

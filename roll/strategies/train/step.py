@@ -1,6 +1,7 @@
-"""One optimizer step's share of the batch, apart from any engine: which tokens count, and what they are divided by.
+"""One optimizer step's share of the batch, independent of any engine: which tokens count, and the loss's divisors.
 
-Decided once for the whole batch and equal on all ranks, so a trainer only has to run its micro-batches and add up.
+Both are decided once for the whole batch and equal on all ranks, so a trainer only has to run its micro-batches and add
+up.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ class TrainingStep:
     batch: SampleBatch
     objective: Objective
     fields: list[str]
-    """Per-token fields that micro-batches carry."""
+    """Names of per-token fields that micro-batches carry."""
     wanted: np.ndarray
     """bool ``[total_tokens]``: response tokens that some position predicts."""
     normalizers: LossNormalizers
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective) -> TrainingStep:
-        """Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). ``ValueError``
-        if the batch lacks a field."""
+        """Return the step that trains ``objective`` on response tokens; if the batch has a ``loss_mask``, only on those
+        in it.
+
+        Raises ``ValueError`` if the batch lacks a field.
+        """
         fields = _training_fields(batch, objective)
         wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
         trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
@@ -50,26 +54,28 @@ class TrainingStep:
 
     @property
     def is_empty(self) -> bool:
-        """No token is left to train on: an update would be momentum and weight decay only."""
+        """True if no token is left to train on: an update would be momentum and weight decay only."""
         return self.normalizers.tokens == 0
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the entropy is trained on, or a metric only; a value model has none."""
+        """True if the entropy is trained on, not only a metric. A value model has none."""
         return not isinstance(self.objective, ValueObjective) and self.objective.needs_entropy_gradient
 
     def micro_batches(
         self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False
     ) -> Iterator[MicroBatch]:
-        """One for each list of rows, made when it is asked for."""
+        """Yield a micro-batch for each list of rows, made when it is asked for."""
         for part in rows:
             yield build_micro_batch(
                 self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields, packed
             )
 
     def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, StepMetrics]:
-        """A micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics. ``outputs``
-        are what the model gives for the targets, in the order in which the objective takes them."""
+        """Return a micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics.
+
+        ``outputs`` are the model's results for the targets, in the order in which the objective takes them.
+        """
         fields = micro_batch.fields
         about = (micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
         if isinstance(self.objective, ValueObjective):
@@ -80,7 +86,7 @@ class TrainingStep:
 
 
 def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Metrics of the batch from the parts of all ranks that share it out (default: all ranks). Collective."""
+    """Return metrics of the batch from the parts of all ranks that split it (default: all ranks). Collective."""
     sums, maxima = (vector.cpu() for vector in combine(parts))
     dist.all_reduce(sums, group=group)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
@@ -88,7 +94,7 @@ def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | No
 
 
 def _training_fields(batch: SampleBatch, objective: Objective) -> list[str]:
-    """Names of the per-token fields that the objective reads, all of them there."""
+    """Return names of the per-token fields that the objective reads. Raise ``ValueError`` if the batch lacks one."""
     fields = list(objective.token_fields)
     missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
     missing += [name for name in objective.sample_fields if name not in batch.per_sample]

@@ -1,5 +1,5 @@
-"""Trackers that are libraries of others, or services: wandb, swanlab, trackio, and yours.
+"""Plug-in trackers, which are libraries or services of others: wandb, swanlab, trackio, and the user's own.
 
-Each works in a process of its own, which the driver feeds through a bounded queue. A library that hangs, crashes,
-prints, or holds the interpreter at its exit does so over there: no run waits for it, none fails because of it.
+Each works in a process of its own, which the driver feeds through a bounded queue. A library may hang, crash, print, or
+block the interpreter's exit there: no run waits for it or fails because of it.
 """

@@ -1,4 +1,4 @@
-"""What a plug-in tracker is: a class with options, made in a process of its own, that takes metrics and an end."""
+"""The contract of a plug-in tracker: a class with options that takes metrics and an end, in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Any, ClassVar, Literal, Protocol
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """The run, as trackers call it."""
+    """The run's identity for trackers."""
 
     name: str
     id: str
-    """21 small letters and digits, drawn once for each tracker of a run and kept in its folder."""
+    """21 lower-case letters and digits, drawn once for each tracker of a run and kept in its folder."""
     folder: str
-    """Where the tracker may put files."""
+    """Folder for the tracker's files."""
     resumed: bool
-    """Whether the tracker has seen this run before, under this id."""
+    """True if the tracker has seen this run before, under this id."""
     config: dict[str, Any]
-    """The resolved configuration, secrets masked."""
+    """The resolved configuration, secrets redacted."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ended."""
+    """The end of a run."""
 
     status: Literal["success", "failed", "interrupted"]
     summary: dict[str, Any]
-    """What `summary.json` says."""
+    """Content of `summary.json`."""
     error: str | None = None
 
     @property
     def exit_code(self) -> int:
-        """As trackers count: 0 is a success."""
+        """Exit code for trackers: 0 is a success."""
         return 0 if self.status == "success" else 1
 
 
 class PlugIn(Protocol):
-    """A tracker. All calls come from one thread, in order; what they raise is told once and costs that record."""
+    """A tracker. All calls come from one thread, in order. An exception is reported once and loses only that record."""
 
     Options: ClassVar[type]
     """A dataclass: the keys below `tracker_kwargs.<name>`, each field with its ``metadata["help"]``."""
     package: ClassVar[str | None]
-    """What has to be installed; None: nothing."""
+    """Package that must be installed; None: none."""
     install: ClassVar[str]
-    """How."""
+    """Command that installs it."""
 
     def __init__(self, run: TrackerRun, options: Any) -> None:
-        """Begin, or go on with, the run. Libraries are imported here and not before."""
+        """Begin or resume the run. Libraries are imported here and not before."""
 
     @staticmethod
     def secret(options: Any) -> str | None:
-        """The environment variable that must hold a key with these options; None: no key is needed."""
+        """Return the environment variable that must hold a key with these options; None: no key is needed."""
 
     @staticmethod
     def mode(options: Any) -> str:
-        """Where metrics go with these options, in a word or two: ``online``, ``offline``."""
+        """Return where metrics go with these options, in a word or two: ``online``, ``offline``."""
 
     @property
     def where(self) -> str:
-        """An address or a folder, for whoever looks for the metrics."""
+        """Address or folder where a user finds the metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step. Values may be NaN or infinite; a run that goes on may tell of a step again."""
+        """Take the metrics of a step. Values may be NaN or infinite; a resumed run may report a step again."""
 
     def finish(self, ending: Ending) -> None:
         """Write out everything; the process ends afterwards."""
 
 
 def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[str, Any]:
-    """``{"val/last": {"math": 0.5}}`` -> ``{"summary/val/last/math": 0.5}``; what is not known is left out."""
+    """Return ``{"val/last": {"math": 0.5}}`` as ``{"summary/val/last/math": 0.5}``; None values are left out."""
     return dict(_leaves(summary, prefix))
 
 
@@ -84,6 +84,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def made(folder: str) -> str:
-    """A folder that is there."""
+    """Create the folder if it does not exist, and return it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,7 +1,7 @@
-"""The process of a plug-in tracker: one JSON object a line comes in, one goes out for whatever the driver should know.
+"""The process of a plug-in tracker: it reads one JSON object per line and writes one for each report to the driver.
 
-Everything that the library prints goes to the tracker's log. It ends with the run: told how, or, when the driver is
-gone without a word, as failed. A library that hangs then is killed, so no process stays behind.
+Everything that the library prints goes to the tracker's log. The process ends with the run: with the status that the
+driver reports, or as failed if the driver disappears. A library that hangs then is killed, so no process stays behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll.tracking.plugins.contract import Ending, PlugIn, TrackerRun
 from roll.tracking.plugins.registry import plug_in_class
 
 ORPHAN_SECONDS = 60.0
-"""For what a tracker has to write out after the driver is gone."""
+"""Time for a tracker to write everything out after the driver has disappeared."""
 _LOOK_SECONDS = 1.0
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Serve the driver at the other end of standard input and output."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
-    # Ctrl-C is the driver's business: it tells how the run ended.
+    # The driver handles Ctrl-C and reports how the run ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_as_an_orphan, args=(os.getppid(),), daemon=True).start()
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
-    """Do what the lines say; returns the exit code."""
+    """Carry out the lines of the driver; return the exit code."""
     incoming = iter(lines)
     beginning = json.loads(next(incoming))
     try:

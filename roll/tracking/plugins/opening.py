@@ -1,4 +1,4 @@
-"""Which plug-in trackers a run has, and under which ids: the same ones after it is resumed."""
+"""The start of a run's plug-in trackers, with ids that stay the same after a resume."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def open_plug_ins(
     exp_name: str,
     config: dict[str, Any],
 ) -> list[TrackerProcess]:
-    """Start the plug-ins among ``names``. ``options``: name -> keys of its `Options`, already checked. ``config``: the
-    resolved configuration, secrets masked."""
+    """Start the plug-ins among ``names``.
+
+    ``options``: name -> keys of its `Options`, already checked. ``config``: the resolved configuration, secrets
+    redacted.
+    """
     chosen = [name for name in names if name in PLUG_INS]
     if not chosen:
         return []
@@ -52,5 +55,5 @@ def _read_ids(run: RunDirectory) -> dict[str, str]:
 
 
 def _new_id() -> str:
-    """What all of them accept: swanlab wants 21 such letters."""
+    """Return an id that all of them accept: swanlab requires 21 such letters."""
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))

@@ -1,7 +1,7 @@
 """The driver's end of a plug-in tracker: a bounded queue, a thread that feeds a process, and a deadline.
 
-Whoever logs never waits. What the queue cannot hold is left out and counted, which is said once when it begins and once
-at the end; `metrics.jsonl` has everything. Whatever becomes of the process, the run goes on.
+Logging never waits. Records that do not fit into the queue are left out and counted. This is reported once when it
+begins and once at the end; `metrics.jsonl` has everything. The run continues whatever becomes of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roll.tracking.plugins.contract import Ending, TrackerRun
 _logger = logging.getLogger(__name__)
 
 CAPACITY = 1000
-"""Records that wait at most. One is a step, or a validation before the first."""
+"""Most records that wait. A record is a step, or a validation before the first step."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from roll.tracking.plugins.host import main; main()"
@@ -36,7 +36,7 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 class TrackerProcess:
-    """A plug-in tracker and its process, which starts beside the run."""
+    """A plug-in tracker and its process, which starts in parallel with the run."""
 
     def __init__(
         self,
@@ -47,24 +47,24 @@ class TrackerProcess:
         log: Path,
         capacity: int = CAPACITY,
     ) -> None:
-        """``options``: fields of the plug-in's `Options`. ``log`` takes what the library prints."""
+        """Start the thread. ``options``: fields of the plug-in's `Options`. ``log`` takes the library's output."""
         self.name = name
         self.dropped = 0
-        """Records that did not get through."""
+        """Number of records that did not get through."""
         self._log = log
         self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)
         self._beginning = _line({"class_path": class_path, "run": asdict(run), "options": dict(options)})
         self._ending = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._given_up: str | None = None
-        """Why nothing is sent any more."""
+        """The reason why nothing is sent any more."""
         self._finished = False
         self._refusals = 0
         self._thread = threading.Thread(target=self._feed, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass the metrics of a step on, at some time."""
+        """Queue the metrics of a step. Does not wait."""
         record = _line({"metrics": {name: _plain(value) for name, value in metrics.items()}, "step": int(step)})
         if self._given_up is not None:
             self.dropped += 1
@@ -77,13 +77,15 @@ class TrackerProcess:
                 self._warn("does not keep up: metrics are left out from here on, and counted")
 
     def end(self, ending: Ending) -> None:
-        """Tell how the run ended, after all that still waits. Does not wait; `wait` does."""
+        """Queue the end of the run, after all that still waits. Does not wait; `wait` does."""
         self._ending = _line({"ending": asdict(ending)})
         self._stop_feeding()
 
     def wait(self, deadline: float) -> None:
-        """Return when the tracker has written everything out, or at the deadline (of `time.monotonic`), and then
-        without it."""
+        """Wait until the tracker has written everything out, or until the deadline (of `time.monotonic`).
+
+        A tracker that is late is killed.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._give_up("was not done in time and is ended")
@@ -112,7 +114,7 @@ class TrackerProcess:
         try:
             self._pour_into(process.stdin)
         except OSError:
-            # The process is gone; the listener knows why.
+            # The process is gone; the listener reports why.
             self.dropped += 1
         listener.join()
 
@@ -126,7 +128,7 @@ class TrackerProcess:
             pipe.write(self._ending)
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
-        """To its end, which may come at any time."""
+        """Read the replies until the process ends, which may happen at any time."""
         with replies:
             for line in replies:
                 self._hear(json.loads(line))
@@ -136,7 +138,7 @@ class TrackerProcess:
         self._stop_feeding()
 
     def _stop_feeding(self) -> None:
-        """Wake the feeding thread, which then does not wait for metrics any more. Never waits itself."""
+        """Wake the feeding thread, which then stops waiting for metrics. Never waits itself."""
         while True:
             try:
                 self._queue.put_nowait(None)
@@ -160,7 +162,7 @@ class TrackerProcess:
                 self._warn(f"refused the metrics of step {words['step']}: {words['refused']} (said once)")
 
     def _give_up(self, reason: str) -> None:
-        """Once, with the first reason."""
+        """Stop sending and report the reason, the first time only."""
         if self._given_up is None:
             self._given_up = reason
             self._warn(reason)
@@ -169,7 +171,7 @@ class TrackerProcess:
         _logger.warning("tracker %s %s", self.name, redact(text))
 
     def _kill(self) -> None:
-        """The process, and what the library has started."""
+        """Kill the process and all that the library has started."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -189,17 +191,17 @@ class PlugIns:
     """All plug-in trackers of a run."""
 
     def __init__(self, trackers: Sequence[TrackerProcess], timeout_seconds: float) -> None:
-        """``timeout_seconds``: what they have together at the end."""
+        """Keep the trackers. ``timeout_seconds``: their common time limit at the end."""
         self._trackers = list(trackers)
         self._timeout_seconds = timeout_seconds
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass the metrics of a step on to each, at some time. Does not wait."""
+        """Queue the metrics of a step for each tracker. Does not wait."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
     def end(self, ending: Ending) -> None:
-        """Tell all how the run ended, and wait for them together. Safe to call twice."""
+        """Report the end of the run to all trackers and wait for them together. Safe to call twice."""
         trackers, self._trackers = self._trackers, []
         deadline = time.monotonic() + self._timeout_seconds
         for tracker in trackers:
@@ -209,10 +211,10 @@ class PlugIns:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """NaN and infinities as Python's JSON has them; the other end is Python too."""
+    """Return the record as a line of JSON. NaN and infinities are written in Python's way, which the host reads."""
     return (json.dumps(record, ensure_ascii=True, default=str) + "\n").encode()
 
 
 def _plain(value: float) -> float | int:
-    """numpy's numbers are none of JSON's."""
+    """Convert numpy's numbers, which JSON does not know."""
     return value if type(value) in (int, float) else float(value)

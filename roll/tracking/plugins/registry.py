@@ -1,6 +1,6 @@
-"""Plug-in trackers by name: a new one is a file with a `PlugIn` class and one line here.
+"""Plug-in trackers by name. A new one is a file with a `PlugIn` class and one line here.
 
-Classes are named, not imported: nobody pays for a tracker that is not used.
+Classes are named, not imported, so an unused tracker costs nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PLUG_INS = {
 
 
 def tracker_names() -> list[str]:
-    """What `track_with` may name."""
+    """Return the names that `track_with` accepts."""
     return [TENSORBOARD, *PLUG_INS]
 
 
 def plug_in_class(path: str) -> type[Any]:
-    """The class at ``package.module:Class``, a `PlugIn`."""
+    """Return the class at ``package.module:Class``, a `PlugIn`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

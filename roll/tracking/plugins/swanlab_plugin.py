@@ -1,7 +1,7 @@
 """SwanLab, in its cloud or into a folder that `swanlab sync` uploads.
 
-The library's own look at the machine, the sources and the console is turned off. It knows no summary, so the end of the
-run goes to the configuration.
+The library's own recording of the machine, the sources and the console is turned off. It has no summary, so the end of
+the run goes to the configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STATES = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
 
 @dataclass
 class SwanlabOptions:
-    """What may be written below `tracker_kwargs.swanlab`."""
+    """Options below `tracker_kwargs.swanlab`."""
 
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(default=None, metadata={"help": "Name of the experiment. Default: `exp_name`."})
@@ -35,7 +35,7 @@ class SwanlabOptions:
 
 
 class SwanlabPlugIn(PlugIn):
-    """See `PlugIn`."""
+    """The `PlugIn` of SwanLab."""
 
     Options: ClassVar[type] = SwanlabOptions
     package: ClassVar[str] = "swanlab"

@@ -1,7 +1,8 @@
 """Trackio: a database on this machine that `trackio show` opens, or a Hugging Face Space if one is named.
 
-Its runs are found by name, so the name carries the first letters of the run's id, and a resumed run finds its own. It
-knows neither summary nor exit code: the end of the run is an alert. The library's look at the machine is turned off.
+Its runs are found by name. The name therefore carries the first letters of the run's id, and a resumed run finds its
+own. It has neither summary nor exit code, so the end of the run is an alert. The library's recording of the machine is
+turned off.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LETTERS_OF_ID = 6
 
 @dataclass
 class TrackioOptions:
-    """What may be written below `tracker_kwargs.trackio`."""
+    """Options below `tracker_kwargs.trackio`."""
 
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(
@@ -36,7 +37,7 @@ class TrackioOptions:
 
 
 class TrackioPlugIn(PlugIn):
-    """See `PlugIn`."""
+    """The `PlugIn` of Trackio."""
 
     Options: ClassVar[type] = TrackioOptions
     package: ClassVar[str] = "trackio"
@@ -46,7 +47,7 @@ class TrackioPlugIn(PlugIn):
         if options.dir is not None:
             os.environ["TRACKIO_DIR"] = made(options.dir)
         if options.space_id is None:
-            # Else it would ask the hub who we are, or send metrics where a variable that was left behind says.
+            # Otherwise it would ask the hub for the user, or send metrics to the address in a leftover variable.
             os.environ["HF_HUB_OFFLINE"] = "1"
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_BUCKET_ID"):
                 os.environ.pop(variable, None)

@@ -1,8 +1,8 @@
 """Weights & Biases, online or into a folder that `wandb sync` uploads.
 
-Metrics are drawn over a value called ``step``, not over wandb's own counter: that one only grows, and would refuse the
-steps that a resumed run does again. The library's look at the machine, the sources and the console is turned off; it
-reports metrics and configuration, and nothing else.
+Metrics are drawn over a value called ``step``, not over wandb's own counter. That counter only grows, and would refuse
+the steps that a resumed run repeats. The library's recording of the machine, the sources and the console is turned off;
+only metrics and configuration are reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEP = "step"
 
 @dataclass
 class WandbOptions:
-    """What may be written below `tracker_kwargs.wandb`."""
+    """Options below `tracker_kwargs.wandb`."""
 
     project: str = field(default="roll", metadata={"help": "The project."})
     name: str | None = field(default=None, metadata={"help": "Name of the run. Default: `exp_name`."})
@@ -34,14 +34,14 @@ class WandbOptions:
 
 
 class WandbPlugIn(PlugIn):
-    """See `PlugIn`."""
+    """The `PlugIn` of Weights & Biases."""
 
     Options: ClassVar[type] = WandbOptions
     package: ClassVar[str] = "wandb"
     install: ClassVar[str] = "pip install 'roll[wandb]'"
 
     def __init__(self, run: TrackerRun, options: WandbOptions) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would call home about its own failures, offline too
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # it would report its own failures to its makers, offline too
         import wandb
 
         self._run = wandb.init(

@@ -1,6 +1,6 @@
-"""`roll report`: what a run left behind as one page that opens anywhere, without network and without a server.
+"""`roll report`: the outputs of a run as one page that opens anywhere, without a network or a server.
 
 Reading (`run_files`), choosing and thinning out (`panels`, `lanes`, `excerpts`), judging (`findings`) and writing
-(`page`) are apart. Numbers on the page are those of the files, never rounded before they are embedded; what had to be
-left out to keep the page small is said on it.
+(`page`) are separate modules. Numbers on the page are those of the files and are never rounded before they are
+embedded. The page says what was left out to keep it small.
 """

@@ -1,6 +1,7 @@
 """`roll report`: the page of a run, finished or not.
 
-0: the page is written. 1: it cannot be written. 2: the folder holds no run. Nothing of the run is changed or loaded.
+Exit code 0: the page is written. 1: it cannot be written. 2: the folder holds no run. The run's own files are only
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page of a run; returns the exit code."""
+    """Write the page of a run; return the exit code."""
     options = _parser().parse_args(arguments)
     root: Path = options.run
     target: Path = options.output or root / "report.html"

@@ -1,4 +1,4 @@
-"""Which samples stand on the page: those of steps spread over the run, as many as fit, long texts cut in the middle."""
+"""Choice of the samples on the page: as many as fit, from steps spread over the run, long texts cut."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roll.tracking.report.embedding import embedded
 
 MAX_BYTES = 700_000
 LONGEST_TEXT = 4_000
-"""Characters of a prompt or a response."""
+"""Most characters of a prompt or a response."""
 
 
 def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
-    """Samples of as many steps as fit into ``max_bytes`` on the page: the first, the last, and evenly between."""
+    """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
         by_step.setdefault(sample["step"], []).append(sample)
@@ -33,18 +33,18 @@ def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -
 
 
 def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Bytes of a sample on the page, and how it stands there."""
+    """Return the bytes of a sample on the page, and the sample in its form there."""
     shortened = _shortened(sample)
     return len(embedded(shortened).encode(errors="backslashreplace")), shortened
 
 
 def _fit(sizes: Iterable[int], room: int) -> bool:
-    """Whether all have room; looks no further than to the first that has none."""
+    """Return True if all sizes fit; stop at the first that does not."""
     return all(total <= room for total in accumulate(sizes))
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
-    """``count`` (at least 2) of the items, the first and the last among them, evenly."""
+    """Return ``count`` (at least 2) of the items, evenly spread, with the first and the last among them."""
     count = max(2, count)
     if len(items) <= count:
         return list(items)
@@ -52,7 +52,7 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 
 
 def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as the page has it. With all its tokens the response need not be there twice."""
+    """Return a sample in its form on the page. If it has all its tokens, the response is not repeated."""
     tokens = sample.get("tokens")
     response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
     return {**sample, "prompt": _cut(sample["prompt"]), "response": response}

@@ -1,7 +1,7 @@
-"""What slows a run down, in words: who was idle, whom it waited for, and where else the time and the samples went.
+"""Findings on what slows a run down: who was idle, what they waited for, and where else time and samples went.
 
-Each finding rests on recorded numbers and says which. They are ordered by the share of the time, or of the work, that
-is at stake; the first one is what to look at.
+Each finding rests on recorded numbers and names them. Findings are ordered by the share of time or work at stake, so
+the first one is the one to look at.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from roll.tracking.report.run_files import RunFiles
 LARGE_IDLE = 0.2
 SMALL = 0.05
 STEPS_OF_WARMING_UP = 1
-"""Left out of means where enough steps remain: the first one compiles and fills caches."""
+"""Number of first steps left out of means if enough steps remain: they compile and fill caches."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence or two, and what could be done."""
+    """A finding in one sentence or two, and what could be done."""
 
     share: float
-    """Of the time, or of the samples, that is lost: 0 to 1."""
+    """Lost share of the time, or of the samples: 0 to 1."""
     text: str
     remedy: str = ""
     evidence: str = ""
 
 
 def findings(run: RunFiles) -> list[Finding]:
-    """All that is worth saying, the most costly first."""
+    """Return all findings, the most costly first."""
     checks = (_waiting, _validation, _publication, _beside_training, _start, _drops, _repairs, _truncated, _no_variance)
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: -finding.share)
 
 
 def settled(run: RunFiles) -> list[dict[str, Any]]:
-    """The training steps that means are taken over."""
+    """Return the training steps that means are taken over."""
     steps = run.training_steps
     return steps[STEPS_OF_WARMING_UP:] if len(steps) > 3 * STEPS_OF_WARMING_UP else steps
 
 
 def mean_over_time(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Mean of a share, each step weighted with its time; None if it was never recorded."""
+    """Return the mean of a share, each step weighted by its time; None if it was never recorded."""
     pairs = [
         (record[name], record["time/step"])
         for record in records
@@ -54,7 +54,7 @@ def mean_over_time(records: Sequence[Mapping[str, Any]], name: str) -> float | N
 
 
 def idle_shares(run: RunFiles) -> dict[str, float]:
-    """Mean idle share by role."""
+    """Return the mean idle share by role."""
     records = settled(run)
     names = dict.fromkeys(name for record in records for name in record if name.startswith("idle/"))
     shares = {name.removeprefix("idle/"): mean_over_time(records, name) for name in names}
@@ -62,7 +62,7 @@ def idle_shares(run: RunFiles) -> dict[str, float]:
 
 
 def _waiting(run: RunFiles) -> Iterator[Finding]:
-    """Who has nothing to do because of whom."""
+    """Yield the finding on which role waits for which."""
     idle = idle_shares(run)
     if "actor_infer" not in idle or "actor_train" not in idle:
         return
@@ -101,7 +101,7 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
 
 
 def _too_far_ahead(run: RunFiles) -> str:
-    """Of an engine that waits anyway."""
+    """Return the advice for an engine that waits although generation runs far ahead."""
     ratio = run.config.get("async_generation_ratio")
     if not isinstance(ratio, int | float) or ratio <= 1:
         return ""
@@ -135,7 +135,7 @@ def _both_wait(run: RunFiles, numbers: str, evidence: str, engine: float, traine
 
 
 def _busiest_judge(run: RunFiles) -> tuple[str, float]:
-    """Which reward, or whether the environments, worked most, and the share of the training time."""
+    """Return the reward, or the environments, that worked most, and the share of the training time."""
     if run.trace is None:
         return "", 0.0
     window = run.trace.training_window
@@ -172,7 +172,7 @@ def _publication(run: RunFiles) -> Iterator[Finding]:
 
 
 def _beside_training(run: RunFiles) -> Iterator[Finding]:
-    """Stages of a step beside rollouts and the policy's training."""
+    """Yield findings on the stages of a step other than rollouts and the policy's training."""
     records = settled(run)
     seconds = sum(record.get("time/step") or 0.0 for record in records)
     for stage in ("reference", "value", "advantage", "critic"):
@@ -249,7 +249,7 @@ def _no_variance(run: RunFiles) -> Iterator[Finding]:
 
 
 def ledger_of(run: RunFiles) -> dict[str, float]:
-    """The newest ledger: that of the summary, else of the last step."""
+    """Return the newest ledger: that of the summary, else of the last step."""
     if run.summary.get("ledger"):
         return dict(run.summary["ledger"])
     last = run.training_steps[-1] if run.training_steps else {}
@@ -265,7 +265,7 @@ def _lane_share(run: RunFiles, name: str, state: str) -> float:
 
 
 def _share_devices(run: RunFiles) -> bool:
-    """Whether trainer and engine have a device in common."""
+    """Return True if trainer and engine have a device in common."""
     mappings = [_settings(run, role).get("device_mapping") for role in ("actor_train", "actor_infer")]
     train, infer = (set(mapping) if isinstance(mapping, list) else set() for mapping in mappings)
     return bool(train & infer)

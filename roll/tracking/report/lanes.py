@@ -1,7 +1,7 @@
-"""The timeline as lanes: who was in which state when, how much of the time, and little enough of it to draw.
+"""The timeline as lanes: the states of each stage and worker over time, their shares, and a drawing of bounded size.
 
-Shares are taken from all spans. What is drawn is exact for as many of the latest spans as fit; before them each lane
-says how much of each short stretch of time it spent in each state.
+Shares are taken from all spans. The latest spans are drawn exactly, as many as fit. For the time before them, each lane
+gives the share of each state in each short interval.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_SPANS = 16_000
-"""Drawn exactly."""
+"""Most spans drawn exactly."""
 BINS = 600
-"""Stretches of time before them."""
+"""Number of intervals before them."""
 
 BUSY_STATES = ("busy", "running")
 STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
@@ -27,7 +27,7 @@ _METADATA, _SPAN = "M", "X"
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """A stay in a state. Times in microseconds since the timeline began."""
+    """A stay in a state. Times are in microseconds since the timeline began."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class LaneSpan:
 
 @dataclass
 class Lane:
-    """One stage, or one worker of a role; its spans in order, none overlapping another."""
+    """One stage, or one worker of a role, with its spans in order and without overlaps."""
 
     kind: str
     """``stages`` or ``roles``."""
@@ -45,11 +45,11 @@ class Lane:
 
     @property
     def label(self) -> str:
-        """The name as it is shown."""
+        """Name as it is shown."""
         return self.name.removeprefix("stage/").removesuffix("/all")
 
     def seconds(self, window: tuple[int, int]) -> dict[str, float]:
-        """Seconds of a window by state."""
+        """Return the seconds of a window by state."""
         start, end = window
         total: dict[str, float] = defaultdict(float)
         for span in self.spans:
@@ -59,7 +59,7 @@ class Lane:
         return dict(total)
 
     def busy_share(self, window: tuple[int, int]) -> float:
-        """Share of a window in which it worked."""
+        """Return the share of a window in which the lane worked."""
         start, end = window
         worked = sum(seconds for state, seconds in self.seconds(window).items() if state in BUSY_STATES)
         return worked / ((end - start) / 1e6) if end > start else 0.0
@@ -73,27 +73,27 @@ class Trace:
 
     @property
     def end(self) -> int:
-        """Where the last span of all lanes ends."""
+        """End of the last span of all lanes."""
         return max((lane.spans[-1].end for lane in self.lanes if lane.spans), default=0)
 
     @property
     def training_window(self) -> tuple[int, int]:
-        """From the moment the stages began to the end: what came before is the start of the processes."""
+        """Time from the beginning of the stages to the end. The time before is the start of the processes."""
         starts = [lane.spans[0].start for lane in self.lanes if lane.name.startswith("stage/") and lane.spans]
         return min(starts, default=0), self.end
 
     def lane(self, name: str) -> Lane | None:
-        """The lane of this name; None: there is none."""
+        """Return the lane of this name; None if there is none."""
         return next((lane for lane in self.lanes if lane.name == name), None)
 
     def step_ends(self) -> list[int]:
-        """When the work of each training step of this process ended, in order."""
+        """Return the end of the work on each training step of this process, in order."""
         lane = self.lane("stage/param_update")
         return [span.end for span in lane.spans if span.state == "running"] if lane is not None else []
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a `timeline.json` line by line, so that one which is being written, or is torn, is read as far as it goes.
+    """Read a `timeline.json` line by line, so that a file that is being written, or is torn, is read as far as it goes.
 
     Raises `ValueError` if there is no span in it.
     """
@@ -124,13 +124,13 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
             try:
                 event = json.loads(text)
             except ValueError:
-                continue  # torn: it is being written, or the process died over it
+                continue  # torn: it is being written, or its process died while writing
             if isinstance(event, dict) and event.get("ph") in (_METADATA, _SPAN):
                 yield event
 
 
 def _order(lane: Lane) -> tuple[int, int, str, str]:
-    """Roles before stages, each in the order of the flow."""
+    """Return the sort key: roles before stages, each in the order of the flow."""
     names, name = (_ROLES, lane.name.rpartition("/")[0]) if lane.kind == "roles" else (STAGES, lane.label)
     known = names.index(name) if name in names else len(names)
     return int(lane.kind != "roles"), known, name, lane.name
@@ -139,9 +139,12 @@ def _order(lane: Lane) -> tuple[int, int, str, str]:
 def drawn_lanes(
     trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, bins: int = BINS
 ) -> dict[str, Any]:
-    """The lanes for the page. Of each lane: spans as flat lists (milliseconds with microseconds behind the point), and
-    where there are too many, the shares of ``bins`` stretches of time before ``detail_from``. ``first_step``: the first
-    training step of this process; ``step_first`` is that of the first of ``step_ends``."""
+    """Return the lanes for the page.
+
+    Each lane has its spans as flat lists (milliseconds with microseconds after the decimal point). If there are too
+    many, it also has the shares of ``bins`` intervals before ``detail_from``. ``first_step``: the first training step
+    of this process; ``step_first`` is that of the first of ``step_ends``.
+    """
     states = sorted({span.state for lane in trace.lanes for span in lane.spans})
     window, detail_from = trace.training_window, _detail_from(trace.lanes, max_spans)
     step_ends = trace.step_ends()
@@ -179,13 +182,13 @@ def _drawn(
 
 
 def _detail_from(lanes: Sequence[Lane], max_spans: int) -> int:
-    """The time after which all spans can be drawn; 0: all of them can."""
+    """Return the time after which all spans can be drawn; 0 if all of them can."""
     ends = sorted(span.end for lane in lanes for span in lane.spans)
     return 0 if len(ends) <= max_spans else ends[-max_spans - 1]
 
 
 def _binned(lane: Lane, states: Sequence[str], until: int, bins: int) -> Mapping[int, list[int]]:
-    """By state that occurs: per mille of each stretch between 0 and ``until``."""
+    """Return, by state that occurs, the per mille of each interval between 0 and ``until``."""
     edges = [until * index // bins for index in range(bins + 1)]
     filled: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
     for span in lane.spans:

@@ -1,7 +1,7 @@
 """The page: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
 
-A content security policy names the one style sheet and the one script by their hashes. Nothing else runs, whatever a
-model has written; and the script writes text as text, never as markup.
+A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
+written, and the script writes text as text, never as markup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.tracking.report.panels import sections_of, series_of
 from roll.tracking.report.run_files import RunFiles
 
 LONGEST_CONFIG = 100_000
-"""Characters."""
+"""Most characters of the configuration."""
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "main.js")
 
@@ -50,7 +50,7 @@ source, under "run-data".</noscript>
 
 
 def render_page(run: RunFiles, now: float | None = None) -> str:
-    """The whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
+    """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
     data = page_data(run, time.time() if now is None else now)
     style = (_ASSETS / "report.css").read_text(encoding="utf-8")
     script = "(() => {\n\"use strict\";\n" + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
@@ -68,7 +68,7 @@ def render_page(run: RunFiles, now: float | None = None) -> str:
 
 
 def page_data(run: RunFiles, now: float) -> dict[str, Any]:
-    """All that the page shows, as JSON can hold it."""
+    """Return all data that the page shows, as JSON can hold it."""
     names = dict.fromkeys(name for record in run.metrics for name in record)
     resumed_at = list(run.summary.get("resumed_at") or [])
     return {
@@ -97,7 +97,7 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
 
 
 def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Share of the trained tokens at each lag, the mean over the steps that recorded it."""
+    """Return the share of the trained tokens at each lag: the mean over the steps that recorded it."""
     prefix, suffix = "actor/lag_", "/share"
     recorded = [
         {name[len(prefix) : -len(suffix)]: value or 0.0 for name, value in step.items()
@@ -112,8 +112,10 @@ def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tokens that the engines generated in all steps, for whatever purpose, and response tokens trained on. Empty where
-    a step does not tell."""
+    """Return the tokens that the engines generated in all steps, for any purpose, and the response tokens trained on.
+
+    Returns an empty result if a step lacks one of the metrics.
+    """
     names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
     if not steps or any(step.get(name) is None for step in steps for name in names):
         return {}
@@ -125,7 +127,7 @@ def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each part of a weight publication: mean, longest and last, in seconds."""
+    """Return the mean, longest and last seconds of each part of a weight update."""
     prefix, suffix = "weights/", "_seconds"
     rows = []
     for name in dict.fromkeys(name for step in steps for name in step):
@@ -137,7 +139,7 @@ def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _state(run: RunFiles) -> dict[str, Any]:
-    """How the run stands, from its summary, else from its metrics."""
+    """Return the state of the run, from its summary, else from its metrics."""
     summary = run.summary
     status = summary.get("status") or "unknown"
     last_step = run.metrics[-1]["step"] if run.metrics else 0

@@ -1,8 +1,8 @@
-"""Metrics as panels: which belong in one picture, in which order, on which scale, and how many points of them.
+"""Metrics as panels: which metrics share a picture, in which order, on which scale, and with how many points.
 
-Every metric of the run is in exactly one panel. Where there are more steps than can be drawn, of each stretch of steps
-the first, the smallest and the largest value stay, and the very last: each point is a value of the file, and no peak is
-lost.
+Every metric of the run is in exactly one panel. If there are more steps than can be drawn, the first, the smallest and
+the largest value of each stretch of steps stay, and the very last. Each point is thus a value of the file, and no peak
+is lost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_NUMBERS = 42_000
-"""Over all metrics; about 25 characters each on the page."""
+"""Most numbers over all metrics; each takes about 25 characters on the page."""
 FEWEST_POINTS = 60
-"""Of one metric, however many metrics there are."""
+"""Lower limit of the points of one metric, however many metrics there are."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,20 @@ class PanelKind:
 
     title: str
     pattern: str
-    """Regular expression of the whole names."""
+    """Regular expression that matches whole names."""
     help: str = ""
     unit: str = ""
-    """``share`` is shown in per cent; others stand behind the number."""
+    """Unit of the values. ``share`` is shown in per cent; other units follow the number."""
     scale: str = "linear"
 
 
 @dataclass(frozen=True)
 class SectionKind:
-    """Panels under one heading. ``rest``: each metric that matches and has no panel anywhere else, in a panel with
-    those that have the same first and last name. ``folded``: shown when asked for."""
+    """Panels under one heading.
+
+    ``rest``: pattern of metrics without a panel anywhere else; those with the same first and last name share a panel.
+    ``folded``: shown only on demand.
+    """
 
     title: str
     panels: tuple[PanelKind, ...] = ()
@@ -133,7 +136,7 @@ class Section:
 
 
 def sections_of(names: Iterable[str]) -> list[Section]:
-    """The sections that have something to show; each name is in exactly one panel."""
+    """Return the sections that have something to show; each name is in exactly one panel."""
     left = dict.fromkeys(name for name in names if name != "step")
     sections = [
         Section(kind.title, [_take(panel, left) for panel in kind.panels], kind.folded) for kind in SECTIONS
@@ -151,7 +154,7 @@ def _take(kind: PanelKind, left: dict[str, None]) -> Panel:
 
 
 def _rest(pattern: str, left: dict[str, None]) -> list[Panel]:
-    """What matches, one panel for those with the same first and last name (``env/*/turns``)."""
+    """Return panels of the metrics that match, one for those with the same first and last name (``env/*/turns``)."""
     if not pattern:
         return []
     by_title: dict[str, list[str]] = {}
@@ -164,9 +167,11 @@ def _rest(pattern: str, left: dict[str, None]) -> list[Panel]:
 
 
 def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
-    """All metrics as columns: ``steps`` of the run, and by name ``values``, with ``steps`` of its own where it has not
-    just these. A value that was not finite is None. ``thinned``: how many points of a
-    metric there are at most, where not all are drawn; else None."""
+    """Return all metrics as columns: ``steps`` of the run, and ``values`` by name.
+
+    A metric that was not recorded at just these steps has ``steps`` of its own. A value that was not finite is None.
+    ``thinned``: most points of a metric if not all are drawn, else None.
+    """
     names = dict.fromkeys(name for record in records for name in record if name != "step")
     steps = [record["step"] for record in records]
     most = max(FEWEST_POINTS, max_numbers // max(1, len(names)))
@@ -182,8 +187,11 @@ def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBE
 
 
 def thin(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[int, float | None]]:
-    """At most ``most`` (at least 4) of the points: of each of equal stretches the first, the smallest and the largest,
-    and the last of all. Points without a value do not count as small or large, but a stretch may begin with one."""
+    """Return at most ``most`` (at least 4) of the points.
+
+    They are the first, the smallest and the largest of each of equal stretches, and the last of all. A point without a
+    value is never the smallest or largest, but may be the first of a stretch.
+    """
     if len(points) <= most:
         return list(points)
     stretches = max(1, (most - 1) // 3)

@@ -1,6 +1,7 @@
-"""The files of a run, read as far as they can be: a report of a failed run is worth most when files are missing.
+"""The files of a run, read as far as possible: a report of a failed run is worth most when files are missing.
 
-Each file that is not there, or cannot be read, becomes a reason under its name; nothing here raises for it.
+A file that is missing or cannot be read becomes a reason under its name. Only a folder without any file of a run
+raises.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.samples import read_samples
 
 LOG_LINES = 60
-"""Of the driver's log, the last ones."""
+"""Number of last lines of the driver's log."""
 
 _Content = TypeVar("_Content")
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What the file system says of a file."""
+    """Facts of a file from the file system."""
 
     name: str
     bytes: int
     modified: float
-    """Seconds since the epoch."""
+    """Time of the last change, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Everything a report is made of."""
+    """All content that a report is made of."""
 
     root: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -54,11 +55,11 @@ class RunFiles:
     absent: Mapping[str, str] = field(default_factory=dict)
     """Name of a file -> why its part of the report is empty."""
     held: bool = False
-    """Whether a process works on the run right now."""
+    """True if a process works on the run right now."""
 
     @property
     def training_steps(self) -> list[dict[str, Any]]:
-        """The records of training steps; record 0 is the validation before the first."""
+        """Records of training steps; record 0 is the validation before the first."""
         return [record for record in self.metrics if record["step"] > 0]
 
 
@@ -67,7 +68,7 @@ class NoRun(FileNotFoundError):
 
 
 def read_run(root: Path) -> RunFiles:
-    """Read what is there. Raises `NoRun` if the folder holds none of the files of a run."""
+    """Read the files that exist. Raises `NoRun` if the folder holds none of the files of a run."""
     run = RunDirectory(root)
     parts = (run.metrics, run.timeline, run.samples, run.summary, run.config)
     facts = tuple(_facts(path) for path in parts if path.is_file())
@@ -163,8 +164,10 @@ def _facts(path: Path) -> FileFacts:
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process has claimed the run (`RunDirectory.held`). The question is asked with a shared lock that is
-    given back at once."""
+    """Return True if a process has claimed the run (`RunDirectory.held`).
+
+    The lock is tested with a shared lock that is released at once.
+    """
     try:
         descriptor = os.open(lock, os.O_RDONLY)
     except OSError:

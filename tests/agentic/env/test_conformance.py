@@ -56,6 +56,7 @@ def test_the_environment_of_the_page_passes(tmp_path, monkeypatch):
     assert {finding.level for finding in report.findings} == {"passed"}, render_report(report)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("env_type", ["FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1"])
 def test_games_of_gymnasium_pass(env_type):
     report = check_env(env_type, {}, episodes=3, deadline_seconds=60)
@@ -108,10 +109,12 @@ def test_a_doubt_is_a_warning_and_no_failure(name, check, words):
     assert report.passed
 
 
+@pytest.mark.tier("all")
 def test_an_episode_without_an_end_is_a_warning():
     assert "was not seen" in warnings(report_on("GoodEnv", length=10**6))["after the end"]
 
 
+@pytest.mark.tier("all")
 def test_a_hanging_call_is_reported_and_the_other_checks_go_on():
     report = report_on("HangsAtStep", deadline_seconds=2.0)
     assert "did not return within 2 s" in failures(report)["answers"]
@@ -120,12 +123,14 @@ def test_a_hanging_call_is_reported_and_the_other_checks_go_on():
     assert {finding.name: finding.level for finding in report.findings}["reset"] == "passed"
 
 
+@pytest.mark.tier("all")
 def test_an_environment_that_hangs_again_and_again_is_given_up():
     report = report_on("HangsAtClose", deadline_seconds=2.0)
     assert "close() did not return" in failures(report)["reset"]
     assert "was not run" in warnings(report)["leaks"]
 
 
+@pytest.mark.tier("all")
 def test_an_environment_that_cannot_be_made_in_time_is_reported():
     report = check_env(SAMPLES + "SlowToMake", {}, make_deadline_seconds=3.0)
     assert "making the environment did not return within 3 s" in failures(report)["make"]

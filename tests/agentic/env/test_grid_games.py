@@ -12,6 +12,7 @@ from roll.agentic.env.base import BadOption
 from roll.agentic.env.frozen_lake import FrozenLakeEnv, random_map
 from roll.agentic.env.grid import moved
 from roll.agentic.env.sokoban import CELLS_PER_BOX, DIRECTIONS, Level, SokobanEnv, make_level
+from tests.tiers import examples
 
 SEEDS = st.integers(0, 2**31)
 ROOMS = st.tuples(st.integers(3, 7), st.integers(5, 7))
@@ -48,7 +49,7 @@ def shortest_path(text: str) -> list[str]:
     raise AssertionError(f"no way to the goal:\n{text}")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SEEDS, st.integers(2, 9), st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]), st.booleans())
 def test_every_map_can_be_walked_to_the_goal(seed, size, hole_probability, random_start):
     env = FrozenLakeEnv(size=size, hole_probability=hole_probability, random_start=random_start)
@@ -204,7 +205,7 @@ def level_of(text: str) -> Level:
     return Level(len(rows), len(rows[0]), where("#"), where("O*S"), where("X*"), player)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(SEEDS, ROOMS, st.integers(1, 3), st.integers(1, 30), st.sampled_from([0.0, 0.2, 0.6]))
 def test_every_level_can_be_solved_and_is_not(seed, room, num_boxes, search_depth, wall_share):
     num_boxes = min(num_boxes, (room[0] - 2) * (room[1] - 2) // CELLS_PER_BOX)
@@ -215,7 +216,7 @@ def test_every_level_can_be_solved_and_is_not(seed, room, num_boxes, search_dept
     assert path
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(SEEDS, ROOMS)
 def test_a_level_is_found_for_the_most_boxes_allowed(seed, room):
     most = (room[0] - 2) * (room[1] - 2) // CELLS_PER_BOX
@@ -223,7 +224,7 @@ def test_a_level_is_found_for_the_most_boxes_allowed(seed, room):
     assert len(level.boxes) == most and not level.is_solved()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(SEEDS, st.lists(st.sampled_from(DIRECTIONS), max_size=60))
 def test_pushing_keeps_the_rules(seed, directions):
     level = make_level((6, 6), 2, 12, 0.2, np.random.default_rng(seed))

@@ -18,6 +18,7 @@ from roll.agentic.env.pictures import (
     frames_to_gif,
     text_to_png,
 )
+from tests.tiers import examples
 
 
 def inked_cells(frame: np.ndarray) -> list[tuple[int, int]]:
@@ -85,7 +86,7 @@ def test_no_frames_are_an_error():
         frames_to_array([])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.text(max_size=200), min_size=1, max_size=3))
 def test_any_text_becomes_a_picture(frames):
     assert frames_to_array(frames).shape[0] == len(frames)

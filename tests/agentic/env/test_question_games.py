@@ -163,14 +163,16 @@ def test_a_task_that_cannot_work_is_named(options, option):
 
 # TextArena
 
+textarena_is_here = pytest.mark.needs("textarena")
+
 
 def textarena_env(**options):
-    pytest.importorskip("textarena", reason="TextArena is an extra")
     from roll.agentic.env.textarena_env import TextArenaEnv
 
     return TextArenaEnv(**{"game": "GuessTheNumber-v0", **options})
 
 
+@textarena_is_here
 def test_a_game_of_textarena_is_played_to_its_end():
     env = textarena_env()
     observation = observation_from(*env.reset(seed=3))
@@ -189,6 +191,7 @@ def test_a_game_of_textarena_is_played_to_its_end():
         env.step("[1]")
 
 
+@textarena_is_here
 def test_a_refused_action_of_textarena_is_invalid_and_a_second_one_ends_the_game():
     env = textarena_env()
     env.reset(seed=3)
@@ -198,6 +201,7 @@ def test_a_refused_action_of_textarena_is_invalid_and_a_second_one_ends_the_game
     assert not info["action_is_valid"] and terminated and not info["success"] and "Invalid Move" in text
 
 
+@textarena_is_here
 def test_textarena_leaves_the_global_generators_alone():
     env = textarena_env()
     random.seed(1)
@@ -210,9 +214,11 @@ def test_textarena_leaves_the_global_generators_alone():
     assert (random.random(), np.random.random()) == expected
 
 
-def test_unknown_games_of_textarena_are_named():
+@textarena_is_here
+def test_games_of_textarena_that_cannot_be_played_are_named():
     for options, option in [
         ({"game": "GuessTheNumbre-v0"}, "game"),
+        ({"game": "SecretMafia-v0"}, "game"),
         ({"game_args": {"max_nubmer": 3}}, "game_args"),
     ]:
         with pytest.raises(BadOption) as caught:
@@ -220,14 +226,27 @@ def test_unknown_games_of_textarena_are_named():
         assert caught.value.option == option
 
 
+@textarena_is_here
+def test_a_game_whose_words_are_not_on_this_machine_says_how_to_get_them(monkeypatch):
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", lambda *names, **options: False)  # as without a network
+    with pytest.raises(BadOption) as caught:
+        textarena_env(game="Wordle-v0")
+    assert caught.value.option == "game" and "Wordle-v0" in caught.value.message
+    assert "python -m nltk.downloader words" in caught.value.remedy
+
+
+@textarena_is_here
 def test_textarena_keeps_the_interface():
-    pytest.importorskip("textarena", reason="TextArena is an extra")
     from roll.agentic.env.conformance import check_env, render_report
 
     report = check_env("textarena", {"game": "GuessTheNumber-v0"}, episodes=3, deadline_seconds=60)
     assert report.passed, render_report(report)
 
 
+@textarena_is_here
 def test_a_game_of_textarena_that_raises_ends_its_episode():
     env = textarena_env()
     env.reset(seed=3)

@@ -113,7 +113,16 @@ def log_probs():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama2", "llama3", "mistral", "gemma", "phi3", "deepseek"])
+FORMATS_IN_QUICK_TESTS = ("chatml", "llama2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FORMATS_IN_QUICK_TESTS else pytest.param(name, marks=pytest.mark.tier("all"))
+        for name in ("chatml", "qwen3", "llama2", "llama3", "mistral", "gemma", "phi3", "deepseek")
+    ],
+)
 @pytest.mark.parametrize("manager", ["trajectory", "step"])
 def test_the_trainer_finds_the_engines_log_probabilities_at_each_sampled_token(name, manager, log_probs, tmp_path):
     tokenizer = make_tokenizer(name)

@@ -14,6 +14,7 @@ from roll.agentic.episode import Observation
 from roll.data.chat_turns import ChatTurns
 from tests.agentic.env_manager.episodes import ScriptedPolicy, ScriptedSession, encode, limits, run_episode, user
 from tests.data.chat_templates import FORMATS, make_tokenizer
+from tests.tiers import examples
 
 plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 rewards = st.floats(-4, 4, width=16)
@@ -59,7 +60,7 @@ def glue_by_hand(name: str, said: list[Observation], turn: int, sampled: np.ndar
     return encode(piece.split(form.stop, 1)[1] if has_ended else piece, name)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(episodes())
 def test_a_trajectory_is_prompt_then_sampled_tokens_and_glue_in_turn(drawn):
     name, said, responses = drawn
@@ -78,7 +79,7 @@ def test_a_trajectory_is_prompt_then_sampled_tokens_and_glue_in_turn(drawn):
     assert sample.response_mask.tolist() == mask
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(episodes(), st.integers(60, 160), st.one_of(st.none(), st.integers(1, 9)))
 def test_what_was_sampled_stands_where_the_mask_says_and_nothing_else_does(drawn, sequence_length, max_tokens):
     name, said, responses = drawn
@@ -104,7 +105,7 @@ def test_what_was_sampled_stands_where_the_mask_says_and_nothing_else_does(drawn
     assert_rewards(episode, said, policy)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(episodes(), st.integers(0, 3), st.booleans())
 def test_a_step_sample_is_the_prompt_that_was_read_and_what_was_sampled(drawn, history, keep_first):
     name, said, responses = drawn

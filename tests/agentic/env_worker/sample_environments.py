@@ -131,6 +131,7 @@ ORDERS = {
     "memory": _leak_memory,
     "loaded": _loaded,
     "process": _process_id,
+    "read": lambda argument: (Path(argument).read_text(), 0.0, False, False, {}),
 }
 
 

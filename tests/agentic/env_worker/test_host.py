@@ -359,7 +359,7 @@ def test_the_threads_end_with_the_host():
     run(use)
     assert started
     for thread in started:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in started)
 
 

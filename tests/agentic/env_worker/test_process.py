@@ -100,4 +100,4 @@ def test_a_death_that_ray_has_another_class_for_is_one_and_the_process_is_taken_
         assert killed == [actor]
         return death.because
 
-    assert words in asyncio.run(asyncio.wait_for(main(), 20))
+    assert words in asyncio.run(asyncio.wait_for(main(), 60))

@@ -14,6 +14,7 @@ import pytest
 from roll.agentic.env_worker.records import Close, Command, EnvSpec, HostSettings, Reset, Step
 from roll.agentic.env_worker.worker import EnvWorker, WorkerSetup
 from roll.agentic.episode import Observation
+from roll.data.imports import DriverFolders
 
 T = TypeVar("T")
 HERE = "tests.agentic.env_worker.sample_environments"
@@ -24,7 +25,8 @@ LONG = 30.0
 def run(use: Callable[[EnvWorker], Awaitable[T]], observe: str = f"{HERE}:observe") -> T:
     async def main() -> T:
         async with asyncio.timeout(60):
-            setup = WorkerSetup("w", {"a": EnvSpec("obedient")}, HostSettings(), f"{HERE}:make", observe, (), None)
+            specs, make = {"a": EnvSpec("obedient")}, f"{HERE}:make"
+            setup = WorkerSetup("w", specs, HostSettings(), make, observe, DriverFolders(), None)
             worker = EnvWorker(setup)
             await worker.start()
             try:

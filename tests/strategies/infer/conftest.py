@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -12,7 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from tests.strategies.infer import sglang_helpers, vllm_helpers
 from tests.strategies.infer.engines import EngineOnTrial
 from tests.strategies.infer.hf_helpers import EOS, VOCABULARY
-from tests.strategies.infer.vllm_helpers import RunningEngine, make_model, make_tokenizer
+from tests.strategies.infer.vllm_helpers import make_model, make_tokenizer
+from tests.tiers import need
+
+pytest.register_assert_rewrite("tests.strategies.infer.engine_contract")
 
 
 def _sizes(**changes):
@@ -60,49 +60,12 @@ def reference(model_path):
 
 
 @pytest.fixture(scope="session")
-def vllm_model():
-    """The weights that `vllm_engine` starts with."""
-    return make_model()
-
-
-@pytest.fixture(scope="session")
-def vllm_path(vllm_model, tmp_path_factory) -> str:
-    if importlib.util.find_spec("vllm") is None and (sys.platform != "linux" or torch.version.cuda):
-        pytest.skip("`make test` installs vLLM for CPUs on Linux only; with a GPU, `pip install vllm`")
+def vllm_path(tmp_path_factory) -> str:
+    need("vllm")
     path = tmp_path_factory.mktemp("vllm")
-    vllm_model.save_pretrained(path)
+    make_model().save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)
-
-
-@pytest.fixture(scope="session")
-def vllm_engine(vllm_path):
-    """One engine for all tests: it takes half a minute to start."""
-    engine = RunningEngine(vllm_path)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def published(vllm_engine, vllm_model):
-    """vLLM, holding the first model's weights."""
-    vllm_engine.publish(vllm_model)
-    return vllm_engine
-
-
-@pytest.fixture(scope="session")
-def vllm_on_trial(vllm_engine, vllm_model):
-    """The same engine, as the tests of all engines know it."""
-    return EngineOnTrial(
-        vllm_engine,
-        vllm_model,
-        make_model,
-        places=vllm_helpers.PLACES,
-        tolerance=(1e-5, 1e-3),
-        refused=(vllm_helpers.request("cold", temperature=0.001),),
-        scored_lengths=(2, 17, 64),
-        settling_looks=0,
-    )
 
 
 @pytest.fixture(scope="session")

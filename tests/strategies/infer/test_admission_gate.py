@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
 from roll.strategies.infer.admission_gate import AdmissionGate
+from tests.tiers import examples
 
 
 def test_requests_enter_in_order_as_places_become_free():
@@ -99,7 +100,7 @@ def test_those_turned_away_hold_no_place():
     run_virtual(scenario())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     places=st.integers(1, 3),
     visits=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 12)), max_size=20),

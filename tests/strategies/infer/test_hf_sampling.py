@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from roll.strategies.infer.sampling import NonFiniteLogits, RowSampling, counter_uniforms, processed_logprobs, sample
+from tests.tiers import examples
 
 
 def rows_of(count, temperature=1.0, top_k=0, top_p=1.0, uniforms=None) -> RowSampling:
@@ -58,7 +59,7 @@ def test_sampled_frequencies_fit_the_exact_distribution(temperature, top_k, top_
     assert torch.allclose(logprobs, expected[tokens].log().float(), atol=1e-5)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.2, 3.0),
@@ -80,7 +81,7 @@ def test_processed_distribution_equals_that_of_the_transformers_warpers(seed, te
     assert torch.allclose(actual[kept], expected[kept], atol=1e-5)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20),
     uniform=st.sampled_from([0.0, 2.0**-53, 0.5, 1 - 2.0**-53]) | st.floats(0, 1, exclude_max=True),

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from roll.strategies.infer.base import BucketLocation, WeightBucket, WeightMismatch
 from roll.strategies.weights import copy_with_checksum, manifest, pack_buckets, split_bucket, tensor_checksum, views
+from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=8),
     bucket_bytes=st.integers(1, 2000),
@@ -44,6 +45,41 @@ def test_any_tensors_come_back_bit_for_bit_in_order(shapes, bucket_bytes, seed):
 def test_a_tensor_larger_than_the_bucket_travels_alone():
     tensors = [("a", torch.zeros(2)), ("big", torch.zeros(100)), ("b", torch.zeros(2))]
     assert [[entry[0] for entry in bucket.tensors] for bucket in pack_buckets(tensors, 64)] == [["a"], ["big"], ["b"]]
+
+
+def test_a_bucket_is_filled_to_its_last_byte_and_split_at_it():
+    tensors = [(name, torch.arange(16.0)) for name in "abcd"]  # 64 bytes each
+    buckets = list(pack_buckets(tensors, 128))
+    assert [[entry[0] for entry in bucket.tensors] for bucket in buckets] == [["a", "b"], ["c", "d"]]
+    (whole,) = pack_buckets(tensors, 256)
+    for most_bytes, names in ((256, ["abcd"]), (192, ["abc", "d"]), (128, ["ab", "cd"]), (127, list("abcd"))):
+        parts = list(split_bucket(whole, most_bytes))
+        assert ["".join(entry[0] for entry in part.tensors) for part in parts] == names
+
+
+def test_a_bucket_that_does_not_hold_what_it_says_is_refused():
+    memory = np.zeros(64, dtype=np.uint8)
+    for name, entry in (
+        ("before", ("before", "float32", (2,), -4)),
+        ("behind", ("behind", "float32", (2, 2), 52)),
+        ("odd", ("odd", "float3", (2,), 0)),
+    ):
+        with pytest.raises(WeightMismatch, match=f"tensor '{name}'"):
+            list(views(WeightBucket([entry], memory)))
+    ((_, last),) = views(WeightBucket([("last", "float32", (2, 2), 48)], memory))
+    assert last.shape == (2, 2)
+
+
+def test_buckets_are_counted_as_memory_is_asked_for():
+    asked: list[tuple[int, int]] = []
+
+    def allocate(index, size):
+        asked.append((index, size))
+        return np.zeros(size, dtype=np.uint8)
+
+    tensors = [("a", torch.zeros(2)), ("big", torch.zeros(100)), ("b", torch.zeros(2))]
+    assert len(list(pack_buckets(tensors, 64, allocate=allocate))) == 3
+    assert asked == [(0, 64), (1, 400), (2, 64)]
 
 
 def test_packing_copies_before_the_next_tensor_is_drawn():
@@ -74,7 +110,7 @@ def test_the_memory_of_earlier_publications_leaves_no_trace():
     assert np.shares_memory(bucket.data, used)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9), most_bytes=st.integers(1, 400))
 def test_buckets_are_split_without_a_copy_and_keep_their_place_in_the_file(sizes, most_bytes):
     tensors = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]
@@ -121,10 +157,11 @@ def test_a_misaligned_tensor_is_copied():
     assert tensor.tolist() == [0, 1]
 
 
-def test_a_copy_is_made_and_hashed_in_one_pass():
-    tensor = torch.randn(700_000)
+@pytest.mark.parametrize("size", [0, 1, 131_072, 131_073, 700_000])
+def test_a_copy_is_made_and_hashed_in_one_pass(size):
+    tensor = torch.randn(size)
     copy, checksum = copy_with_checksum(tensor)
-    assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+    assert torch.equal(copy, tensor) and (not size or copy.data_ptr() != tensor.data_ptr())
     assert checksum == tensor_checksum(tensor)
 
 

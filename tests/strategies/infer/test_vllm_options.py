@@ -12,6 +12,7 @@ from roll.strategies.infer.vllm_requests import sampling_params
 from tests.strategies.infer.vllm_helpers import request
 
 PATH = "actor_infer.strategy_args.strategy_config"
+vllm_is_here = pytest.mark.needs("vllm")
 
 
 def arguments(strategy_config=(), **changes):
@@ -29,6 +30,8 @@ def arguments(strategy_config=(), **changes):
     return engine_arguments(dict(strategy_config), **(chosen | changes))
 
 
+@pytest.mark.tier("all")  # importing vLLM takes ten seconds
+@vllm_is_here
 def test_names_are_those_of_the_installed_release_and_found_without_importing_it():
     from vllm import AsyncEngineArgs
 
@@ -56,6 +59,7 @@ def test_an_engine_without_a_place_for_requests_is_refused():
     assert problem.path == f"{PATH}.max_num_seqs"
 
 
+@vllm_is_here
 def test_unknown_arguments_are_reported_with_the_nearest_name():
     problems = check_options({"max_num_sequences": 8, "gpu_memory_utilisation": 0.5, "max_num_seqs": 8}, PATH)
     assert [problem.path for problem in problems] == [f"{PATH}.max_num_sequences", f"{PATH}.gpu_memory_utilisation"]
@@ -81,6 +85,11 @@ def test_a_users_arguments_go_before_the_defaults_and_never_before_the_runs_own(
     assert chosen["logprobs_mode"] == "processed_logprobs" and chosen["max_model_len"] == 96
 
 
+def test_pickled_weights_are_not_read_unless_asked_for():
+    assert arguments()["load_format"] == arguments(device="cuda")["load_format"] == "safetensors"
+    assert arguments({"load_format": "dummy"})["load_format"] == "dummy"
+
+
 def test_the_cache_on_a_cpu_holds_the_requests_that_can_run_and_no_more_than_its_bound():
     assert arguments({"max_num_seqs": 512})["kv_cache_memory_bytes"] == 512 * (96 + 128) * 1024
     assert arguments({"max_num_seqs": None})["kv_cache_memory_bytes"] == arguments()["kv_cache_memory_bytes"]
@@ -94,6 +103,8 @@ def test_only_an_engine_that_shares_its_devices_can_sleep():
     assert arguments(device="cuda")["enable_sleep_mode"] is False
 
 
+@pytest.mark.tier("all")
+@vllm_is_here
 def test_the_seed_of_a_continued_response_differs_from_that_of_its_start():
     seeds = [sampling_params(request("a", seed=5, first_token_index=index), ()).seed for index in (0, 1, 2, 1)]
     assert seeds[0] == 5 and seeds[1] == seeds[3] and len(set(seeds)) == 3

@@ -1,58 +1,31 @@
-"""vLLM's processes end with whoever started them, and their death is told by name. Real processes, killed by id."""
+"""An engine in a process that owns it: vLLM with little memory queues by itself, and does not outlive its owner."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from tests.strategies.infer.engine_checks import full_scores
+from tests.strategies.infer.vllm_helpers import PLACES, assert_close, make_model
+from tests.strategies.infer.vllm_owner import PROMPT, TOKENS
+
+pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[3]
-OWNER = """
-import asyncio, sys, torch
-import psutil
-from roll.strategies.infer.base import EngineFailed
-from tests.strategies.infer.vllm_helpers import RunningEngine, request
-from tests.strategies.infer.test_vllm_processes import engine_process
 
 
-async def crash(strategy):
-    running = [asyncio.ensure_future(strategy.generate(request(str(i), 150, ignore_eos=True))) for i in range(4)]
-    while min([len(each.token_ids) for each in strategy._requests.responses_inside()], default=0) < 8:
-        await asyncio.sleep(0.005)
-    engine_process(psutil.Process()).kill()
-    failures = await asyncio.gather(*running, return_exceptions=True)
-    later = await asyncio.gather(strategy.generate(request("later")), strategy.progress({}), return_exceptions=True)
-    print("failures", {type(error).__name__ for error in [*failures, *later]}, flush=True)
-
-
-if __name__ == "__main__":
-    engine = RunningEngine(sys.argv[1])
-    engine.run(crash, engine.strategy)
-    engine = RunningEngine(sys.argv[1])
-    print("engine", engine_process(psutil.Process()).pid, flush=True)
-    sys.stdin.read()
-"""
-
-
-def engine_process(owner: psutil.Process) -> psutil.Process:
-    """vLLM's engine process among the children."""
-    (engine,) = [
-        child for child in owner.children() if "VLLM" in child.name() or "spawn_main" in "".join(child.cmdline())
-    ]
-    return engine
-
-
-@pytest.mark.timeout(300)
-def test_a_dead_engine_is_reported_and_a_dead_owner_leaves_no_engine_behind(vllm_path, tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(textwrap.dedent(OWNER))
-    owner = subprocess.Popen(
-        [sys.executable, str(script), vllm_path],
+@pytest.fixture(scope="module")
+def owner(vllm_path, tmp_path_factory):
+    """The owner, the id of its engine's process, and what it wrote down."""
+    file = tmp_path_factory.mktemp("owner") / "results"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.strategies.infer.vllm_owner", vllm_path, str(file)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -60,16 +33,34 @@ def test_a_dead_engine_is_reported_and_a_dead_owner_leaves_no_engine_behind(vllm
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        lines = {}
-        for line in owner.stdout:
-            word, _, rest = line.strip().partition(" ")
-            lines[word] = rest
-            if word == "engine":
-                break
-        assert lines["failures"] == "{'EngineFailed'}"
-        engine = psutil.Process(int(lines["engine"]))
-        owner.kill()
-        owner.wait()
-        engine.wait(timeout=30)
+        lines = (line.split() for line in process.stdout)
+        engine = next(int(words[1]) for words in lines if words[:1] == ["engine"])
+        yield process, engine, pickle.loads(file.read_bytes())
     finally:
-        owner.kill()
+        process.kill()
+        process.wait()
+
+
+def test_requests_that_vllm_itself_had_queued_see_nothing_that_old_weights_computed(owner):
+    """Samples of one prompt share its cached blocks. Those that begin after an update must not, and those of them that
+    are aborted meanwhile do not begin."""
+    _, _, (aborted, completions, free_places) = owner
+    assert free_places == PLACES
+    ended = [each for each in completions if each.request_id in aborted]
+    assert [(each.finish_reason, len(each.token_ids)) for each in ended] == [("abort", 0)] * 2
+    others = [each for each in completions if each.request_id not in aborted]
+    late = [each for each in others if set(each.versions) == {1}]
+    assert len(late) > 3
+    for completion in others:
+        assert len(completion.token_ids) == TOKENS and (np.diff(completion.versions) >= 0).all()
+    second = make_model(1)
+    for completion in late:
+        assert_close(completion.logprobs, full_scores(second, PROMPT, completion))
+
+
+def test_a_dead_owner_leaves_no_engine_behind(owner):
+    process, engine, _ = owner
+    engine = psutil.Process(engine)
+    process.kill()
+    process.wait()
+    engine.wait(timeout=60)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import numpy as np
+import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
@@ -76,9 +77,12 @@ class RunningEngine:
         self.version += 1
         self.run(self.load, model, self.version, mode)
 
-    async def load(self, model: torch.nn.Module, version: int, mode: str = "keep"):
+    async def load(
+        self, model: torch.nn.Module, version: int, mode: str = "keep", when_paused: Callable[[], None] = lambda: None
+    ):
         await self.strategy.prepare_weights(buckets_of(model), version)
         await self.strategy.pause(mode)
+        when_paused()
         receipt = await self.strategy.load_weights(version)
         await self.strategy.resume()
         return receipt
@@ -86,6 +90,12 @@ class RunningEngine:
     def close(self) -> None:
         self.run(self.strategy.shutdown)
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def engine_process(owner: psutil.Process) -> psutil.Process:
+    """vLLM's engine process among the children."""
+    (engine,) = [child for child in owner.children() if "VLLM" in child.name()]
+    return engine
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,12 +1,14 @@
 """Lets megatron-core, which asks for CUDA everywhere, run on a CPU: for tests only.
 
 What it asks of a device is answered with the CPU, what it asks of streams with nothing. No function of megatron-core is
-touched. To be installed once in each process, before a trainer is built.
+touched, but those that it gives to `torch.compile` stay as they are: compiling them for a CPU takes longer than any
+test. To be installed once in each process, before a trainer is built.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -33,6 +35,7 @@ def install() -> None:
     """Answer for CUDA in this process."""
     if torch.cuda.current_device is _current_device:
         return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with torch.device("cpu"):
         torch.empty(0)  # torch remembers, at the first use of such a block, which functions it applies to.
     stream = NoStream()
@@ -43,6 +46,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda *_: stream
     torch.cuda.stream = lambda _: nullcontext()
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
     torch.Tensor.type = _named_as_on_cuda(torch.Tensor.type)
     torch.distributed.all_to_all_single = _with_listed_sizes(torch.distributed.all_to_all_single)
     for name in FACTORIES:

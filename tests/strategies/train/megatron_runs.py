@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.distributed import FileStore
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import TrainingArguments
-from roll.data.ports import free_port
 from roll.data.records import SampleBatch
-from roll.strategies.train import build_train_strategy
 from roll.strategies.train.base import TrainStrategy
 from roll.strategies.train.export import save
 from roll.strategies.train.microbatches import MicroBatchLimits
-from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.megatron_models import VOCABULARY
-from tests.strategies.train.trainers import trainer_setup
+from tests.strategies.train.ranks import Job
 
 TRAINING = TrainingArguments(
     learning_rate=3e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=1.0, adam_epsilon=1e-3
@@ -47,6 +42,16 @@ class Run:
     max_tokens: int = 25
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the trainer's setup."""
+
+    def job(self, folder: Path) -> Job:
+        setup = {
+            "training_args": TRAINING,
+            "infer_limits": MicroBatchLimits(150, 1),
+            "max_tokens": self.max_tokens,
+            "strategy_config": {"process_group_timeout_seconds": 60, **self.options},
+        }
+        model = str(folder / self.model)
+        return Job(observe, self.strategy, model, (str(folder), self), setup | self.changes, self.ranks)
 
 
 def make_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SampleBatch:
@@ -80,40 +85,9 @@ def whole_distributions(trainer: TrainStrategy, temperature: float) -> np.ndarra
     return np.stack(rows)
 
 
-def run_all(runs: Sequence[Run], folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Results by the run's name and by rank."""
-    ranks = max(run.ranks for run in runs)
-    board = folder / f"ports-{runs[0].name}"
-    torch.multiprocessing.spawn(_rank, (list(runs), str(board), str(folder)), nprocs=ranks)
-    return {
-        run.name: [dict(np.load(folder / f"{run.name}-{rank}.npz")) for rank in range(run.ranks)] for run in runs
-    }
-
-
-def _rank(rank: int, runs: list[Run], board: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    megatron_cpu_shim.install()
-    # A port is looked for when it is needed: minutes earlier, somebody else might take it.
-    ports = FileStore(board)
-    for run in runs:
-        if rank == 0:
-            ports.set(run.name, str(free_port()))
-        if rank < run.ranks:
-            port = int(ports.get(run.name))
-            np.savez(f"{folder}/{run.name}-{rank}.npz", **observe(run, rank, port, folder))
-
-
-def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray]:
-    """Everything that must not depend on how the model is shared out."""
-    changes = {"training_args": TRAINING, "infer_limits": MicroBatchLimits(150, 1)} | run.changes
-    trainer = build_train_strategy(
-        run.strategy,
-        trainer_setup(
-            f"{folder}/{run.model}", rank=rank, world_size=run.ranks, port=port, max_tokens=run.max_tokens,
-            strategy_config={"process_group_timeout_seconds": 60, **run.options}, **changes,
-        ),
-    )  # fmt: skip
-    trainer.initialize()
+def observe(trainer: TrainStrategy, argument: tuple[str, Run]) -> dict[str, np.ndarray]:
+    """Everything that must not depend on how the model is shared out: work for `ranks.Job`."""
+    folder, run = argument
     results = {f"distribution/{t}": whole_distributions(trainer, t) for t in (1.0, 0.6)}
     initial = [(f"initial/{name}", weight.clone().numpy()) for name, weight in trainer.named_weights()]
     assert len(dict(initial)) == len(initial), "a tensor comes twice"
@@ -128,5 +102,4 @@ def observe(run: Run, rank: int, port: int, folder: str) -> dict[str, np.ndarray
         results["trained_distribution"] = whole_distributions(trainer, 1.0)
         trainer.load(f"{folder}/{run.model}")
         results["reloaded_distribution"] = whole_distributions(trainer, 1.0)
-    trainer.shutdown()
     return results

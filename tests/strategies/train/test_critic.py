@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from roll.algorithms.value_objective import ValueObjective
 from roll.configs.schema import TrainingArguments
-from roll.data.ports import free_port
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.export import save
 from roll.strategies.train.sharded_state import SavedState, write_state
+from tests.strategies.train.nursery import on_ranks
 from tests.strategies.train.tiny_models import make_batch, weights_of, write_model
 from tests.strategies.train.trainers import trainer_setup
 
@@ -128,24 +128,21 @@ def test_any_split_trains_the_same(start, model_path, changes):
         assert found == pytest.approx(wanted, rel=2e-4, abs=2e-6)
 
 
-def rank_of_two(rank, model_path, port, folder):
-    torch.set_num_threads(1)
-    trainer = build(model_path, rank=rank, world_size=2, port=port, max_tokens=25)
-    metrics = [trainer.train_step(with_returns(seed), OBJECTIVE, 1.0) for seed in range(3)]
-    values = trainer.values(with_returns())
-    trainer.shutdown()
-    np.savez(f"{folder}/rank{rank}.npz", values=values, losses=[each["loss"] for each in metrics])
-
-
-def test_two_ranks_train_the_same(start, model_path, tmp_path):
-    torch.multiprocessing.spawn(rank_of_two, (model_path, free_port(), str(tmp_path)), nprocs=2)
-    trainer = start(model_path)
+def three_steps(rank, port, model_path, world_size):
+    trainer = build(model_path, rank=rank, world_size=world_size, port=port, max_tokens=25)
     losses = [trainer.train_step(with_returns(seed), OBJECTIVE, 1.0)["loss"] for seed in range(3)]
     values = trainer.values(with_returns())
-    for rank in range(2):
-        with np.load(tmp_path / f"rank{rank}.npz") as found:
-            np.testing.assert_allclose(found["losses"], losses, rtol=2e-4)
-            np.testing.assert_allclose(found["values"], values, rtol=2e-3, atol=2e-5)
+    trainer.shutdown()
+    return losses, values
+
+
+@pytest.mark.tier("all")
+def test_two_ranks_train_the_same(model_path, leave_process_group):
+    leave_process_group()
+    losses, values = three_steps(0, None, model_path, 1)
+    for found_losses, found_values in on_ranks(three_steps, model_path, 2, ranks=2):
+        np.testing.assert_allclose(found_losses, losses, rtol=2e-4)
+        np.testing.assert_allclose(found_values, values, rtol=2e-3, atol=2e-5)
 
 
 def test_a_restored_critic_goes_on_to_the_bit(start, model_path, tmp_path):

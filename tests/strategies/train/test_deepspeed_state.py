@@ -12,11 +12,12 @@ import pytest
 from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.ranks import Job, Results, run_job
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, write_model
+from tests.tiers import need
 
-pytestmark = pytest.mark.timeout(900)
-"""Many trainers start in one fixture: a minute on a quiet machine."""
+need("deepspeed")
+pytestmark = pytest.mark.tier("all")
 
 TRAINING = TrainingArguments(
     learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", adam_epsilon=1e-4
@@ -33,7 +34,7 @@ class Trainer:
     zero: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
 
-    def job(self, work, model_path: str, argument: Any) -> Job:
+    def job(self, work, model_path: str, argument: Any, ranks: int) -> Job:
         options = {"zero_optimization": self.zero} if self.strategy == "deepspeed_train" else {}
         setup = {
             "training_args": TRAINING,
@@ -41,7 +42,7 @@ class Trainer:
             "model_args": ModelArguments(dtype=self.dtype),
             "strategy_config": {"process_group_timeout_seconds": 60, **options},
         }
-        return Job(work, self.strategy, model_path, argument, setup)
+        return Job(work, self.strategy, model_path, argument, setup, ranks)
 
 
 CPU = {"device": "cpu"}
@@ -65,6 +66,7 @@ ELSEWHERE = {
     "ZeRO 1, bfloat16": ("ZeRO 3, bfloat16",),
 }
 """Saved by two ranks of the one, restored by one rank of each other."""
+PAIRS = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
 
 
 def save_untrained(trainer, folder):
@@ -85,55 +87,68 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path, folder):
-    """By trainer: what each rank saw in an undisturbed history, and in a resumed one."""
-    works = (HISTORIES.save_and_go_on, HISTORIES.go_on)
-    jobs = [trainer.job(work, model_path, str(folder / name)) for name, trainer in TRAINERS.items() for work in works]
-    results = iter(run_jobs(jobs, 2, folder / "results"))
-    return {name: (next(results), next(results)) for name in TRAINERS}
+    """By trainer and what it did: what each rank saw in an undisturbed history, and in a resumed one."""
+    works = {"undisturbed": HISTORIES.save_and_go_on, "resumed": HISTORIES.go_on}
+    jobs = {
+        (name, work): trainer.job(works[work], model_path, str(folder / name), ranks=2)
+        for name, trainer in TRAINERS.items()
+        for work in works
+    }
+    return Results(jobs, {(name, "resumed"): (name, "undisturbed") for name in TRAINERS})
 
 
 @pytest.fixture(scope="module")
-def one_rank(two_ranks, model_path, folder, tmp_path_factory):
-    """Results by (trainer that saved, trainer that went on), and what was refused."""
-    pairs = [(saver, other) for saver, others in ELSEWHERE.items() for other in others]
-    jobs = [TRAINERS[other].job(HISTORIES.go_on, model_path, str(folder / saver)) for saver, other in pairs]
-    fresh = str(folder / "fresh")
-    jobs += [TRAINERS["ZeRO 3"].job(work, model_path, fresh) for work in (save_untrained, HISTORIES.go_on)]
-    wider = write_model(tmp_path_factory.mktemp("wider"), tied=False, hidden_size=16, head_dim=8)
-    tied = write_model(tmp_path_factory.mktemp("tied"), hidden_size=15, head_dim=8)
-    jobs += [TRAINERS["ZeRO 2"].job(refuse, path, str(folder / "ZeRO 3")) for path in (wider, tied)]
-    results = [by_rank[0] for by_rank in run_jobs(jobs, 1, folder / "results")]
-    return dict(zip([*pairs, "fresh", "fresh again", "wider", "tied"], results, strict=True))
+def one_rank(model_path, folder):
+    """By the trainer that saved and the one that went on; what the former saved is there."""
+    return Results(
+        {
+            (saver, other): TRAINERS[other].job(HISTORIES.go_on, model_path, str(folder / saver), ranks=1)
+            for saver, other in PAIRS
+        }
+    )
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_restored_trainer_goes_on_to_the_bit(two_ranks, name):
-    undisturbed, resumed = two_ranks[name]
-    for expected, found in zip(undisturbed, resumed, strict=True):
+    expected_by_rank = two_ranks[name, "undisturbed"]
+    for expected, found in zip(expected_by_rank, two_ranks[name, "resumed"], strict=True):
         assert_equal_to_the_bit(found, expected)
 
 
-@pytest.mark.parametrize(("saver", "other"), [(saver, other) for saver, names in ELSEWHERE.items() for other in names])
+@pytest.mark.parametrize(("saver", "other"), PAIRS)
 def test_another_number_of_ranks_and_another_stage_go_on_alike(two_ranks, one_rank, saver, other):
+    expected, _ = two_ranks[saver, "undisturbed"]
     rtol, atol = (1e-4, 2e-5) if TRAINERS[saver].dtype == "float32" else (2e-2, 2e-3)
-    assert_alike(one_rank[saver, other], two_ranks[saver][0][0], rtol, atol)
+    assert_alike(one_rank[saver, other][0], expected, rtol, atol)
 
 
-def test_a_state_from_before_the_first_update_has_no_moments(one_rank, folder):
-    assert all(name.startswith("weight/") for name in SavedState(folder / "fresh").names())
-    assert_equal_to_the_bit(one_rank["fresh again"], one_rank["fresh"])
+def test_a_state_from_before_the_first_update_has_no_moments(model_path, tmp_path):
+    trainer, folder = TRAINERS["ZeRO 3"], str(tmp_path)
+    (expected,) = run_job(trainer.job(save_untrained, model_path, folder, ranks=1))
+    assert all(name.startswith("weight/") for name in SavedState(tmp_path).names())
+    assert_equal_to_the_bit(run_job(trainer.job(HISTORIES.go_on, model_path, folder, ranks=1))[0], expected)
 
 
-def test_each_rank_writes_its_share_of_float32(two_ranks, folder):
-    for name in TRAINERS:
-        files = sorted((folder / name).glob("rank-*.safetensors"))
-        sizes = [path.stat().st_size for path in files]
-        assert len(files) == 2 and max(sizes) < 1.4 * min(sizes), name
-        state = SavedState(folder / name)
-        assert len(state.names()) == 3 * len(state.weights())
-        assert str(state.read("weight/lm_head.weight", (0, 0), (23, 15)).dtype) == "torch.float32"
+@pytest.mark.parametrize("name", TRAINERS)
+def test_each_rank_writes_its_share_of_float32(two_ranks, folder, name):
+    assert two_ranks[name, "undisturbed"]
+    sizes = [path.stat().st_size for path in sorted((folder / name).glob("rank-*.safetensors"))]
+    assert len(sizes) == 2 and max(sizes) < 1.4 * min(sizes)
+    state = SavedState(folder / name)
+    assert len(state.names()) == 3 * len(state.weights())
+    assert str(state.read("weight/lm_head.weight", (0, 0), (23, 15)).dtype) == "torch.float32"
 
 
-def test_the_state_of_another_model_is_refused_by_name(one_rank):
-    assert "another model" in one_rank["wider"] and "[23, 16] in the model and [23, 15]" in one_rank["wider"]
-    assert "another model" in one_rank["tied"] and "lm_head.weight" in one_rank["tied"]
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"tied": False, "hidden_size": 16}, r"[23, 16] in the model and [23, 15]"),
+        ({"tied": True, "hidden_size": 15}, "lm_head.weight"),
+    ],
+    ids=["wider", "tied"],
+)
+def test_the_state_of_another_model_is_refused_by_name(two_ranks, folder, tmp_path, other, message):
+    assert two_ranks["ZeRO 3", "undisturbed"]
+    path = write_model(tmp_path, head_dim=8, **other)
+    (refusal,) = run_job(TRAINERS["ZeRO 2"].job(refuse, path, str(folder / "ZeRO 3"), ranks=1))
+    assert "another model" in refusal and message in refusal

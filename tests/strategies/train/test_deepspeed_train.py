@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +13,14 @@ from roll.configs.schema import ModelArguments, TrainingArguments
 from roll.strategies.train import build_train_strategy, deepspeed_options, train_option_check
 from roll.strategies.train.deepspeed_options import PASSED_ON, RESERVED, parse_options, zero_option_names
 from roll.strategies.train.export import save
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.moves import Moves, on_a_gpu, places_of_states
+from tests.strategies.train.nursery import on_ranks
+from tests.strategies.train.ranks import Job, Results, run_job
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
-pytestmark = pytest.mark.timeout(900)
-"""Many trainers start in one fixture: a minute on a quiet machine."""
-
+needs_deepspeed = pytest.mark.needs("deepspeed")
+everything = pytest.mark.tier("all")
 BFLOAT16 = ModelArguments(dtype="bfloat16")
 SMALL_STEPS = TrainingArguments(learning_rate=1e-5, max_grad_norm=0.0)
 """Too small to change most bfloat16 weights."""
@@ -39,8 +36,8 @@ def model_path(tmp_path_factory) -> str:
     return write_model(tmp_path_factory.mktemp("model"), tied=False, hidden_size=15, head_dim=8)
 
 
-def deepspeed_job(work, model_path, strategy_config, argument=None, **setup):
-    return Job(work, "deepspeed_train", model_path, argument, {"strategy_config": strategy_config, **setup})
+def deepspeed_job(work, model_path, strategy_config, argument=None, ranks=2, **setup):
+    return Job(work, "deepspeed_train", model_path, argument, {"strategy_config": strategy_config, **setup}, ranks)
 
 
 def file_weights(path: str) -> dict[str, np.ndarray]:
@@ -65,8 +62,6 @@ def save_and_load(trainer, folders):
     trainer.load(export)
     assert np.array_equal(trainer.log_probs(make_batch(), 1.0), trained) and not np.array_equal(first, trained)
     assert same(weights_of(trainer), weights)
-    trainer.offload_states()
-    trainer.load_states()
     with pytest.raises(ValueError, match="lm_head.weight"):
         trainer.load(odd_one)
     # The optimizer goes on from what was loaded.
@@ -74,35 +69,29 @@ def save_and_load(trainer, folders):
     return weights
 
 
-@pytest.fixture(scope="module")
-def saved(model_path, tmp_path_factory):
-    """Weights of both ranks after one step, by options, and the folder that they were exported to."""
-    folder = tmp_path_factory.mktemp("saved")
-    tied = write_model(folder / "tied", tied=True)
-    cases = {
-        "ZeRO 0": (zero(0), "float32"),
-        "ZeRO 2": (zero(2), "float32"),
-        "ZeRO 3": (zero(3), "float32"),
-        "ZeRO 1, bfloat16": (zero(1), "bfloat16"),
-        "ZeRO 3, bfloat16": (zero(3, stage3_param_persistence_threshold=0), "bfloat16"),
-    }
-    jobs = [
-        deepspeed_job(
-            save_and_load, model_path, options, (model_path, str(folder / name), tied),
-            model_args=ModelArguments(dtype=dtype), training_args=ALMOST_SGD,
-        )
-        for name, (options, dtype) in cases.items()
-    ]  # fmt: skip
-    results = run_jobs(jobs, 2, folder / "results")
-    return {name: (by_rank, folder / name) for name, by_rank in zip(cases, results, strict=True)}
-
-
-@pytest.mark.parametrize("case", ["ZeRO 0", "ZeRO 2", "ZeRO 3", "ZeRO 1, bfloat16", "ZeRO 3, bfloat16"])
-def test_exports_are_complete_and_return_the_same_weights(saved, case):
-    (first, second), folder = saved[case]
+@needs_deepspeed
+@everything
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        (zero(0), "float32"),
+        (zero(2), "float32"),
+        (zero(3), "float32"),
+        (zero(1), "bfloat16"),
+        (zero(3, stage3_param_persistence_threshold=0), "bfloat16"),
+    ],
+    ids=["ZeRO 0", "ZeRO 2", "ZeRO 3", "ZeRO 1, bfloat16", "ZeRO 3, bfloat16"],
+)
+def test_exports_are_complete_and_return_the_same_weights(model_path, tmp_path, options, dtype):
+    export, tied = tmp_path / "export", write_model(tmp_path / "tied", tied=True)
+    job = deepspeed_job(
+        save_and_load, model_path, options, (model_path, str(export), tied),
+        model_args=ModelArguments(dtype=dtype), training_args=ALMOST_SGD,
+    )  # fmt: skip
+    first, second = run_job(job)
     assert same(first, second) and all(weight.dtype == np.float32 for weight in first.values())
-    assert same(file_weights(str(folder)), first)
-    assert (folder / "tokenizer.json").read_text() == '{"made": "by the test"}'
+    assert same(file_weights(str(export)), first)
+    assert (export / "tokenizer.json").read_text() == '{"made": "by the test"}'
 
 
 def precise(trainer, _):
@@ -112,21 +101,25 @@ def precise(trainer, _):
     return before, weights_of(trainer), metrics, {str(parameter.dtype) for parameter in trainer.model.parameters()}
 
 
-@pytest.fixture(scope="module")
-def in_bfloat16(model_path, tmp_path_factory):
-    setup = {"model_args": BFLOAT16, "training_args": SMALL_STEPS, "max_tokens": 14}
+IN_BFLOAT16 = {
+    "ZeRO 1": zero(1),
+    "ZeRO 2": zero(2),
     # DeepSpeed's own linear layer rounds in other places.
-    stages = {
-        "ZeRO 1": zero(1), "ZeRO 2": zero(2), "ZeRO 3": zero(3, memory_efficient_linear=False),
-        "ZeRO 2, optimizer on the CPU": zero(2, offload_optimizer={"device": "cpu"}),
-    }  # fmt: skip
-    jobs = [Job(precise, "fsdp2_train", model_path, setup=setup)]
-    jobs += [deepspeed_job(precise, model_path, options, **setup) for options in stages.values()]
-    results = run_jobs(jobs, 2, tmp_path_factory.mktemp("bfloat16"))
-    return dict(zip(["fsdp2", *stages], results, strict=True))
+    "ZeRO 3": zero(3, memory_efficient_linear=False),
+    "ZeRO 2, optimizer on the CPU": zero(2, offload_optimizer={"device": "cpu"}),
+}
 
 
-@pytest.mark.parametrize("case", ["ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 2, optimizer on the CPU"])
+@pytest.fixture(scope="module")
+def in_bfloat16(model_path):
+    setup = {"model_args": BFLOAT16, "training_args": SMALL_STEPS, "max_tokens": 14}
+    jobs = {name: deepspeed_job(precise, model_path, options, **setup) for name, options in IN_BFLOAT16.items()}
+    return Results(jobs | {"fsdp2": Job(precise, "fsdp2_train", model_path, setup=setup)})
+
+
+@needs_deepspeed
+@everything
+@pytest.mark.parametrize("case", IN_BFLOAT16)
 def test_masters_are_float32_where_computing_is_bfloat16(in_bfloat16, model_path, case):
     (before, after, metrics, dtypes), (_, other_after, _, _) = in_bfloat16[case]
     assert dtypes == {"torch.bfloat16"}
@@ -151,27 +144,25 @@ def as_reference(trainer, _):
     return values, weights_of(trainer), {str(parameter.dtype) for parameter in trainer.model.parameters()}
 
 
-def test_forward_only_roles_compute_what_the_plain_model_does(model_path, tmp_path):
-    cases = [(zero(0), "float32"), (zero(3), "float32"), (zero(0), "bfloat16"), (zero(3), "bfloat16")]
-    jobs = [
-        deepspeed_job(
-            as_reference, model_path, options, forward_only=True, model_args=ModelArguments(dtype=dtype), max_tokens=14
-        )
-        for options, dtype in cases
-    ]
-    results = run_jobs(jobs, 2, tmp_path)
+@needs_deepspeed
+@everything
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_forward_only_roles_compute_what_the_plain_model_does(model_path, stage, dtype):
+    job = deepspeed_job(
+        as_reference, model_path, zero(stage), forward_only=True, model_args=ModelArguments(dtype=dtype), max_tokens=14
+    )
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    for (_, dtype), by_rank in zip(cases, results, strict=True):
-        tolerance = 1e-5 if dtype == "float32" else 0.1
-        rounded = {
-            name: parameter.detach().to(getattr(torch, dtype)).float().numpy()
-            for name, parameter in model.named_parameters()
-        }
-        for values, weights, dtypes in by_rank:
-            assert dtypes == {f"torch.{dtype}"} and same(weights, rounded)
-            for temperature, logprobs in zip((1.0, 0.6), values, strict=True):
-                expected = plain_logprobs(model, make_batch(), temperature)
-                np.testing.assert_allclose(logprobs, expected, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    rounded = {
+        name: parameter.detach().to(getattr(torch, dtype)).float().numpy()
+        for name, parameter in model.named_parameters()
+    }
+    for values, weights, dtypes in run_job(job):
+        assert dtypes == {f"torch.{dtype}"} and same(weights, rounded)
+        for temperature, logprobs in zip((1.0, 0.6), values, strict=True):
+            expected = plain_logprobs(model, make_batch(), temperature)
+            np.testing.assert_allclose(logprobs, expected, rtol=tolerance, atol=tolerance)
 
 
 def plain_logprobs(model, batch, temperature):
@@ -189,19 +180,22 @@ def three_steps(trainer, _):
     return [trainer.train_step(make_batch(step), OBJECTIVE, 1.0) for step in range(3)], weights_of(trainer)
 
 
-def test_gradient_checkpointing_changes_nothing(model_path, tmp_path):
-    jobs = [
-        deepspeed_job(
-            three_steps, model_path, {**zero(stage), "gradient_checkpointing": recomputed}, training_args=ALMOST_SGD
+@needs_deepspeed
+@everything
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_checkpointing_changes_nothing(model_path, stage):
+    (plain,), (recomputed,) = (
+        run_job(
+            deepspeed_job(
+                three_steps, model_path, {**zero(stage), "gradient_checkpointing": recomputed}, ranks=1,
+                training_args=ALMOST_SGD,
+            )
         )
-        for stage in (2, 3)
         for recomputed in (False, True)
-    ]
-    results = run_jobs(jobs, 1, tmp_path)
-    for (plain,), (recomputed,) in zip(results[::2], results[1::2], strict=True):
-        assert plain[0] == [pytest.approx(metrics, rel=1e-5) for metrics in recomputed[0]]
-        for name, weight in plain[1].items():
-            np.testing.assert_allclose(recomputed[1][name], weight, rtol=1e-4, atol=1e-6)
+    )  # fmt: skip
+    assert plain[0] == [pytest.approx(metrics, rel=1e-5) for metrics in recomputed[0]]
+    for name, weight in plain[1].items():
+        np.testing.assert_allclose(recomputed[1][name], weight, rtol=1e-4, atol=1e-6)
 
 
 def without_references(trainer, _):
@@ -212,10 +206,54 @@ def without_references(trainer, _):
     return trainer.train_step(make_batch(), OBJECTIVE, 1.0)
 
 
-def test_a_batch_that_lacks_a_field_is_refused_without_a_trace(model_path, tmp_path):
-    jobs = [deepspeed_job(without_references, model_path, zero(3)), deepspeed_job(three_steps, model_path, zero(3))]
-    (after_refusal,), (undisturbed,) = run_jobs(jobs, 1, tmp_path)
+@needs_deepspeed
+@everything
+def test_a_batch_that_lacks_a_field_is_refused_without_a_trace(model_path):
+    (after_refusal,) = run_job(deepspeed_job(without_references, model_path, zero(3), ranks=1))
+    (undisturbed,) = run_job(deepspeed_job(three_steps, model_path, zero(3), ranks=1))
     assert after_refusal == undisturbed[0][0]
+
+
+def move_whole_states(trainer, _):
+    """Names of an unsplit trainer's states, and those that did not leave the device or did not come back."""
+    trainer.train_step(make_batch(), OBJECTIVE, 1.0)
+    states = places_of_states(trainer)
+    with Moves() as nothing:
+        trainer.offload_states()
+        trainer.load_states()
+    on_a_gpu(trainer)
+    left_out = []
+    for move, place in ((trainer.offload_states, "cpu"), (trainer.load_states, "cuda")):
+        with Moves() as moves:
+            move()
+        left_out.append(moves.left_out(place, states))
+    return sorted(states), nothing.any(), left_out
+
+
+def move_split_states(trainer, _):
+    """Calls that DeepSpeed gets; its own moves need a GPU."""
+    asked = []
+    trainer.engine.offload_states = lambda: asked.append("offload")
+    trainer.engine.reload_states = lambda: asked.append("reload")
+    trainer.offload_states()
+    trainer.load_states()
+    on_a_gpu(trainer)
+    try:
+        trainer.offload_states()
+        trainer.load_states()
+    except RuntimeError as refusal:
+        asked.append(str(refusal))
+    return asked
+
+
+@needs_deepspeed
+@everything
+def test_states_leave_the_device_and_come_back_or_it_is_said_why_not(model_path):
+    (names, moved_on_a_cpu, left_out) = run_job(deepspeed_job(move_whole_states, model_path, zero(0), ranks=1))[0]
+    assert any(name.startswith("exp_avg of") for name in names) and left_out == [set(), set()] and not moved_on_a_cpu
+    assert run_job(deepspeed_job(move_split_states, model_path, zero(2), ranks=1)) == [["offload", "reload"]]
+    (refusal,) = run_job(deepspeed_job(move_split_states, model_path, zero(3), ranks=1))[0]
+    assert "stage 3: DeepSpeed moves no states" in refusal and "offload_optimizer" in refusal
 
 
 def test_stage_0_in_bfloat16_is_refused_with_the_reason():
@@ -245,7 +283,10 @@ PATH = "actor_train.strategy_args.strategy_config"
         (zero(4), "zero_optimization.stage", "4 is no stage", "0, 1, 2 or 3"),
         (zero(True), "zero_optimization.stage", "true is no stage", "0, 1, 2 or 3"),
         ({"zero_optimization": 3}, "zero_optimization", "no mapping", "stage: 2"),
-        (zero(2, overlap_com=True), "zero_optimization.overlap_com", "no such key", "did you mean `overlap_comm`"),
+        pytest.param(
+            zero(2, overlap_com=True), "zero_optimization.overlap_com", "no such key", "did you mean `overlap_comm`",
+            marks=needs_deepspeed,
+        ),
         (zero(3, mics_shard_size=2), "zero_optimization.mics_shard_size", "decides", "split over all ranks"),
         (zero(2, compute_grad_norm=False), "zero_optimization.compute_grad_norm", "decides", "reports the norm"),
     ],
@@ -281,36 +322,39 @@ def test_where_deepspeed_is_not_installed_all_but_unknown_names_of_zero_is_judge
     assert found == [f"{PATH}.optimizr", f"{PATH}.zero_optimization.zenflow"]
 
 
-def test_the_known_keys_are_those_of_the_installed_release(tmp_path):
-    """In a process of its own: what DeepSpeed looks up at the top level, and what its own model of ZeRO has."""
-    script = tmp_path / "look.py"
-    script.write_text(
-        "import json, sys\n"
-        "class Watched(dict):\n"
-        "    seen = set()\n"
-        "    def get(self, key, default=None): self.seen.add(key); return super().get(key, default)\n"
-        "    def __contains__(self, key): self.seen.add(key); return super().__contains__(key)\n"
-        "    def keys(self): return self\n"
-        "    def __copy__(self): return Watched(self)\n"
-        "from deepspeed.runtime.config import DeepSpeedConfig\n"
-        "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig\n"
-        "DeepSpeedConfig(Watched(train_micro_batch_size_per_gpu=1))\n"
-        "zero = DeepSpeedZeroConfig.model_fields\n"
-        "names = [*zero, *(field.alias for field in zero.values() if field.alias)]\n"
-        "json.dump([sorted(Watched.seen), names], open(sys.argv[1], 'w'))\n"
-    )
-    environment = {"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"}
-    subprocess.run([sys.executable, script, tmp_path / "seen.json"], check=True, env=environment, timeout=120)
-    top, zero_names = json.loads(Path(tmp_path / "seen.json").read_text())
-    assert set(top) == PASSED_ON | RESERVED.keys() and not PASSED_ON & RESERVED.keys()
-    assert set(zero_names) == zero_option_names()
+class Watched(dict):
+    """A mapping that writes down which keys are looked up."""
+
+    seen: set[str] = set()
+
+    def get(self, key, default=None):
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.seen.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self
+
+    def __copy__(self):
+        return Watched(self)
 
 
-def test_checking_options_does_not_load_deepspeed():
-    code = (
-        "import sys\n"
-        "from roll.strategies.train.deepspeed_options import check_options\n"
-        "assert check_options({'zero_optimization': {'stage': 2}}, 'path') == []\n"
-        "sys.exit(' '.join({'deepspeed', 'transformers'} & set(sys.modules)) or None)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def looked_up(rank, port):
+    """Keys looked up at the top level, and those that DeepSpeed's own model of ZeRO has."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    DeepSpeedConfig(Watched(train_micro_batch_size_per_gpu=1))
+    fields = DeepSpeedZeroConfig.model_fields
+    return Watched.seen, {*fields, *(field.alias for field in fields.values() if field.alias)}
+
+
+@needs_deepspeed
+@everything
+def test_the_known_keys_are_those_of_the_installed_release():
+    ((top, zero_names),) = on_ranks(looked_up, ranks=1, engine="deepspeed")
+    assert top == PASSED_ON | RESERVED.keys() and not PASSED_ON & RESERVED.keys()
+    assert zero_names == zero_option_names()

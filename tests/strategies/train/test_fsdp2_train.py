@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
-from roll.data.ports import free_ports
 from roll.strategies.train import build_train_strategy, train_option_check, train_strategy_class
 from roll.strategies.train.export import save
 from roll.strategies.train.fsdp2 import sharding_policies
 from roll.strategies.train.fsdp2_options import parse_options
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from tests.strategies.train.moves import Moves, on_a_gpu, places_of_states
+from tests.strategies.train.nursery import on_ranks
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
@@ -139,11 +140,9 @@ def test_equal_runs_are_equal_to_the_bit(start, model_path):
     assert all(np.array_equal(second[name], value) for name, value in first.items())
 
 
-def run_rank(rank, model_path, ports, folder):
-    """One of two ranks; each writes what it saw. A second trainer needs a second port: the other rank may still be
-    leaving the first."""
-    torch.set_num_threads(1)
-    trainer = build(model_path, rank=rank, world_size=2, port=ports[0], max_tokens=25)
+def run_rank(rank, port, model_path, folder):
+    """One of two ranks."""
+    trainer = build(model_path, rank=rank, world_size=2, port=port, max_tokens=25)
     results = two_steps(trainer)
     save(trainer, f"{folder}/export")
     trained = trainer.log_probs(make_batch(), 1.0)
@@ -152,24 +151,13 @@ def run_rank(rank, model_path, ports, folder):
     trainer.load(f"{folder}/export")
     assert np.array_equal(trainer.log_probs(make_batch(), 1.0), trained)
     trainer.shutdown()
-    trainer = build(
-        model_path, rank=rank, world_size=2, port=ports[1], model_args=ModelArguments(dtype="bfloat16"),
-        strategy_config={"gradient_checkpointing": True},
-    )  # fmt: skip
-    metrics = trainer.train_step(make_batch(), OBJECTIVE, 0.9)
-    results |= {"bfloat16/loss": metrics["loss"], "bfloat16/grad_norm": metrics["grad_norm"]}
-    trainer.shutdown()
-    np.savez(f"{folder}/rank{rank}.npz", **results)
+    return results
 
 
 def test_two_ranks_train_like_one(model_path, reference_results, tmp_path):
-    torch.multiprocessing.spawn(run_rank, (model_path, free_ports(2), str(tmp_path)), nprocs=2)
-    by_rank = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(2)]
+    by_rank = on_ranks(run_rank, model_path, str(tmp_path), ranks=2)
     for results in by_rank:
         assert np.array_equal(results.pop("reloaded"), results["logprob/1.0"])
-        # Three significant digits are what bfloat16 has.
-        for name in ("loss", "grad_norm"):
-            assert results.pop(f"bfloat16/{name}") == pytest.approx(reference_results[f"metric/0/{name}"], rel=0.03)
         assert_close(results, reference_results)
     assert all(np.array_equal(by_rank[1][name], value) for name, value in by_rank[0].items())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -177,6 +165,29 @@ def test_two_ranks_train_like_one(model_path, reference_results, tmp_path):
         assert np.array_equal(parameter.detach().numpy(), by_rank[0][f"weight/{name}"])
     assert (tmp_path / "export" / "tokenizer.json").read_text() == '{"made": "by the test"}'
     assert exported.config.architectures == ["Qwen2ForCausalLM"]
+
+
+def bfloat16_step(rank, port, model_path, world_size):
+    trainer = build(
+        model_path, rank=rank, world_size=world_size, port=port, model_args=ModelArguments(dtype="bfloat16"),
+        strategy_config={"gradient_checkpointing": True},
+    )  # fmt: skip
+    metrics = trainer.train_step(make_batch(), OBJECTIVE, 0.9)
+    trainer.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.tier("all"))])
+def test_bfloat16_with_checkpointing_trains_like_float32(
+    model_path, reference_results, world_size, leave_process_group
+):
+    """Compared to the three significant digits that bfloat16 has."""
+    leave_process_group()
+    asked = (model_path, world_size)
+    by_rank = [bfloat16_step(0, None, *asked)] if world_size == 1 else on_ranks(bfloat16_step, *asked, ranks=2)
+    for metrics in by_rank:
+        for name in ("loss", "grad_norm"):
+            assert metrics[name] == pytest.approx(reference_results[f"metric/0/{name}"], rel=0.03)
 
 
 def test_named_weights_fill_a_fresh_model(start, model_path):
@@ -290,14 +301,36 @@ def test_positive_advantages_raise_the_probability_of_the_tokens(start, model_pa
     assert metrics["ratio_mean"] > 1.0
 
 
-def test_offloading_keeps_the_training_state(start, model_path):
-    trainer = start(model_path)
-    expected = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"] for _ in range(2)]
-    trainer = start(model_path)
-    losses = [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"]]
-    trainer.offload_states()
-    trainer.load_states()
-    assert losses + [trainer.train_step(make_batch(), OBJECTIVE, 1.0)["loss"]] == expected
+@pytest.mark.parametrize("lora", [{}, {"lora_target": "q_proj", "lora_rank": 2}], ids=["all weights", "adapters"])
+def test_all_states_leave_the_device_and_come_back(start, model_path, lora):
+    trainer = start(model_path, model_args=ModelArguments(**lora))
+    trained(trainer, [0])
+    states = places_of_states(trainer)
+    assert any(name.startswith("exp_avg of") for name in states)
+    with Moves() as nothing:
+        trainer.offload_states()
+        trainer.load_states()
+    assert not nothing.any(), "on a CPU nobody else waits for them"
+    on_a_gpu(trainer)
+    for move, place in ((trainer.offload_states, "cpu"), (trainer.load_states, "cuda")):
+        with Moves() as moves:
+            move()
+        assert moves.left_out(place, states) == set()
+
+
+def test_a_role_without_an_optimizer_moves_its_weights_and_states_kept_on_the_cpu_stay(start, model_path):
+    trainer = start(model_path, forward_only=True)
+    on_a_gpu(trainer)
+    for move, place in ((trainer.offload_states, "cpu"), (trainer.load_states, "cuda")):
+        with Moves() as moves:
+            move()
+        assert moves.left_out(place, places_of_states(trainer)) == set()
+    trainer = start(model_path, strategy_config={"offload": "cpu"})
+    on_a_gpu(trainer)
+    with Moves() as moves:
+        trainer.offload_states()
+        trainer.load_states()
+    assert not moves.any()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -362,43 +395,50 @@ def trained(trainer, steps):
     return [trainer.train_step(make_batch(step), OBJECTIVE, 0.9) for step in steps]
 
 
-def snapshot_rank(rank, model_path, ports, folder, world_size):
-    """Train, save, train on; then a new trainer goes on from what was saved."""
-    torch.set_num_threads(1)
-    training = TrainingArguments(learning_rate=0.01, lr_scheduler_type="linear", warmup_steps=2)
-    options = {"rank": rank, "world_size": world_size, "training_args": training, "max_tokens": 25}
-    trainer = build(model_path, port=ports[0], **options)
-    trained(trainer, range(3))
+LINEAR = TrainingArguments(learning_rate=0.01, lr_scheduler_type="linear", warmup_steps=2)
+
+
+def save_and_go_on(rank, port, model_path, folder, world_size):
+    trainer = build(model_path, rank=rank, world_size=world_size, port=port, training_args=LINEAR, max_tokens=25)
+    trained(trainer, range(2))
     snapshot = trainer.snapshot()
-    expected = trained(trainer, range(3, 6))
-    write_state(Path(folder) / "state", rank, snapshot)
+    metrics = trained(trainer, range(2, 4))
+    write_state(Path(folder), rank, snapshot)
     weights = weights_of(trainer)
     trainer.shutdown()
-    trainer = build(model_path, port=ports[1], **options)
-    trainer.restore(SavedState(Path(folder) / "state"))
-    assert trained(trainer, range(3, 6)) == expected
-    assert all(np.array_equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
+    return metrics, weights
+
+
+def go_on(rank, port, model_path, folder, world_size):
+    trainer = build(model_path, rank=rank, world_size=world_size, port=port, training_args=LINEAR, max_tokens=25)
+    trainer.restore(SavedState(Path(folder)))
+    results = trained(trainer, range(2, 4)), weights_of(trainer)
     trainer.shutdown()
-    if rank == 0:
-        np.savez(Path(folder) / "weights.npz", **weights)
+    return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_restored_trainer_goes_on_to_the_bit_also_as_another_number_of_ranks(
-    model_path, tmp_path, start, world_size
+def assert_same_history(found, expected):
+    assert found[0] == expected[0]
+    assert all(np.array_equal(weight, found[1][name]) for name, weight in expected[1].items())
+
+
+def test_a_restored_trainer_goes_on_to_the_bit(model_path, tmp_path, leave_process_group):
+    leave_process_group()
+    expected = save_and_go_on(0, None, model_path, tmp_path, 1)
+    assert_same_history(go_on(0, None, model_path, tmp_path, 1), expected)
+
+
+@pytest.mark.tier("all")
+def test_two_restored_ranks_go_on_to_the_bit_and_one_that_takes_their_place_alike(
+    model_path, tmp_path, leave_process_group
 ):
-    ports = free_ports(2)
-    if world_size == 1:
-        snapshot_rank(0, model_path, ports, tmp_path, 1)
-    else:
-        torch.multiprocessing.spawn(snapshot_rank, (model_path, ports, str(tmp_path), 2), nprocs=2)
-    training = TrainingArguments(learning_rate=0.01, lr_scheduler_type="linear", warmup_steps=2)
-    trainer = start(model_path, training_args=training, max_tokens=25)
-    trainer.restore(SavedState(tmp_path / "state"))
-    trained(trainer, range(3, 6))
-    with np.load(tmp_path / "weights.npz") as expected:
-        for name, weight in weights_of(trainer).items():
-            np.testing.assert_allclose(weight, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    asked = (model_path, str(tmp_path), 2)
+    by_rank = on_ranks(save_and_go_on, *asked, ranks=2)
+    for found, expected in zip(on_ranks(go_on, *asked, ranks=2), by_rank, strict=True):
+        assert_same_history(found, expected)
+    _, weights = go_on(0, None, model_path, tmp_path, 1)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(weight, by_rank[0][1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_a_snapshot_is_not_changed_by_training_on(start, model_path):

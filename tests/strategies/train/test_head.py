@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -27,10 +25,10 @@ from transformers import (
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments
-from roll.data.ports import free_port
 from roll.data.records import SampleBatch
 from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
 from roll.strategies.train.head import gives_back_head_results, install_output_head
+from tests.strategies.train.nursery import on_ranks
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
 VOCABULARY = 61
@@ -317,15 +315,15 @@ def test_no_tensor_of_the_trainer_has_the_size_of_the_logits(start, saved):
     assert largest() < logits / 2
 
 
-def run_rank(rank: int, path: str, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, port: int, path: str) -> dict[str, np.ndarray]:
     trainer = build(path, rank=rank, world_size=2, port=port, max_tokens=25, chunk_elements=3 * VOCABULARY)
-    np.savez(f"{folder}/{rank}.npz", **everything(trainer))
+    results = everything(trainer)
     trainer.shutdown()
+    return results
 
 
-def test_two_ranks_in_chunks_train_like_one_rank_in_one(start, saved, tmp_path: Path):
+@pytest.mark.tier("all")
+def test_two_ranks_in_chunks_train_like_one_rank_in_one(start, saved):
     expected = everything(start(saved("tied")))
-    torch.multiprocessing.spawn(run_rank, (saved("tied"), free_port(), str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        assert_close(dict(np.load(tmp_path / f"{rank}.npz")), expected)
+    for results in on_ranks(run_rank, saved("tied"), ranks=2):
+        assert_close(results, expected)

@@ -3,6 +3,7 @@ batch, and nothing that a role which learns would need."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from roll.configs.schema import ModelArguments
 from roll.strategies.train import build_forward_strategy, build_train_strategy, train_option_check
 from roll.strategies.train.base import ForwardStrategy
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.moves import Moves, on_a_gpu, places_of_states
+from tests.strategies.train.ranks import Job, run_here, run_job
 from tests.strategies.train.tiny_models import make_batch, write_model
 from tests.strategies.train.trainers import trainer_setup
 
@@ -28,6 +30,7 @@ LAYOUTS = {
     "packed": {"max_tokens": 14, "packed": True},
     "packed, bfloat16": {"max_tokens": 14, "packed": True, "model_args": ModelArguments(dtype="bfloat16")},
 }
+RANKS = [1, pytest.param(2, marks=pytest.mark.tier("all"))]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Seen:
 
 
 def reference(trainer: ForwardStrategy, _: None) -> Seen:
-    """Log-probabilities of all batches, before and after the states were away."""
+    """Log-probabilities of all batches."""
     counted: list[int] = []
     trainer.model.register_forward_pre_hook(
         lambda _, __, given: counted.append(given["input_ids"].numel()), with_kwargs=True
@@ -49,37 +52,31 @@ def reference(trainer: ForwardStrategy, _: None) -> Seen:
         counted.clear()
         logprobs[name] = trainer.log_probs(batch, TEMPERATURE)
         computed[name] = sum(counted)
-    trainer.offload_states()
-    trainer.load_states()
-    logprobs["again"] = trainer.log_probs(BATCHES["many"], TEMPERATURE)
     return Seen(logprobs, computed)
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """By strategy, layout and number of ranks: what each rank saw."""
+    """Results by rank, by strategy, layout and number of ranks."""
     folder = tmp_path_factory.mktemp("models")
     models = {"padded": write_model(folder / "tied"), "other": write_model(folder / "untied", tied=False)}
-    found = {}
-    for ranks in (1, 2):
-        jobs = {
-            (strategy, layout, ranks): Job(
-                reference, strategy, models.get(layout, models["other"]), setup={"forward_only": True, **settings}
-            )
-            for strategy in STRATEGIES
-            for layout, settings in LAYOUTS.items()
-        }
-        found |= dict(zip(jobs, run_jobs(list(jobs.values()), ranks, folder / f"{ranks} ranks"), strict=True))
-    return found
+
+    @functools.cache
+    def find(strategy: str, layout: str, ranks: int) -> list[Seen]:
+        setup = {"forward_only": True, **LAYOUTS[layout]}
+        job = Job(reference, strategy, models.get(layout, models["other"]), setup=setup, ranks=ranks)
+        return run_job(job) if ranks > 1 else run_here(job)
+
+    return find
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probabilities_are_those_of_the_default_trainer(seen, layout, ranks):
-    expected = seen["fsdp2_train", layout, 1][0].logprobs
+def test_log_probabilities_are_those_of_the_default_trainer(seen, layout, ranks, leave_process_group):
+    expected = seen("fsdp2_train", layout, 1)[0].logprobs
     # A number of bfloat16 has eight bits, whichever way it was reached.
     tolerance = 1e-5 if "bfloat16" not in layout else 0.1
-    for rank in seen["hf_infer", layout, ranks]:
+    for rank in seen("hf_infer", layout, ranks):
         assert rank.logprobs.keys() == expected.keys()
         for name, values in expected.items():
             assert rank.logprobs[name].dtype == np.float32
@@ -87,14 +84,28 @@ def test_log_probabilities_are_those_of_the_default_trainer(seen, layout, ranks)
     assert np.ptp(expected["many"]) > 1
 
 
-def test_replicas_share_the_samples_and_compute_no_stand_ins(seen):
-    alone, shared = seen["hf_infer", "packed", 1], seen["hf_infer", "packed", 2]
+@pytest.mark.tier("all")
+def test_replicas_share_the_samples_and_compute_no_stand_ins(seen, leave_process_group):
+    alone, shared = seen("hf_infer", "packed", 1), seen("hf_infer", "packed", 2)
     tokens = {name: int(batch.lengths.sum()) for name, batch in BATCHES.items()}
     assert alone[0].computed == tokens
     assert {name: sum(rank.computed[name] for rank in shared) for name in tokens} == tokens
     assert [rank.computed["many"] for rank in shared] == [20, 19]
     # A sharded model needs all of its ranks for every pass.
-    assert sum(rank.computed["fewer than the ranks"] for rank in seen["fsdp2_train", "packed", 2]) > 6
+    assert sum(rank.computed["fewer than the ranks"] for rank in seen("fsdp2_train", "packed", 2)) > 6
+
+
+def test_its_weights_leave_the_device_and_come_back(tmp_path, leave_process_group):
+    trainer = build_forward_strategy("hf_infer", trainer_setup(write_model(tmp_path), forward_only=True))
+    trainer.initialize()
+    with Moves() as moves:
+        trainer.offload_states()
+    assert not moves.any(), "on a CPU nobody else waits for them"
+    on_a_gpu(trainer)
+    for move, place in ((trainer.offload_states, "cpu"), (trainer.load_states, "cuda")):
+        with Moves() as moves:
+            move()
+        assert moves.left_out(place, places_of_states(trainer)) == set()
 
 
 @pytest.mark.parametrize("changes", [{"forward_only": False}, {"forward_only": True, "kind": "value"}])

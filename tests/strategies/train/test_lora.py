@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments, TrainingArguments
-from roll.data.ports import free_ports
 from roll.strategies.train import build_train_strategy
 from roll.strategies.train.export import save
 from roll.strategies.train.lora import UnknownTarget, resolve_targets
 from roll.strategies.train.sharded_state import SavedState, UnfitState, write_state
+from tests.strategies.train.nursery import on_ranks
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
 
@@ -224,15 +225,16 @@ def test_nothing_is_frozen_while_adapters_are_off(start, model_path):
     assert set(learning(trainer)) == names
 
 
-def run_rank(rank, model_path, ports, folder):
-    """One of two ranks; each writes what it saw."""
-    torch.set_num_threads(1)
-    place = {"rank": rank, "world_size": 2, "training_args": ADAM, "max_tokens": 25}
-    trainer = build(model_path, port=ports[0], **place | {"training_args": ALMOST_SGD})
+def train_and_export(rank, port, model_path, folder):
+    trainer = build(model_path, rank=rank, world_size=2, port=port, max_tokens=25)
     results = everything(trainer)
     save(trainer, f"{folder}/export")
     trainer.shutdown()
-    trainer = build(model_path, port=ports[1], **place)
+    return results
+
+
+def load_and_go_on(rank, port, model_path, folder):
+    trainer = build(model_path, rank=rank, world_size=2, port=port, training_args=ADAM, max_tokens=25)
     trainer.load(f"{folder}/export")
     train(trainer, range(2))
     snapshot = trainer.snapshot()
@@ -240,66 +242,84 @@ def run_rank(rank, model_path, ports, folder):
     train(trainer, range(2, 4))
     weights = weights_of(trainer)
     trainer.shutdown()
-    if rank == 0:
-        np.savez(f"{folder}/continued.npz", **weights)
-    trainer = build(model_path, dtype="bfloat16", port=ports[2], strategy_config=CHECKPOINTING, **place)
+    return weights
+
+
+def bfloat16_step(rank, port, model_path):
+    trainer = build(
+        model_path, rank=rank, world_size=2, port=port, dtype="bfloat16", strategy_config=CHECKPOINTING, max_tokens=25
+    )
     metrics = trainer.train_step(make_batch(0), OBJECTIVE, 0.9)
-    results |= {"bfloat16/loss": metrics["loss"], "bfloat16/grad_norm": metrics["grad_norm"]}
-    results["bfloat16/base"] = dict(trainer.named_weights())["model.embed_tokens.weight"].numpy()
+    embedding = dict(trainer.named_weights())["model.embed_tokens.weight"].numpy()
     trainer.shutdown()
-    np.savez(f"{folder}/rank{rank}.npz", **results)
+    return metrics, embedding
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """Results of two ranks, and the folder that they left behind."""
+
+    folder: Path
+    results: list[dict[str, np.ndarray]]
+    continued: dict[str, np.ndarray]
+    """Weights of one that went on from the export, after the state was taken."""
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path, tmp_path_factory) -> Path:
-    """What two ranks leave behind."""
+def two_ranks(model_path, tmp_path_factory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("two")
-    torch.multiprocessing.spawn(run_rank, (model_path, free_ports(3), str(folder)), nprocs=2)
-    return folder
+    results = on_ranks(train_and_export, model_path, str(folder), ranks=2)
+    return TwoRanks(folder, results, on_ranks(load_and_go_on, model_path, str(folder), ranks=2)[0])
 
 
+@pytest.mark.tier("all")
 def test_two_ranks_train_like_one(two_ranks, expected):
-    by_rank = [dict(np.load(two_ranks / f"rank{rank}.npz")) for rank in range(2)]
-    assert all(np.array_equal(by_rank[1][name], value) for name, value in by_rank[0].items())
-    for name in ("loss", "grad_norm"):
-        # What bfloat16 keeps.
-        assert by_rank[0].pop(f"bfloat16/{name}") == pytest.approx(expected[f"metric/0/{name}"], rel=0.05)
+    first, second = two_ranks.results
+    assert all(np.array_equal(second[name], value) for name, value in first.items())
+    assert_close(first, expected)
+
+
+@pytest.mark.tier("all")
+def test_two_ranks_in_bfloat16_train_like_one_in_float32(model_path, expected):
+    """Compared as closely as bfloat16 allows."""
     base = torch.from_numpy(expected["weight/model.embed_tokens.weight"]).bfloat16().float()
-    assert np.array_equal(by_rank[0].pop("bfloat16/base"), base.numpy())
-    assert_close(by_rank[0], expected)
+    for metrics, embedding in on_ranks(bfloat16_step, model_path, ranks=2):
+        for name in ("loss", "grad_norm"):
+            assert metrics[name] == pytest.approx(expected[f"metric/0/{name}"], rel=0.05)
+        assert np.array_equal(embedding, base.numpy())
 
 
+@pytest.mark.tier("all")
 def test_one_rank_goes_on_where_two_were(start, model_path, two_ranks):
     trainer = start(model_path, training_args=ADAM, max_tokens=25)
-    state = SavedState(two_ranks / "state")
+    state = SavedState(two_ranks.folder / "state")
     assert all("lora_" in name for name in state.names()) and len(state.names()) == 3 * len(learning(trainer))
     trainer.restore(state)
     train(trainer, range(2, 4))
-    with np.load(two_ranks / "continued.npz") as continued:
-        for name, weight in weights_of(trainer).items():
-            np.testing.assert_allclose(weight, continued[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, weight in weights_of(trainer).items():
+        np.testing.assert_allclose(weight, two_ranks.continued[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.tier("all")
 def test_an_export_is_the_merged_model_and_an_adapter_that_peft_loads(start, model_path, two_ranks):
     from peft import PeftModel
 
-    export = two_ranks / "export"
-    with np.load(two_ranks / "rank0.npz") as published:
-        merged = AutoModelForCausalLM.from_pretrained(export).eval()
-        for name, parameter in merged.named_parameters():
-            assert np.array_equal(parameter.detach().numpy(), published[f"weight/{name}"]), name
+    export, published = two_ranks.folder / "export", two_ranks.results[0]
+    merged = AutoModelForCausalLM.from_pretrained(export).eval()
+    for name, parameter in merged.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), published[f"weight/{name}"]), name
     batch = make_batch(5)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), export / "adapter").eval()
     np.testing.assert_allclose(logprobs_of(adapted, batch), logprobs_of(merged, batch), rtol=1e-5, atol=1e-5)
     assert json.loads((export / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == model_path
     trainer = start(model_path)
     trainer.load(str(export))
-    with np.load(two_ranks / "rank0.npz") as published:
-        assert all(np.array_equal(weight, published[f"weight/{name}"]) for name, weight in weights_of(trainer).items())
+    assert all(np.array_equal(weight, published[f"weight/{name}"]) for name, weight in weights_of(trainer).items())
 
 
+@pytest.mark.tier("all")
 def test_exports_that_do_not_fit_are_refused_by_name(start, model_path, two_ranks, tmp_path):
-    export, same = str(two_ranks / "export"), {"lora_rank": 3, "lora_alpha": 5}
+    export, same = str(two_ranks.folder / "export"), {"lora_rank": 3, "lora_alpha": 5}
     with pytest.raises(ValueError, match="has no adapter/adapter_model.safetensors"):
         start(model_path).load(model_path)
     for lora, message in (
@@ -314,8 +334,9 @@ def test_exports_that_do_not_fit_are_refused_by_name(start, model_path, two_rank
         start(write_model(tmp_path, seed=1)).load(export)
 
 
+@pytest.mark.tier("all")
 def test_the_state_of_other_training_is_refused(start, model_path, two_ranks, tmp_path):
-    state = SavedState(two_ranks / "state")
+    state = SavedState(two_ranks.folder / "state")
     with pytest.raises(UnfitState, match="made for another base model .*start from the model"):
         start(write_model(tmp_path / "other", seed=1)).restore(state)
     with pytest.raises(UnfitState, match="base weights in float32, here they are in bfloat16: set `model_args.dtype`"):

@@ -1,9 +1,9 @@
-"""What `megatron_train` does at the edges, on one rank; in a process of its own, for the sake of the CPU shim."""
+"""What `megatron_train` does at the edges, on one rank, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.schema import ModelArguments
 from roll.strategies.train import build_train_strategy
-from tests.strategies.train import megatron_cpu_shim
 from tests.strategies.train.megatron_models import write_models
 from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch
+from tests.strategies.train.moves import Moves, moments_of, on_a_gpu, place_of
+from tests.strategies.train.nursery import on_ranks
 from tests.strategies.train.trainers import ALMOST_SGD, trainer_setup
+from tests.tiers import need
 
-pytest.importorskip("megatron.core")
+need("megatron.core")
+pytestmark = pytest.mark.tier("all")
 
 
 @pytest.fixture(scope="module")
@@ -116,20 +119,24 @@ def a_forward_only_role_computes_and_does_not_train(folder: Path) -> None:
 
 
 def bfloat16_is_that_of_fsdp2_and_keeps_float32_weights(folder: Path) -> None:
-    """Updates far below what bfloat16 can represent add up: 60 steps of 1e-5 at weights of about 0.2."""
-    arguments = replace(TRAINING, learning_rate=1e-5, adam_epsilon=1e-8, warmup_steps=0, weight_decay=0.0)
+    """Updates below what bfloat16 can represent add up: 12 steps of 1e-4 at weights of about 0.2."""
+    arguments = replace(TRAINING, learning_rate=1e-4, adam_epsilon=1e-8, warmup_steps=0, weight_decay=0.0)
     settings = {"model_args": ModelArguments(dtype="bfloat16"), "training_args": arguments}
-    plain = start(folder, "qwen3", strategy="fsdp2_train", **settings)
-    expected = plain.train_step(make_batch(0), OBJECTIVE, 0.9)
-    plain.shutdown()
-    for options in ({}, {"use_distributed_optimizer": False}):
-        trainer = start(folder, "qwen3", strategy_config=options, **settings)
+
+    def learn(strategy: str, options: dict[str, bool]) -> tuple[dict[str, float], float]:
+        trainer = start(folder, "qwen3", strategy, strategy_config=options, **settings)
         first = trainer.train_step(make_batch(0), OBJECTIVE, 0.9)
+        losses = [trainer.train_step(make_batch(0), PolicyObjective(8, "vanilla"), 0.9)["loss"] for _ in range(12)]
+        trainer.shutdown()
+        return first, losses[0] - losses[-1]
+
+    expected, expected_fall = learn("fsdp2_train", {})
+    assert expected_fall > 0.01
+    for options in ({}, {"use_distributed_optimizer": False}):
+        first, fall = learn("megatron_train", options)
         for name in ("loss", "grad_norm", "entropy"):
             assert first[name] == pytest.approx(expected[name], rel=2e-3)
-        losses = [trainer.train_step(make_batch(0), PolicyObjective(8, "vanilla"), 0.9)["loss"] for _ in range(60)]
-        assert losses[-1] < losses[0] - 0.01
-        trainer.shutdown()
+        assert fall == pytest.approx(expected_fall, rel=0.2)
 
 
 def other_models_and_broken_files_are_named(folder: Path) -> None:
@@ -171,6 +178,43 @@ def a_checkpoint_in_several_files_is_read(folder: Path) -> None:
     trainer.shutdown()
 
 
+def _states(trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights, those that the optimizer has beside them, and moments."""
+    yield from trainer.chunks[0].named_parameters()
+    optimizer = trainer.updater._optimizer
+    masters = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    yield from ((f"master {number}", tensor) for number, tensor in enumerate(masters))
+    yield from moments_of(optimizer)
+
+
+def states_leave_the_device_and_come_back(folder: Path) -> None:
+    """Buffers are emptied, which happens on a CPU as well; the rest is sent."""
+    for shares_out in (True, False):
+        for dtype in ("float32", "bfloat16"):
+            options = {"use_distributed_optimizer": shares_out}
+            trainer = start(folder, model_args=ModelArguments(dtype=dtype), strategy_config=options)
+            trainer.train_step(make_batch(0), OBJECTIVE, 1.0)
+            expected = weights_of(trainer)
+            states = dict(_states(trainer))
+            places = {name: place_of(tensor) for name, tensor in states.items()}
+            assert any(name.startswith("exp_avg of") for name in places)
+            on_a_gpu(trainer)
+            with Moves() as moves:
+                trainer.offload_states()
+            emptied = {name for name, tensor in states.items() if tensor.untyped_storage().size() == 0}
+            assert moves.left_out("cpu", places) == emptied
+            assert bool(emptied) == shares_out, "weights lie in one buffer where the optimizer is shared out"
+            gradients = [buffer.grad_data for chunk in trainer.wrapped for buffer in chunk.buffers]
+            assert gradients and all(buffer.untyped_storage().size() == 0 for buffer in gradients)
+            with Moves() as moves:
+                trainer.load_states()
+            assert moves.left_out("cuda", places) == emptied
+            trainer.device = torch.device("cpu")
+            assert same(expected, weights_of(trainer))
+            assert trainer.train_step(make_batch(1), OBJECTIVE, 1.0)["skipped_updates"] == 0.0
+            trainer.shutdown()
+
+
 BEHAVIOURS: tuple[Callable[[Path], None], ...] = (
     infinite_gradients_are_skipped,
     nothing_to_learn_moves_nothing,
@@ -181,21 +225,14 @@ BEHAVIOURS: tuple[Callable[[Path], None], ...] = (
     bfloat16_is_that_of_fsdp2_and_keeps_float32_weights,
     other_models_and_broken_files_are_named,
     a_checkpoint_in_several_files_is_read,
+    states_leave_the_device_and_come_back,
 )
 
 
-def _all_in_turn(_: int, folder: str, log: str) -> None:
-    """Writes down what held, so that the first failure does not hide which."""
-    torch.set_num_threads(1)
-    megatron_cpu_shim.install()
-    for behaviour in BEHAVIOURS:
-        behaviour(Path(folder))
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(behaviour.__name__ + "\n")
+def _hold(rank: int, port: int, behaviour: Callable[[Path], None], folder: Path) -> None:
+    behaviour(folder)
 
 
-@pytest.mark.timeout(600)
-def test_every_behaviour_holds(folder, tmp_path):
-    log = tmp_path / "held"
-    torch.multiprocessing.spawn(_all_in_turn, (str(folder), str(log)), nprocs=1)
-    assert log.read_text(encoding="utf-8").split() == [behaviour.__name__ for behaviour in BEHAVIOURS]
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
+def test_every_behaviour_holds(folder, behaviour):
+    on_ranks(_hold, behaviour, folder, ranks=1, engine="megatron")

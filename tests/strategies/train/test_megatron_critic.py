@@ -15,11 +15,12 @@ from roll.strategies.train.export import save
 from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.megatron_models import write_models
 from tests.strategies.train.megatron_runs import make_batch
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.ranks import Job, Results
 from tests.strategies.train.tiny_models import weights_of
+from tests.tiers import need
 
-pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.timeout(900)
+need("megatron.core")
+pytestmark = pytest.mark.tier("all")
 
 TRAINING = TrainingArguments(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, adam_epsilon=1e-3)
 OBJECTIVE = ValueObjective(8)
@@ -91,7 +92,7 @@ def seen(folder):
     jobs |= {("learned", name): job(learn, name, str(folder / name)) for name in LAYOUTS}
     jobs |= {("went on", name): job(go_on, name, str(folder / name)) for name in LAYOUTS}
     jobs |= {("loaded", name): job(look, name, None, str(folder / name / "export")) for name in ("tensors", "stages")}
-    return dict(zip(jobs, run_jobs(list(jobs.values()), 2, folder / "results"), strict=True))
+    return Results(jobs, {(what, name): ("learned", name) for what, name in jobs if what in ("went on", "loaded")})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -107,9 +108,10 @@ def test_it_learns_what_the_default_trainer_learns(seen, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_export_is_a_token_classifier_with_the_values(seen, folder, name):
+    values = seen["learned", name][0]["values/trained"]
     model = AutoModelForTokenClassification.from_pretrained(folder / name / "export").eval()
     assert model.config.num_labels == 1
-    batch, values = with_returns(0), seen["learned", name][0]["values/trained"]
+    batch = with_returns(0)
     ids = torch.from_numpy(batch.tokens["token_ids"].astype(np.int64))
     for first, last in zip(batch.offsets, batch.offsets[1:], strict=False):
         given = model(input_ids=ids[None, first:last]).logits[0, :, 0].detach().numpy()

@@ -16,10 +16,11 @@ from roll.strategies.train.sharded_state import SavedState, write_state
 from tests.strategies.train.histories import Histories, assert_alike, assert_equal_to_the_bit, refuse
 from tests.strategies.train.megatron_models import VOCABULARY, write_models
 from tests.strategies.train.megatron_runs import OBJECTIVE, TRAINING, make_batch
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.ranks import Job, Results, run_job
+from tests.tiers import need
 
-pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.timeout(900)
+need("megatron.core")
+pytestmark = pytest.mark.tier("all")
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -99,25 +100,19 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    """What each rank saw, by the trainer that saved and the one that went on (None: the undisturbed history)."""
-    asked = {(name, None): trainer.job(HISTORIES.save_and_go_on, folder, str(folder / f"saved {name}"))
-             for name, trainer in TRAINERS.items()}  # fmt: skip
-    asked |= {
-        (saver, other): TRAINERS[other].job(HISTORIES.go_on, folder, str(folder / f"saved {saver}"))
-        for saver, other in zip(OWN, OWN, strict=True)
+    """Results by rank, by the trainer that saved and the one that went on (None: the undisturbed history)."""
+    jobs = {
+        (name, None): trainer.job(HISTORIES.save_and_go_on, folder, str(folder / f"saved {name}"))
+        for name, trainer in TRAINERS.items()
     }
-    asked |= {
+    jobs |= {(name, name): TRAINERS[name].job(HISTORIES.go_on, folder, str(folder / f"saved {name}")) for name in OWN}
+    jobs |= {
         (saver, other): TRAINERS[other].job(
             go_on_elsewhere, folder, (str(folder / f"saved {saver}"), str(folder / f"{saver} to {other}"))
         )
         for saver, other in PAIRS
     }
-    whole = TRAINERS["qwen2, whole"]
-    asked["another model", "refused"] = whole.job(refuse, folder, str(folder / "saved qwen2, tensors"), "llama")
-    asked["fresh", "restored"] = whole.job(HISTORIES.go_on, folder, str(folder / "saved qwen2, stages" / "fresh"))
-    # What fsdp2_train saves comes first, as megatron_train leaves its mark on the process; what is restored, later.
-    ordered = sorted(asked, key=lambda key: asked[key].strategy == "megatron_train" or key[1] is not None)
-    return dict(zip(ordered, run_jobs([asked[key] for key in ordered], 2, folder / "results"), strict=True))
+    return Results(jobs, {(saver, other): (saver, None) for saver, other in jobs if other is not None})
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -137,6 +132,7 @@ def test_another_layout_goes_on_alike(seen, saver, other):
 
 @pytest.mark.parametrize(("saver", "other"), PAIRS)
 def test_another_layout_has_the_same_state_to_the_bit(seen, folder, saver, other):
+    assert seen[saver, other]
     saved, again = SavedState(folder / f"saved {saver}"), SavedState(folder / f"{saver} to {other}")
     assert again.facts == saved.facts and sorted(again.names()) == sorted(saved.names())
     for name in saved.names():
@@ -155,12 +151,17 @@ def test_each_tensor_is_written_once_and_in_float32(seen, folder, name):
 
 
 def test_a_state_from_before_the_first_update_has_no_moments(seen, folder):
-    state = SavedState(folder / "saved qwen2, stages" / "fresh")
+    assert seen["qwen2, stages", None]
+    fresh = folder / "saved qwen2, stages" / "fresh"
+    state = SavedState(fresh)
     assert all(name.startswith("weight/") for name in state.names()) and state.facts["optimizer_steps"] == 0
     assert state.shape("weight/model.embed_tokens.weight")[0] == VOCABULARY
-    assert np.isfinite(seen["fresh", "restored"][0][0][0]["loss"])
+    ((metrics, _),) = run_job(TRAINERS["qwen2, whole"].job(HISTORIES.go_on, folder, str(fresh)))
+    assert np.isfinite(metrics[0]["loss"])
 
 
-def test_the_state_of_another_model_is_refused_by_name(seen):
-    (refusal,) = seen["another model", "refused"]
+def test_the_state_of_another_model_is_refused_by_name(seen, folder):
+    assert seen["qwen2, tensors", None]
+    job = TRAINERS["qwen2, whole"].job(refuse, folder, str(folder / "saved qwen2, tensors"), "llama")
+    (refusal,) = run_job(job)
     assert "another model" in refusal and "lm_head.weight" in refusal

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.strategies.train.megatron_models import MODELS, VOCABULARY, write_models
-from tests.strategies.train.megatron_runs import LEFT_OUT, Run, every_next_token, run_all
+from tests.strategies.train.megatron_runs import LEFT_OUT, Run, every_next_token
+from tests.strategies.train.ranks import Results
+from tests.tiers import need
 
-pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.timeout(900)
+need("megatron.core")
+pytestmark = pytest.mark.tier("all")
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -46,7 +48,8 @@ MORE_RANKS = [
     Run("qwen3_moe-all", "qwen3_moe", 4, SEQUENCE | EXPERTS | {"expert_tensor_parallel_size": 1}),
     Run("qwen2-virtual", "qwen2", 3, {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2}),
 ]
-LAYOUTS = [run for run in (*ONE_RANK, *TWO_RANKS, *MORE_RANKS) if run.strategy == "megatron_train"]
+RUNS = (*ONE_RANK, *TWO_RANKS, *MORE_RANKS)
+LAYOUTS = [run for run in RUNS if run.strategy == "megatron_train"]
 
 
 @pytest.fixture(scope="module")
@@ -57,31 +60,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder):
-    return run_all(ONE_RANK, folder)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder):
-    return run_all(TWO_RANKS, folder)
-
-
-@pytest.fixture(scope="module")
-def more_ranks(folder):
-    return run_all(MORE_RANKS, folder)
-
-
-@pytest.fixture
-def results_of(request):
-    """Results by rank; the processes of a number of ranks run once for all tests."""
-
-    def find(name: str) -> list[dict[str, np.ndarray]]:
-        for fixture, runs in (("one_rank", ONE_RANK), ("two_ranks", TWO_RANKS), ("more_ranks", MORE_RANKS)):
-            if any(run.name == name for run in runs):
-                return request.getfixturevalue(fixture)[name]
-        raise KeyError(name)
-
-    return find
+def results_of(folder):
+    """Results by rank, by the run's name."""
+    return Results({run.name: run.job(folder) for run in RUNS})
 
 
 def plain_distributions(path: Path, temperature: float) -> np.ndarray:
@@ -105,14 +86,14 @@ def test_each_next_token_is_as_likely_as_transformers_says(run, folder, results_
     for temperature in (1.0, 0.6):
         expected = plain_distributions(folder / run.model, temperature)
         assert expected.shape[1] == VOCABULARY
-        for results in results_of(run.name):
+        for results in results_of[run.name]:
             np.testing.assert_allclose(results[f"distribution/{temperature}"], expected, rtol=0, atol=1e-4)
 
 
 @layouts
 def test_loaded_weights_come_back_bit_for_bit_on_every_rank(run, folder, results_of):
     expected = dict(AutoModelForCausalLM.from_pretrained(folder / run.model).named_parameters())
-    for results in results_of(run.name):
+    for results in results_of[run.name]:
         found = {name.partition("/")[2]: value for name, value in results.items() if name.startswith("initial/")}
         assert list(found) and found.keys() == expected.keys()
         for name, value in found.items():
@@ -121,7 +102,7 @@ def test_loaded_weights_come_back_bit_for_bit_on_every_rank(run, folder, results
 
 @layouts
 def test_an_export_has_the_tensors_of_the_file_that_was_loaded(run, folder, results_of):
-    results_of(run.name)
+    assert results_of[run.name]
     original = load_file(folder / run.model / "model.safetensors")
     exported = load_file(folder / f"{run.name}-initial" / "model.safetensors")
     assert exported.keys() == original.keys()
@@ -131,8 +112,8 @@ def test_an_export_has_the_tensors_of_the_file_that_was_loaded(run, folder, resu
 
 @trained
 def test_training_is_that_of_fsdp2(run, results_of):
-    (expected,) = results_of(f"{run.model}-fsdp2")
-    by_rank = results_of(run.name)
+    (expected,) = results_of[f"{run.model}-fsdp2"]
+    by_rank = results_of[run.name]
     names = [name for name in expected if name.startswith(("metric/", "trained"))]
     assert len([name for name in names if name.endswith("/grad_norm")]) == len(LEFT_OUT)
     for results in by_rank:
@@ -144,14 +125,14 @@ def test_training_is_that_of_fsdp2(run, results_of):
 
 @trained
 def test_a_reloaded_model_is_the_first_one_again(run, results_of):
-    for results in results_of(run.name):
+    for results in results_of[run.name]:
         assert np.array_equal(results["reloaded_distribution"], results["distribution/1.0"])
         assert not np.allclose(results["trained_distribution"], results["distribution/1.0"], atol=1e-3)
 
 
 @trained
 def test_what_was_trained_is_what_is_exported(run, folder, results_of):
-    results = results_of(run.name)[0]
+    results = results_of[run.name][0]
     exported = AutoModelForCausalLM.from_pretrained(folder / f"{run.name}-export")
     for name, parameter in exported.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), results[f"trained/{name}"]), name

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from roll.algorithms.logprobs import token_logprobs_and_entropy
-from roll.data.ports import free_port
 from roll.strategies.train.megatron.vocabulary import parallel_logprobs_and_entropy
+from tests.strategies.train.nursery import on_ranks
 
 RANKS = 2
 ROWS, WIDTH = 3, 5
@@ -43,7 +43,6 @@ def compare(rank: int, vocabulary: int, chunk_elements: int, entropy_gradient: b
 
 
 def compare_all(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     for vocabulary in (8, 7, 1):
         for chunk_elements in (1, 9, 10_000):
@@ -57,6 +56,7 @@ def compare_all(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.tier("all")
 def test_shares_of_a_vocabulary_give_what_the_whole_gives():
     """Shares of equal size, one with padding, one of nothing but padding; any number of chunks."""
-    torch.multiprocessing.spawn(compare_all, (free_port(),), nprocs=RANKS)
+    on_ranks(compare_all, ranks=RANKS)

@@ -16,11 +16,12 @@ from roll.strategies.train.microbatches import (
     predicted_tokens,
     scatter_to_tokens,
 )
+from tests.tiers import examples
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(lengths=LENGTHS, world_size=st.integers(1, 4), max_tokens=st.integers(1, 200))
 def test_token_budget_holds_and_every_row_appears_once(lengths, world_size, max_tokens):
     plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(max_tokens, 1))
@@ -31,7 +32,7 @@ def test_token_budget_holds_and_every_row_appears_once(lengths, world_size, max_
         assert len(micro_batch) * max(lengths[row] for row in micro_batch) <= max_tokens
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(0, 50), max_size=40), world_size=st.integers(1, 4), max_tokens=st.integers(1, 200)
 )
@@ -59,7 +60,7 @@ def test_a_row_longer_than_the_budget_is_packed_alone():
     assert plan == [[[1], [0, 2, 3]]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(lengths=LENGTHS, world_size=st.integers(1, 4), size=st.integers(1, 8))
 def test_fixed_size_holds_and_every_row_appears_once(lengths, world_size, size):
     plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(None, size))
@@ -68,7 +69,7 @@ def test_fixed_size_holds_and_every_row_appears_once(lengths, world_size, size):
     assert len(plan[0]) == max(1, -(-max(sum(map(len, rank)) for rank in plan) // size))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), world_size=st.integers(1, 4))
 def test_ranks_get_about_equally_many_tokens(lengths, world_size):
     plan = plan_micro_batches(lengths, world_size, MicroBatchLimits(100, 1))

@@ -54,6 +54,9 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# SDPA cannot cap the scores of Gemma 2; transformers from 5.20 on refuses the pair.
+KINDS = [(name, kind) for name in MODELS for kind in ("sdpa", "eager") if (name, kind) != ("Gemma 2", "sdpa")]
+
 
 def random_model(config: type, settings: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
     torch.manual_seed(0)
@@ -79,8 +82,7 @@ def gradients(model: PreTrainedModel, logits: list[torch.Tensor]) -> dict[str, t
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "attention"), KINDS)
 def test_a_packed_row_gives_what_each_sample_gives_alone(name, attention):
     model, samples = random_model(*MODELS[name], attention), some_samples()
     alone = [model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
@@ -96,8 +98,7 @@ def test_a_packed_row_gives_what_each_sample_gives_alone(name, attention):
         torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=2e-5 * scale, msg=parameter)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "Qwen3-MoE"])
+@pytest.mark.parametrize(("name", "attention"), [kind for kind in KINDS if kind[0] != "Qwen3-MoE"])
 def test_a_changed_sample_moves_no_bit_of_its_neighbours(name, attention):
     model = random_model(*MODELS[name], attention)
     install_packed_attention(model, attention)

@@ -1,5 +1,6 @@
 """State of any number of ranks is read by any number of ranks, and what does not fit is refused by name."""
 
+import math
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from roll.strategies.train.sharded_state import (
     Part,
@@ -18,6 +20,7 @@ from roll.strategies.train.sharded_state import (
     whole,
     write_state,
 )
+from tests.tiers import examples
 
 
 def write_in_rows(folder, tensors, ranks, facts=()):
@@ -32,7 +35,7 @@ def write_in_rows(folder, tensors, ranks, facts=()):
         write_state(folder, rank, StateSnapshot(parts, dict(facts), ranks))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_box_is_read_whoever_wrote_it(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("state")
@@ -117,6 +120,56 @@ def test_several_boxes_of_a_tensor_lie_in_one_file_and_are_shared_out(tmp_path, 
     assert torch.equal(state.read_whole("weight/a", (2, 4, 3)), tensor) and state.weights() == {"a", "scale"}
     assert torch.equal(state.read("weight/a", (1, 1, 0), (1, 2, 3)), tensor[1:2, 1:3])
     assert state.read_whole("weight/scale", ()) == 3.0
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(1, 9), first_row=st.integers(0, 3), ranks=st.integers(1, 5))
+def test_the_rows_of_a_box_are_shared_out_evenly_and_read_where_they_belong(tmp_path_factory, rows, first_row, ranks):
+    folder = tmp_path_factory.mktemp("state")
+    tensor = torch.arange(12.0 * 2).reshape(12, 2)
+    box = Part("weight/a", tensor[first_row : first_row + rows], (12, 2), (first_row, 0))
+    shares = [own_share(box, rank, ranks) for rank in range(ranks)]
+    assert sum(len(share.tensor) for share in shares) == rows
+    assert all(len(share.tensor) <= math.ceil(rows / ranks) for share in shares)
+    for rank, share in enumerate(shares):
+        write_state(folder, rank, StateSnapshot([share], {}, ranks))
+    assert torch.equal(SavedState(folder).read("weight/a", (first_row, 0), (rows, 2)), box.tensor)
+
+
+def test_training_goes_on_while_a_share_is_written():
+    weights = [torch.ones(4, 2), torch.tensor(1.0)]
+    shares = [own_share(whole("weight/a", weight), 0, 1) for weight in weights]
+    for weight in weights:
+        weight.zero_()
+    assert all((share.tensor == 1).all() for share in shares)
+
+
+def test_tensors_have_their_own_names_in_the_files_and_several_boxes_are_told_apart(tmp_path):
+    boxes = [Part("weight/b", torch.ones(1, 2), (2, 2), (row, 0)) for row in (0, 1)]
+    path = write_state(tmp_path / "not" / "there", 0, StateSnapshot([whole("weight/a", torch.ones(3)), *boxes], {}))
+    with safe_open(path, "pt") as file:
+        names = sorted(file.keys())
+    assert names[:2] == ["weight/a", "weight/b"] and len(names) == 3 and names[2].startswith("weight/b")
+    assert SavedState(path.parent).names() == ["weight/a", "weight/b"]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (8,)])
+def test_a_tensor_of_another_shape_is_of_another_model(tmp_path, shape):
+    write_state(tmp_path, 0, StateSnapshot([whole("weight/a", torch.ones(4, 2))], {}))
+    with pytest.raises(UnfitState, match=r"weight/a is .* in the model and \[4, 2\] in .* another model"):
+        SavedState(tmp_path).read_whole("weight/a", shape)
+
+
+@pytest.mark.parametrize("own", [{"a"}, {"a", "b", "c"}, {"a", "c"}, set()])
+def test_a_state_is_of_a_model_with_exactly_its_weights(tmp_path, own):
+    parts = [whole(f"{kind}/{name}", torch.ones(2)) for kind in ("weight", "exp_avg") for name in "ab"]
+    write_state(tmp_path, 0, StateSnapshot(parts, {}))
+    state = SavedState(tmp_path)
+    assert state.weights() == {"a", "b"}
+    state.require_weights(["b", "a"])
+    odd = sorted(own ^ {"a", "b"})
+    with pytest.raises(UnfitState, match=rf"{odd[0]} is in one of them only \({len(odd)} such names\)"):
+        state.require_weights(own)
 
 
 def test_updates_that_differ_between_weights_are_refused_where_one_count_is_kept(tmp_path):

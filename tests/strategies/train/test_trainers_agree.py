@@ -6,8 +6,7 @@ with plain autograd.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,23 +14,24 @@ import pytest
 
 from roll.configs.schema import TrainingArguments
 from roll.strategies.train.base import TrainStrategy
-from tests.strategies.train.ranks import Job, run_jobs
+from tests.strategies.train.ranks import Job, Results
 from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
 from tests.strategies.train.trainers import ALMOST_SGD
+from tests.tiers import need
 
-pytestmark = pytest.mark.timeout(900)
-"""Many trainers start in one fixture: a minute on a quiet machine."""
+need("deepspeed", "megatron.core")
+pytestmark = pytest.mark.tier("all")
 
 TEMPERATURE = 0.9
 REFERENCE = "fsdp2"
 TOLERANCE = 2e-5
-"""Of metrics and log-probabilities, relative."""
-CUT_MATRICES_TOLERANCE = 1e-4
-"""The same where the model itself is shared out: the numbers in a sum come in another order."""
+"""Of metrics and log-probabilities, relative, and of weights, relative to the largest one of a tensor: sums come in
+another order, and processors round in their own ways."""
+ROUNDING = {"self_attn.k_proj.bias": 1e-4, "one sample/grad_norm": 1e-4}
+"""More where little but rounding is left, by how a key ends. Attention hardly feels key biases, which were 6e-5 apart.
+The norm of a single short sample's gradient was 2.5e-5 apart."""
 STRICT = ("/loss", "/grad_norm", "/learning_rate")
 """Metrics that are never zero by cancellation."""
-WEIGHT_TOLERANCE = 1e-4
-"""Of weights, relative to the largest one of a tensor."""
 CASES = {
     "tied, AdamW, clipped": TrainingArguments(
         learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, warmup_steps=2, lr_scheduler_type="cosine",
@@ -45,15 +45,15 @@ CASES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trainer with its options, and on how many ranks it is tried."""
+    """A trainer with its options, on how many ranks it is tried, and in which cases."""
 
     strategy: str
     strategy_config: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     ranks: tuple[int, ...] = (1, 2)
-    tolerance: float = TOLERANCE
+    cases: tuple[str, ...] = tuple(CASES)
 
-    def job(self, model_path: str, arguments: TrainingArguments) -> Job:
+    def job(self, model_path: str, arguments: TrainingArguments, ranks: int) -> Job:
         setup = {
             "training_args": arguments,
             "strategy_config": {"process_group_timeout_seconds": 60, **self.strategy_config},
@@ -61,34 +61,49 @@ class Candidate:
             "max_tokens": 14,
             "packed": self.packed,
         }
-        return Job(train, self.strategy, model_path, setup=setup)
+        return Job(train, self.strategy, model_path, setup=setup, ranks=ranks)
 
 
 def zero(stage: int, **options: Any) -> Candidate:
     return Candidate("deepspeed_train", {"zero_optimization": {"stage": stage, **options}})
 
 
+def shared(candidate: Candidate, *cases: str) -> Candidate:
+    """A variant of one that is tried everywhere: on two ranks, and in one case where that is all it may change."""
+    return replace(candidate, ranks=(2,), cases=cases or tuple(CASES))
+
+
 def megatron(**options: int) -> Candidate:
-    return Candidate("megatron_train", options, ranks=(2,), tolerance=CUT_MATRICES_TOLERANCE)
+    return Candidate("megatron_train", options, ranks=(2,))
 
 
+TIED, ODD = CASES
+ON_CPU = {"device": "cpu"}
 CANDIDATES = {
     REFERENCE: Candidate("fsdp2_train"),
-    "fsdp2, packed": Candidate("fsdp2_train", packed=True),
-    "fsdp2, packed and checkpointed": Candidate("fsdp2_train", {"gradient_checkpointing": True}, packed=True),
-    "ZeRO 3, packed": Candidate("deepspeed_train", {"zero_optimization": {"stage": 3}}, packed=True),
-    "fsdp2, states on the CPU": Candidate("fsdp2_train", {"offload": "cpu"}),
+    "fsdp2, packed": shared(Candidate("fsdp2_train", packed=True), TIED),
+    "fsdp2, packed and checkpointed": shared(
+        Candidate("fsdp2_train", {"gradient_checkpointing": True}, packed=True), ODD
+    ),
+    "ZeRO 3, packed": shared(Candidate("deepspeed_train", {"zero_optimization": {"stage": 3}}, packed=True), TIED),
+    "fsdp2, states on the CPU": shared(Candidate("fsdp2_train", {"offload": "cpu"})),
     "ZeRO 0": zero(0),
     "ZeRO 1": zero(1),
-    "ZeRO 2": zero(2),
+    "ZeRO 2": shared(zero(2)),
     "ZeRO 3": zero(3),
-    "ZeRO 3, parameters small and large": zero(3, stage3_param_persistence_threshold=100, sub_group_size=1000),
-    "ZeRO 2, optimizer on the CPU": zero(2, offload_optimizer={"device": "cpu"}),
-    "ZeRO 3, all on the CPU": zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
-    # Last: what megatron-core needs on a CPU stays in a process.
+    "ZeRO 3, parameters small and large": shared(zero(3, stage3_param_persistence_threshold=100, sub_group_size=1000)),
+    "ZeRO 2, optimizer on the CPU": shared(zero(2, offload_optimizer=ON_CPU)),
+    "ZeRO 3, all on the CPU": shared(zero(3, offload_optimizer=ON_CPU, offload_param=ON_CPU)),
     "Megatron, tensors": megatron(tensor_model_parallel_size=2),
     "Megatron, stages": megatron(pipeline_model_parallel_size=2),
 }
+ASKED = [
+    (name, case, ranks)
+    for name, candidate in CANDIDATES.items()
+    for case in candidate.cases
+    for ranks in candidate.ranks
+    if (name, ranks) != (REFERENCE, 1)
+]
 
 
 def batches():
@@ -120,47 +135,37 @@ def train(trainer: TrainStrategy, _: None) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank saw, by candidate, case and number of ranks. Processes start once for a number of ranks: what
-    DeepSpeed shares between them has its size for good."""
+    """Results by rank, by candidate, case and number of ranks."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tied = write_model(folder / "tied", **sizes)
     odd = write_model(folder / "odd", tied=False, hidden_size=15, head_dim=8, **sizes)
     models = dict(zip(CASES, (tied, odd), strict=True))
-    found = {}
-    for ranks in (1, 2):
-        jobs = {
-            (name, case, ranks): candidate.job(models[case], CASES[case])
-            for name, candidate in CANDIDATES.items()
-            if ranks in candidate.ranks and (candidate.strategy != "megatron_train" or find_spec("megatron"))
-            for case in CASES
+    return Results(
+        {
+            (name, case, ranks): CANDIDATES[name].job(models[case], CASES[case], ranks)
+            for name, case, ranks in [*ASKED, *((REFERENCE, case, 1) for case in CASES)]
         }
-        found |= dict(zip(jobs, run_jobs(list(jobs.values()), ranks, folder / f"{ranks} ranks"), strict=True))
-    return found
+    )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("name", "ranks"), [(name, ranks) for name, candidate in CANDIDATES.items() for ranks in candidate.ranks]
-)
+@pytest.mark.parametrize(("name", "case", "ranks"), ASKED)
 def test_trainers_agree(results, name, case, ranks):
     """With the default trainer on one rank, which its own tests compare with plain autograd."""
-    if (name, case, ranks) not in results:
-        pytest.skip("megatron-core is not installed")
     by_rank = results[name, case, ranks]
     assert len(by_rank) == ranks
-    assert_same(by_rank[0], results[REFERENCE, case, 1][0], CANDIDATES[name].tolerance)
+    assert_same(by_rank[0], results[REFERENCE, case, 1][0])
     for other in by_rank[1:]:
         assert all(np.array_equal(other[key], value, equal_nan=True) for key, value in by_rank[0].items())
 
 
-def assert_same(values, expected, metric_tolerance):
+def assert_same(values, expected):
     assert values.keys() == expected.keys()
     for key, value in expected.items():
         if key.startswith("poisoned/"):
             continue
         assert np.isfinite(value).all(), key
-        tolerance = WEIGHT_TOLERANCE if key.startswith("weights/") else metric_tolerance
+        tolerance = next((wider for end, wider in ROUNDING.items() if key.endswith(end)), TOLERANCE)
         scale = np.abs(value).max()
         if not key.startswith(("weights/", "logprobs/")) and not key.endswith(STRICT):
             # Means of what may be positive or negative can be almost zero.

@@ -4,7 +4,6 @@ Runs where a Chromium is installed (`chromium`, `chromium-browser` or `google-ch
 """
 
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 
@@ -14,10 +13,9 @@ from roll.tracking.metrics import read_metrics
 from roll.tracking.report.page import render_page
 from roll.tracking.report.run_files import read_run
 from roll.tracking.samples import ReadableTokens
+from tests.tiers import program
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("chromium")]
 
 
 class Drawn(HTMLParser):
@@ -50,7 +48,7 @@ def drawn(run, tmp_path):
     page = tmp_path / "page.html"
     page.write_text(render_page(read_run(run.root)), encoding="utf-8", errors="backslashreplace")
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+        program("chromium"), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
         "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri(),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,1 +1,1 @@
-"""`megatron_train`: models of megatron-core, shared out over tensor-, pipeline-, expert- and data-parallel ranks."""
+"""`megatron_train`: models of megatron-core, split over tensor-, pipeline-, expert- and data-parallel ranks."""

@@ -1,6 +1,6 @@
-"""What megatron-core must be told of a Hugging Face model, and which models and layouts this trainer takes.
+"""Facts that megatron-core needs about a Hugging Face model, and which models and layouts this trainer accepts.
 
-Everything is judged from the configuration alone, before any weight is read: a family, a position encoding or a layout
+Everything is judged from the configuration alone, before any weight is read. A family, a position encoding or a layout
 that would train a different model than the one in the file is refused with a sentence.
 """
 
@@ -18,28 +18,28 @@ from roll.strategies.train.checkpoint import ModelKind
 from roll.strategies.train.megatron_options import MegatronOptions, parse_options
 
 FAMILIES = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False}
-"""`model_type` -> whether queries, keys and values have biases."""
+"""`model_type` -> True if queries, keys and values have biases."""
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only parameters of Llama 3's position encoding that megatron-core computes with."""
+"""The only parameters of Llama 3's position encoding that megatron-core can compute with."""
 
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """The mixture of experts."""
+    """Sizes of the mixture of experts."""
 
     experts: int
     experts_per_token: int
     intermediate_size: int
     normalized: bool
-    """Whether the weights of the chosen experts add up to 1."""
+    """True if the weights of the chosen experts add up to 1."""
     layers: tuple[int, ...]
     """1 for each layer with experts, 0 for a dense one."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes in elements, not in bytes."""
+    """Facts about a model. Sizes are in elements, not in bytes."""
 
     kind: ModelKind
     family: str
@@ -52,32 +52,34 @@ class ModelFacts:
     head_size: int
     epsilon: float
     tied: bool
-    """Whether the output layer is the embedding; that of a value model never is."""
+    """True if the output layer is the embedding; never for a value model."""
     rope_base: float
     llama3_rope_factor: float | None
     max_positions: int
     padding_token: int | None
-    """The token whose embedding, where it is read, transformers never trains."""
+    """The token whose embedding transformers does not train where it is read."""
     experts: ExpertFacts | None
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         return FAMILIES[self.family]
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
+        """True if queries and keys are normalised per head."""
         return self.family in QK_NORM_FAMILIES
 
     def padded_vocabulary(self, shares: int) -> int:
-        """The smallest number of rows that can be shared out equally."""
+        """Return the smallest number of rows that holds the vocabulary and splits equally into ``shares``."""
         return -(-self.vocabulary // shares) * shares
 
 
 def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "policy") -> ModelFacts:
-    """Facts of the model at ``model_path`` (folder or hub name), used as this kind of model. ``ValueError`` for one
-    that cannot be trained here."""
+    """Return facts about the model at ``model_path`` (folder or hub name), used as this kind of model.
+
+    Raises ``ValueError`` for a model that cannot be trained here.
+    """
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -101,7 +103,7 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
         rope_base=base,
         llama3_rope_factor=factor,
         max_positions=config.max_position_embeddings,
-        # Negative ones count from the end.
+        # Negative ids count from the end.
         padding_token=None if config.pad_token_id is None else config.pad_token_id % config.vocab_size,
         experts=_experts(config) if config.model_type == "qwen3_moe" else None,
     )
@@ -110,8 +112,10 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
 def layout_problems(
     role: WorkerConfig, model_path: str, path: str, *, kind: ModelKind, forward_only: bool
 ) -> list[ConfigProblem]:
-    """What is wrong with the model of a role whose ``strategy_config`` stands at ``path``, or with how it is shared
-    out over the role's devices; loads no weights."""
+    """Return what is wrong with a role's model, or with how it is split over the role's devices. Loads no weights.
+
+    ``path`` is that of the role's ``strategy_config``.
+    """
     ranks = len(parse_device_mapping(role.device_mapping))
     try:
         options = parse_options(role.strategy_args.strategy_config)
@@ -127,7 +131,7 @@ def layout_problems(
 
 
 def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *, forward_only: bool) -> None:
-    """``ValueError`` with every reason why the model cannot be shared out like this over ``world_size`` ranks."""
+    """Raise ``ValueError`` with every reason why this layout cannot split the model over ``world_size`` ranks."""
     tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parts = stages * options.model_chunks
     problems = [
@@ -189,7 +193,7 @@ def _refuse_variants(config: PretrainedConfig) -> None:
 
 
 def _rope(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Base, and the factor of Llama 3's scaling."""
+    """Return the base, and the factor of Llama 3's scaling."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         return float(rope["rope_theta"]), None

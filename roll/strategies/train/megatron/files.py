@@ -1,4 +1,4 @@
-"""Reading parts of tensors from the safetensors files of a checkpoint, without loading the rest."""
+"""Reads parts of tensors from the safetensors files of a checkpoint without loading the rest."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_folder(model_path: str) -> Path:
-    """The folder of the checkpoint; a hub name is downloaded, weights as safetensors only."""
+    """Return the folder of the checkpoint. A hub name is downloaded, with weights as safetensors only."""
     if Path(model_path).is_dir():
         return Path(model_path)
     return Path(snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"]))
 
 
 class CheckpointFiles:
-    """Tensors by name. Files are opened when a tensor of theirs is first asked for; to be used as a context."""
+    """Tensors by name, used as a context. A file is opened when one of its tensors is first asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        """Raise ``FileNotFoundError`` if the folder holds no weights as safetensors."""
         self._folder = folder
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -47,19 +47,20 @@ class CheckpointFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._files)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that the checkpoint lacks."""
+        """Return those of ``names`` that the checkpoint lacks."""
         return [name for name in names if name not in self._files]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
-        """Entries ``start`` to ``stop`` (exclusive, cut off at the end) along ``dim``; None: the whole tensor."""
+        """Return entries ``start`` to ``stop`` (exclusive, cut off at the end) along ``dim``. ``dim`` None: the whole
+        tensor."""
         view = self._slice(name)
         if dim is None:
             return view[:]

@@ -1,7 +1,7 @@
-"""The layers that megatron-core has for GPUs with extra libraries only, and the recipe to put them into a model.
+"""Layers that megatron-core has only for GPUs with extra libraries, and the recipe that puts them into a model.
 
-The norm works with sequence parallelism and rounds as transformers does; attention uses PyTorch's kernels, which hold
-no matrix of scores. Where Transformer Engine is used, its own layers take their place.
+The norm works with sequence parallelism and rounds like transformers'. Attention uses PyTorch's kernels, which hold no
+matrix of scores. If Transformer Engine is used, its own layers replace these.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
+        # Under sequence parallelism ranks see different positions; megatron-core sums the gradients of marked weights.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden_size]``."""
+        """Normalise ``[..., hidden_size]``."""
         wide = hidden.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normal.to(hidden.dtype)
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention of each position to itself and those before it."""
+    """Scaled dot-product attention of each position to itself and the positions before it."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class CausalAttention(nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        """``query`` ``[positions, rows, heads, size]``, ``key`` and ``value`` with a divisor of the heads; returns
-        ``[positions, rows, heads x size]``."""
+        """Attend with ``query`` ``[positions, rows, heads, size]`` over ``key`` and ``value``, whose number of heads
+        divides the query's.
+
+        Returns ``[positions, rows, heads x size]``.
+        """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -70,16 +73,16 @@ class CausalAttention(nn.Module):
 
 
 class Router(TopKRouter):
-    """The router of megatron-core, whose own matrix product needs Transformer Engine."""
+    """megatron-core's router without its own matrix product, which needs Transformer Engine."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits of the experts ``[..., experts]``, in the precision that is asked for."""
+        """Return the logits of the experts, ``[..., experts]``, in the configured precision."""
         dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return functional.linear(input.to(dtype), self.weight.to(dtype))
 
 
 class ValueHead(nn.Module):
-    """In the place of the output layer: one number for each position, the same on all tensor-parallel ranks."""
+    """Output layer of a value model: one number for each position, the same on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -87,20 +90,21 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
-            # Ranks see different positions then, and megatron-core adds up their gradients of what is marked so.
+            # Under sequence parallelism ranks see different positions; megatron-core sums the gradients of marked ones.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """``[positions, rows, 1]`` of all positions; megatron-core expects a bias beside it."""
+        """Return ``[positions, rows, 1]`` for all positions, and None for the bias that megatron-core expects beside
+        it."""
         values = functional.linear(hidden, self.weight, self.bias)
         if self.shares_positions:
-            # What follows is computed on every rank alike, so each takes back the gradient of its own positions.
+            # Every rank computes the same from here on, so each takes back the gradient of its own positions.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
-    """The layers of one model chunk (None: the only one) of a pipeline stage."""
+    """Return the layers of one model chunk of a pipeline stage. ``chunk`` is None if it is the only one."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)

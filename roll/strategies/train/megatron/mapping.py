@@ -1,8 +1,8 @@
-"""Which Hugging Face tensors a parameter of megatron-core is made of: one table, read in both directions.
+"""Mapping between Hugging Face tensors and parameters of megatron-core: one table, used in both directions.
 
-A rule names the tensors as they lie in a checkpoint, the dimension that tensor-parallel ranks share out, and how the
-shares of several tensors become one. As each tensor is cut before they are joined, a rank reads nothing but its share,
-and a share taken apart gives contiguous pieces of the tensors.
+A rule names the tensors as they are in a checkpoint, the dimension that tensor-parallel ranks split, and how the shares
+of several tensors are fused into one. Each tensor is cut before it is fused, so a rank reads only its share, and
+splitting a share gives contiguous pieces of the tensors.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from roll.strategies.train.megatron.facts import ModelFacts
 
 
 class Fusion(Protocol):
-    """How shares of several tensors become the share of one, and back."""
+    """A way to fuse shares of several tensors into the share of one, and to split it again."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor from the parts."""
+        """Fuse the parts into one tensor."""
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """The parts; copies where they are not contiguous."""
+        """Return the parts; copies if they are not contiguous."""
 
 
 class Alone:
     """One tensor, unchanged."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `Fusion.join`. The tensor itself."""
+        """Return the only tensor; see `Fusion.join`."""
         return parts[0]
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """See `Fusion.split`. The tensor itself."""
+        """Return the tensor as the only part; see `Fusion.split`."""
         return [joined]
 
 
 class Halves:
-    """The rows of one after those of the other."""
+    """Two tensors, the rows of one after those of the other."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `Fusion.join`. One above the other."""
+        """Put one tensor above the other; see `Fusion.join`."""
         return torch.cat(list(parts))
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """See `Fusion.split`. The upper and the lower half."""
+        """Return the upper and the lower half; see `Fusion.split`."""
         return list(joined.chunk(2))
 
 
@@ -58,16 +58,16 @@ class QueryGroups:
     """Queries, keys and values, interleaved: for each group its queries, its key, its value."""
 
     queries: int
-    """Query heads of a group."""
+    """Number of query heads in a group."""
     head_size: int
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `Fusion.join`. Queries, keys and values, interleaved by group."""
+        """Interleave queries, keys and values by group; see `Fusion.join`."""
         groups = len(parts[1]) // self.head_size
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """See `Fusion.split`. Queries, keys and values of all groups."""
+        """Return queries, keys and values of all groups; see `Fusion.split`."""
         rows = [self.queries * self.head_size, self.head_size, self.head_size]
         groups = joined.reshape(-1, sum(rows), *joined.shape[1:])
         return [part.flatten(0, 1) for part in groups.split(rows, dim=1)]
@@ -75,21 +75,21 @@ class QueryGroups:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter of megatron-core. ``{layer}`` and ``{expert}`` stand for numbers counted over the whole model."""
+    """One parameter of megatron-core. ``{layer}`` and ``{expert}`` stand for numbers counted over the whole model."""
 
     megatron: str
     hugging_face: tuple[str, ...]
     shared_dim: int | None
-    """What tensor-parallel ranks share out; None: each has all of it."""
+    """Dimension that tensor-parallel ranks split; None: each rank has the whole tensor."""
     fusion: Fusion = Alone()
     is_vocabulary: bool = False
-    """Rows are padded to equal shares."""
+    """True if rows are padded to equal shares."""
     may_be_new: bool = False
-    """A checkpoint without it is of a model of another kind; it begins with zeros."""
+    """True if a checkpoint may lack it, as one of another kind of model does. It then begins with zeros."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the parameter's name."""
+        """Pattern that matches the parameter's name."""
         text = re.escape(self.megatron)
         for word in ("layer", "expert"):
             text = text.replace(rf"\{{{word}\}}", rf"(?P<{word}>\d+)")
@@ -97,19 +97,19 @@ class Rule:
 
     @property
     def is_expert(self) -> bool:
-        """Whether there is one for each expert."""
+        """True if there is one such parameter per expert."""
         return "{expert}" in self.megatron
 
     def names(self, layer: int | None, expert: int | None) -> list[str]:
-        """Names of the tensors in a checkpoint."""
+        """Return the names of the tensors in a checkpoint."""
         return [name.format(layer=layer, expert=expert) for name in self.hugging_face]
 
 
 def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
-    """The table for a model: every parameter that megatron-core may have for it, in the order of a checkpoint.
+    """Return the table for a model: every parameter that megatron-core may have for it, in the order of a checkpoint.
 
-    Transformer Engine keeps a norm with the linear layer after it and numbers experts differently, so some tensors have
-    two names on the side of megatron-core.
+    Transformer Engine stores a norm with the linear layer after it and numbers experts differently, so some tensors
+    have two names in megatron-core.
     """
     groups = QueryGroups(facts.heads // facts.query_groups, facts.head_size)
     here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -161,17 +161,20 @@ def _head_rules(facts: ModelFacts) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter stands in the model."""
+    """Position of a parameter in the model."""
 
     rule: int
-    """Number in the table."""
+    """Number of the rule in the table."""
     layer: int | None
     expert: int | None
 
 
 def find_place(rules: Sequence[Rule], name: str, first_layer: int, first_expert: int) -> Place:
-    """What the parameter ``name`` of a model chunk is; the chunk counts its layers from ``first_layer`` of the model,
-    and its experts from ``first_expert``. ``KeyError`` if the table has no such parameter."""
+    """Return the place of the parameter ``name`` of a model chunk.
+
+    The chunk counts its layers from ``first_layer`` of the model, and its experts from ``first_expert``. Raises
+    ``KeyError`` if the table has no such parameter.
+    """
     for number, rule in enumerate(rules):
         match = rule.pattern.fullmatch(name)
         if match:

@@ -1,4 +1,4 @@
-"""Building one rank's part of a model: megatron-core's configuration from facts and options, and its model chunks.
+"""Builds one rank's part of a model: megatron-core's configuration from facts and options, and the rank's model chunks.
 
 Parameters are allocated without values; the checkpoint fills them.
 """
@@ -22,7 +22,8 @@ from roll.strategies.train.megatron_options import MegatronOptions
 
 
 def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> bool:
-    """Whether layers are those of Transformer Engine. ``ValueError`` if they are asked for and not there."""
+    """Return True if layers come from Transformer Engine. Raises ``ValueError`` if they are asked for but not
+    installed."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if options.transformer_impl == "transformer_engine" and not installed:
         raise ValueError("transformer_impl is 'transformer_engine', which is not installed; use 'auto' or 'local'")
@@ -37,7 +38,7 @@ def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> b
 def transformer_config(
     facts: ModelFacts, options: MegatronOptions, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """megatron-core's description of the model and of how it is shared out."""
+    """Return megatron-core's description of the model and of how it is split."""
     return TransformerConfig(
         num_layers=facts.layers,
         hidden_size=facts.hidden_size,
@@ -65,7 +66,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
-        # Losses arrive normalised over the whole batch: gradients are summed, nowhere averaged.
+        # Losses arrive normalised over the whole batch, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
         # Micro-batches differ in width.
         variable_seq_lengths=True,
@@ -100,7 +101,7 @@ def _expert_settings(facts: ModelFacts, options: MegatronOptions) -> dict[str, o
 
 
 def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """This rank's model chunks, their parameters without values. Collective."""
+    """Return this rank's model chunks, with parameters that have no values yet. Collective."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     return [_chunk(facts, config, chunk if chunks > 1 else None).to(device) for chunk in range(chunks)]
 
@@ -129,7 +130,7 @@ def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> G
 
 
 def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """The output, with no way back from where ``token`` was read: as an embedding of PyTorch treats its padding.
+    """Return the output without a gradient where ``token`` was read, like PyTorch's embedding at its padding.
 
     ``output`` is ``[rows, positions, size]``, or this rank's share of the positions as ``[positions, rows, size]``.
     """

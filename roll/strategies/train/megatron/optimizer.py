@@ -1,7 +1,8 @@
-"""Gradients and AdamW of megatron-core, with the meaning that every trainer here gives them.
+"""Gradients and AdamW of megatron-core, with the semantics that all trainers here share.
 
-The norm is that before clipping; an update whose gradient is not finite is skipped; weight decay spares vectors. With
-bfloat16 the optimizer holds float32 weights, shared out over data-parallel ranks by the distributed optimizer.
+The reported norm is the one before clipping. An update whose gradient is not finite is skipped. Weight decay spares
+vectors. With bfloat16 the optimizer holds float32 weights, which the distributed optimizer splits over data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from roll.strategies.train.megatron_options import MegatronOptions
 def wrap_for_gradients(
     chunks: Sequence[GPTModel], config: TransformerConfig, options: MegatronOptions
 ) -> list[DistributedDataParallel]:
-    """Model chunks with float32 gradients that data-parallel ranks add up, once for all micro-batches of a step."""
+    """Wrap model chunks so that data-parallel ranks sum float32 gradients once for all micro-batches of a step."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -47,17 +48,17 @@ def wrap_for_gradients(
 
 
 def _sum_gradients(chunks: list[DistributedDataParallel], _: torch.Tensor | None = None, **settings: object) -> None:
-    """megatron-core's reduction, without its division by a number of tokens: losses are normalised already."""
+    """Reduce gradients with megatron-core, without dividing by a number of tokens: losses are already normalised."""
     finalize_model_grads(chunks, None, **settings)
 
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 weight that the optimizer updates of a parameter, or this rank's part of it."""
+    """The float32 weight that the optimizer updates for a parameter, or this rank's part of it."""
 
     tensor: Tensor
     start: int
-    """Where it begins in the flattened parameter."""
+    """Offset in the flattened parameter."""
     optimizer: torch.optim.Optimizer
 
 
@@ -71,7 +72,7 @@ class Updater:
         options: MegatronOptions,
         dtype: torch.dtype,
     ) -> None:
-        """Collective."""
+        """Build the optimizer. Collective."""
         self._chunks = list(chunks)
         self._weight_decay = arguments.weight_decay
         self._keeps_masters = dtype is torch.bfloat16
@@ -94,11 +95,13 @@ class Updater:
         )
         self._masters = dict(self._find_masters())
         self.updates = 0
-        """Steps that were not skipped."""
+        """Number of updates; skipped steps do not count."""
 
     def full_state(self, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
-        """The float32 weight of a parameter, or a moment (which exists after the first update), in the parameter's
-        shape. Collective over ``group``, the ranks that share it out."""
+        """Return a parameter's float32 weight, or a moment of it, in the parameter's shape.
+
+        Moments exist after the first update. Collective over ``group``, the ranks that split the parameter's state.
+        """
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         master = self._masters.get(parameter)
         if master is not None:
@@ -110,7 +113,7 @@ class Updater:
 
     @torch.no_grad()
     def set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
-        """Put what `full_state` gave where this rank keeps its part of it; a weight also into the model."""
+        """Store a tensor from `full_state` in this rank's part of the state; a weight also in the model."""
         if kind == "weight":
             parameter.copy_(full)
         master = self._masters.get(parameter)
@@ -123,7 +126,7 @@ class Updater:
             master.optimizer.state[master.tensor][kind] = part.to(master.tensor.device, torch.float32, copy=True)
 
     def set_updates(self, updates: int) -> None:
-        """The moments are those after so many updates."""
+        """Declare that the moments are those after this number of updates."""
         self.updates = updates
         for master in self._masters.values():
             if isinstance(master.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
@@ -150,14 +153,16 @@ class Updater:
                 yield parameter, Master(tensor, 0, owners[id(tensor)])
 
     def clear(self) -> None:
-        """Forget the gradients of the last step."""
+        """Clear the gradients of the last step."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
-        """Step unless the gradient is not finite or there is nothing to learn: norm before clipping, and whether the
-        step was skipped. Collective."""
+        """Step unless the gradient is not finite or there is nothing to learn. Collective.
+
+        Returns the norm before clipping, and True if the step was skipped.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
@@ -170,12 +175,12 @@ class Updater:
         return norm, skipped
 
     def reload_weights(self) -> None:
-        """The model's weights were replaced: take them over into the optimizer's float32 ones."""
+        """Copy the model's weights, which were replaced, to the optimizer's float32 weights."""
         self._optimizer.reload_model_params()
 
     def move_states(self, device: torch.device) -> None:
-        """Optimizer state, and the float32 weights that stand beside bfloat16 ones."""
-        for optimizer_state in self._optimizer.state.values():
+        """Move optimizer state, and the float32 weights that exist beside bfloat16 ones."""
+        for _, optimizer_state in self._optimizer.state.items():  # no dictionary: it has nothing else
             for name, value in optimizer_state.items():
                 # Step counters are scalars that AdamW keeps on the CPU.
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -187,7 +192,7 @@ class Updater:
 
 
 def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Master]]:
-    """Of the parameters of which this rank has a part."""
+    """Yield the parameters that this rank has a part of, with their masters."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -198,7 +203,7 @@ def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Pa
 
 
 def free_buffers(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gradients are dropped; weights that lie in one piece for the distributed optimizer go to the CPU."""
+    """Drop the gradients, and move weights in buffers of the distributed optimizer to the CPU."""
     for buffer in _buffers(chunks):
         buffer.offload_to_cpu()
 

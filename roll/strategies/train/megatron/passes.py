@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches, by the pipeline schedule of megatron-core.
 
-Logits exist on the last pipeline stage only, shared out over its tensor-parallel ranks, so results do as well. All
-ranks must run equally many micro-batches: pipelines and experts exchange tensors in each.
+Only the last pipeline stage has logits, split over its tensor-parallel ranks, so only that stage has results. All ranks
+must run equally many micro-batches, because pipelines and experts exchange tensors in each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.strategies.train.microbatches import MicroBatch
 from roll.strategies.train.step import StepMetrics, TrainingStep
 
 UNUSED_WIDTH = 1
-"""The schedule asks for the size of a micro-batch, and reads none where sizes vary."""
+"""Placeholder for the size of a micro-batch. The schedule asks for it, and does not read it if sizes vary."""
 
 
 class Passes:
@@ -37,10 +37,11 @@ class Passes:
         self._kind = facts.kind
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.chunk_elements = CHUNK_ELEMENTS
-        """Logits of a rank that are handled at a time."""
+        """Number of a rank's logits that are handled at a time."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """``[rows, kept]`` of each micro-batch on the last stage, nothing on others. Collective."""
+        """Return the log-probabilities ``[rows, kept]`` of each micro-batch on the last stage; nothing on others.
+        Collective."""
 
         def result(micro_batch: MicroBatch, logits: Tensor, **_: object) -> Tensor:
             return self._logprobs_and_entropy(micro_batch, logits, temperature, False)[0]
@@ -49,7 +50,10 @@ class Passes:
             return self._run(micro_batches, result, forward_only=True)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Of a value model: as `logprobs`."""
+        """Return the values ``[rows, kept]`` of each micro-batch on the last stage; nothing on others. Collective.
+
+        For value models only.
+        """
 
         def result(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
             return _values(micro_batch, output)
@@ -60,7 +64,7 @@ class Passes:
     def accumulate(
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[StepMetrics]:
-        """Add the gradients of all micro-batches of all ranks; metrics on the last stage, nothing on others."""
+        """Sum the gradients of all micro-batches of all ranks. Return metrics on the last stage, nothing on others."""
 
         def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, StepMetrics]:
             if self._kind == "value":
@@ -97,7 +101,7 @@ class Passes:
         return output, partial(result, micro_batch)
 
     def _input(self, micro_batch: MicroBatch) -> Tensor:
-        """Sequence parallelism shares out positions equally, so their number is rounded up."""
+        """Return the token ids, padded to a multiple of the shares that sequence parallelism splits positions into."""
         ids = micro_batch.input_ids
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
         return functional.pad(ids, (0, -ids.shape[1] % shares))
@@ -117,17 +121,17 @@ class Passes:
 
 
 def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
-    """float32 ``[rows, kept]``: of the state before each target."""
+    """Return float32 ``[rows, kept]``: the value of the state before each target."""
     return output[:, micro_batch.positions, 0].float()
 
 
 def on_last_stage() -> bool:
-    """Whether this rank has logits."""
+    """Return True if this rank has logits."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def from_last_stage(value: dict[str, float] | None, device: torch.device) -> dict[str, float]:
-    """What the last stage has, on all stages. Collective. ``ValueError`` if it has nothing."""
+    """Return the last stage's ``value`` on all stages. Collective. Raises ``ValueError`` if the last stage has none."""
     group = parallel_state.get_pipeline_model_parallel_group()
     box = [value]
     if group.size() > 1:

@@ -1,4 +1,4 @@
-"""The Hugging Face model that a Megatron model stands for, where only its weights are at hand."""
+"""The Hugging Face model that a Megatron model stands for, to be combined with the trained weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def hugging_face_model(setup: TrainerSetup) -> PreTrainedModel:
-    """Like the one that the trainer began with, but of its kind; without weights."""
+    """Return a model like the one that the trainer began with, but of the trainer's kind and without weights."""
     trusted, kind = setup.model_args.trust_remote_code, setup.kind
     labels = {} if kind == "policy" else {"num_labels": 1}
     config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=trusted, **labels)

@@ -1,7 +1,7 @@
-"""The training state of `megatron_train`: float32 weights and moments, as parts of tensors of the Hugging Face model.
+"""Training state of `megatron_train`: float32 weights and moments, as parts of tensors of the Hugging Face model.
 
-So a state knows nothing of the layout that it was taken in: each rank of another layout, and every other trainer, finds
-its share by name. One parameter is gathered at a time, over the ranks that share out its optimizer state.
+The state is independent of the layout in which it was saved: each rank of another layout, or of any other trainer,
+finds its share by name. One parameter is gathered at a time, over the ranks that split its optimizer state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll.strategies.train.sharded_state import MOMENTS, Part, SavedState, commo
 
 
 def state_parts(weights: ModelWeights, updater: Updater) -> Iterator[Part]:
-    """Copies of this rank's part. Collective."""
+    """Yield copies of this rank's part of the state. Collective."""
     for own in weights.parameters:
         copies = weights.copies(own)
         for kind in _kinds(updater.updates):
@@ -28,12 +28,12 @@ def state_parts(weights: ModelWeights, updater: Updater) -> Iterator[Part]:
 
 
 def update_counts(weights: ModelWeights, updater: Updater) -> dict[str, int]:
-    """How often each weight was updated; none before the first time."""
+    """Return how often each weight was updated; empty before the first update."""
     return dict.fromkeys(weights.names, updater.updates) if updater.updates else {}
 
 
 def restore_state(weights: ModelWeights, updater: Updater, state: SavedState) -> None:
-    """Fill weights and optimizer. Raises `UnfitState` if the state is not of this model."""
+    """Restore weights and optimizer from a state. Raises `UnfitState` if the state is not of this model."""
     state.require_weights(weights.names)
     updates = common_updates(state)
     for own in weights.parameters_and_copies:

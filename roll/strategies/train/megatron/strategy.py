@@ -1,9 +1,9 @@
-"""`megatron_train`: one rank of a trainer whose model is shared out over tensor-, pipeline- and expert-parallel ranks.
+"""`megatron_train`: one rank of a trainer whose model is split over tensor-, pipeline- and expert-parallel ranks.
 
-Data-parallel ranks (all ranks divided by tensor- times pipeline-parallel ones) share out the samples. The meaning of
-every number is that of `fsdp2_train`: losses are normalised over the whole batch, gradients are float32, an update
-that is not finite is skipped, dropout is off. megatron-core keeps its process groups per process, so a process holds
-one trainer at a time.
+Data-parallel ranks split the samples; their number is that of all ranks divided by the tensor- times the
+pipeline-parallel size. All semantics are those of `fsdp2_train`: losses are normalised over the whole batch, gradients
+are float32, an update that is not finite is skipped, dropout is off. megatron-core keeps its process groups per
+process, so a process holds one trainer at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from roll.strategies.train.step import Objective, TrainingStep, combined_metrics
 
 
 class MegatronTrainStrategy:
-    """See `TrainStrategy` for the contract of each method."""
+    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup = setup
@@ -53,7 +53,7 @@ class MegatronTrainStrategy:
     def initialize(self) -> None:
         """Check the layout, join the process groups, load this rank's share, build optimizer and schedule. Collective.
 
-        ``ValueError`` for a model or a layout that cannot be, before any weight is read.
+        Raises ``ValueError`` for an impossible model or layout before any weight is read.
         """
         setup = self.setup
         self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
@@ -80,17 +80,17 @@ class MegatronTrainStrategy:
         self.optimizer_steps = 0
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
         return self._for_each_token(batch, lambda parts: self.passes.logprobs(parts, temperature))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        """The critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
         return self._for_each_token(batch, self.passes.values)
 
     def _for_each_token(
         self, batch: SampleBatch, compute: Callable[[Sequence[MicroBatch]], list[Tensor]]
     ) -> np.ndarray:
-        """What ``compute`` gives for the targets of each micro-batch, at their places. Collective."""
+        """Return ``compute``'s results for the targets of each micro-batch, at the targets' places. Collective."""
         wanted = predicted_tokens(batch)
         values = np.zeros(len(wanted), dtype=np.float32)
         rows = self._rows(batch, self.setup.infer_limits)
@@ -99,18 +99,18 @@ class MegatronTrainStrategy:
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for part, micro_batch, result in zip(rows, micro_batches, results, strict=bool(results)):
                 scatter_to_tokens(result.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
-        # Each token is non-zero on one rank only, so this sum changes no bit of it.
+        # Each token is non-zero on one rank only, so this sum keeps every bit.
         shared = torch.from_numpy(values)
         dist.all_reduce(shared)
         return shared.numpy()
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """One optimizer step; the loss is normalised over all samples of the batch, whichever rank has them.
+        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
 
-        Only tokens of the ``loss_mask`` are trained on (without that field: of the response mask). Metrics: those of
-        the objective, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was
-        not finite, or no token was left to train on). ``ValueError`` if the batch lacks a field, ``RuntimeError`` on a
-        forward-only role.
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
+        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
+        a forward-only role.
         """
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
@@ -133,22 +133,24 @@ class MegatronTrainStrategy:
         }
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
+        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
 
         A tensor is valid until the next one is drawn.
         """
         return self.weights.stream()
 
     def export(self) -> ModelExport | None:
-        """Weights, configuration and tokenizer; see `TrainStrategy`. With bfloat16 the weights are those that the model
-        computes with."""
+        """Return weights, configuration and tokenizer; see `TrainStrategy`.
+
+        With bfloat16 the weights are those that the model computes with.
+        """
         weights = copied_weights(self.named_weights(), self.setup)
         return None if weights is None else build_export(hugging_face_model(self.setup), weights, self.setup)
 
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.
 
-        Raises ``ValueError`` naming what differs if the export does not fit the model.
+        Raises ``ValueError`` naming the differences if the export does not fit the model.
         """
         found = vars(read_facts(path, self.setup.model_args.trust_remote_code, self.setup.kind))
         differences = [
@@ -162,17 +164,17 @@ class MegatronTrainStrategy:
             self.updater.reload_weights()
 
     def snapshot(self) -> StateSnapshot:
-        """Copies of this rank's part of each tensor; see `TrainStrategy`."""
+        """Copy this rank's part of each tensor; see `TrainStrategy`."""
         facts = {"optimizer_steps": self.optimizer_steps, "updates": update_counts(self.weights, self.updater)}
         return StateSnapshot(list(state_parts(self.weights, self.updater)), facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
-        """See `TrainStrategy`; the layout may be another one."""
+        """Resume from a snapshot, which may come from another layout; see `TrainStrategy`."""
         restore_state(self.weights, self.updater, state)
         self.optimizer_steps = state.facts["optimizer_steps"]
 
     def offload_states(self) -> None:
-        """Move weights and optimizer state to the CPU, drop gradients. Nothing to do on a CPU."""
+        """Move weights and optimizer state to the CPU and drop gradients. Nothing to do on a CPU."""
         if self.setup.device == "cuda":
             if not self.setup.forward_only:
                 self.updater.move_states(torch.device("cpu"))
@@ -212,9 +214,10 @@ class MegatronTrainStrategy:
             self.weights.fill(files)
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """The micro-batches of this rank, which are those of all ranks that hold its copy of the model.
+        """Return this rank's micro-batches, which all ranks that hold the same copy of the model share.
 
-        The interleaved schedule takes them in groups of as many as there are stages.
+        The interleaved schedule takes micro-batches in groups of the number of stages, so the list is padded to whole
+        groups.
         """
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         rows = plan_micro_batches(batch.lengths, ranks, limits)[rank]
@@ -222,7 +225,7 @@ class MegatronTrainStrategy:
         return rows + [[] for _ in range(-len(rows) % group)]
 
     def _move_weights(self, device: torch.device) -> None:
-        """Weights that do not lie in the buffers of the distributed optimizer."""
+        """Move the weights that are not in buffers of the distributed optimizer."""
         if self.setup.forward_only or not self.options.use_distributed_optimizer:
             for chunk in self.chunks:
                 chunk.to(device)

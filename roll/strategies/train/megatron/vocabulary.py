@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies where each tensor-parallel rank has the logits of its share of the vocabulary.
+"""Log-probabilities and entropies for logits whose vocabulary is split over tensor-parallel ranks.
 
 Only maxima, sums and chosen logits travel between ranks, never logits. Rows that pad the vocabulary to a multiple of
-the ranks take no part in the distribution. Exact in float32 whatever the precision of the logits.
+the ranks take no part in the distribution. Results are exact in float32, whatever the precision of the logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**26
-"""Logits of this rank that have a float32 copy at a time."""
+"""Number of this rank's logits that have a float32 copy at a time."""
 
 
 def parallel_logprobs_and_entropy(
@@ -26,12 +26,13 @@ def parallel_logprobs_and_entropy(
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and the entropy (nats) of each distribution. Collective.
+    """Return log softmax(logits / temperature) at the targets, and the entropy (nats) of each distribution. Collective.
 
-    ``logits`` ``[..., share]``: this rank's part of a vocabulary that was padded from ``vocabulary`` tokens to equal
-    shares of all ranks of ``group``; ``targets`` int ``[...]``, equal on all ranks. Returns float32 ``[...]`` twice,
-    equal on all ranks; the entropy carries a gradient only if asked for. As the results are shared, each rank must
-    receive the same gradients, and gives its own logits theirs. ``ValueError`` for a temperature that is not positive.
+    ``logits`` ``[..., share]`` is this rank's part of a vocabulary that was padded from ``vocabulary`` tokens to equal
+    shares for all ranks of ``group``. ``targets`` is int ``[...]``, equal on all ranks. Returns float32 ``[...]``
+    twice, equal on all ranks. The entropy carries a gradient only if asked for. Each rank must receive the same
+    gradients of the shared results; each computes those of its own logits. Raises ``ValueError`` for a temperature that
+    is not positive.
     """
     if temperature <= 0:
         raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
@@ -49,7 +50,8 @@ def parallel_logprobs_and_entropy(
 
 
 class _ParallelLogprobs(torch.autograd.Function):
-    """``logits`` ``[rows, share]``, ``targets`` ``[rows]`` counted from the share's first token."""
+    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, counted from the share's first
+    token."""
 
     @staticmethod
     def forward(
@@ -73,7 +75,7 @@ class _ParallelLogprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         normalizer, chosen, weighted = sums
         entropy = normalizer.log() - weighted / normalizer
-        # The backward pass computes the float32 copy again; the logits themselves are there anyway.
+        # The backward pass computes the float32 copy again. The logits themselves stay in memory anyway.
         ctx.save_for_backward(logits, largest + normalizer.log(), entropy, here, index)
         ctx.temperature = temperature
         ctx.entropy_gradient = entropy_gradient
@@ -84,7 +86,10 @@ class _ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H) for the scaled logits x."""
+        """Return the gradients of the logits.
+
+        d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H) for the scaled logits x.
+        """
         logits, log_normalizer, entropy, here, index = ctx.saved_tensors
         log_probabilities = (logits.float() / ctx.temperature).sub_(log_normalizer[:, None])
         factor = logprob_gradient[:, None]

@@ -1,8 +1,8 @@
-"""The weights of a model in megatron-core's layout: filled from a checkpoint, and streamed back under its names.
+"""The weights of a model in megatron-core's layout: loaded from a checkpoint, and streamed back under its names.
 
-Each rank reads its own share. Streaming gathers one tensor at a time (the experts of one layer are one tensor in a
-Hugging Face model) over tensor- and expert-parallel ranks and sends it to the other pipeline stages, so beside the
-model there is never more than that tensor and its shares.
+Each rank reads its own share. Streaming gathers one tensor at a time over tensor- and expert-parallel ranks and sends
+it to the other pipeline stages. (The experts of one layer are one tensor in a Hugging Face model.) Beside the model,
+memory never holds more than that tensor and its shares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL_EXPERTS = {
     "gate_proj": "model.layers.{layer}.mlp.experts.gate_up_proj",
     "down_proj": "model.layers.{layer}.mlp.experts.down_proj",
 }
-"""Experts of a layer as one parameter of the Hugging Face model, by a word in their names on disk."""
+"""Word in an expert's names on disk -> the Hugging Face model's parameter that holds all experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -38,45 +38,45 @@ class OwnParameter:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a parameter of this rank has of one tensor of the Hugging Face model."""
+    """The part of one Hugging Face tensor that a parameter of this rank holds."""
 
     name: str
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Offset in the whole tensor, per dimension."""
     shape: tuple[int, ...]
-    """Without the rows that pad the vocabulary."""
+    """Shape without the rows that pad the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The ranks that have the same parameter, with the same values."""
+    """The ranks that hold the same parameter with the same values."""
 
     group: dist.ProcessGroup
-    """Those of them that share out its optimizer state."""
+    """The ranks among them that split the parameter's optimizer state."""
     number: int
-    """This rank among all of them."""
+    """Number of this rank among all of them."""
     count: int
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """One step of the stream: the tensors that come of a rule in a layer. Known to all ranks."""
+    """One step of the stream: the tensors that one rule gives in one layer. Known to all ranks."""
 
     stage: int
-    """The pipeline stage that has them."""
+    """Pipeline stage that has the tensors."""
     rule: int
     layer: int | None
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the whole tensors, padding included."""
+    """Shapes of the whole tensors, padding included."""
 
 
 class ModelWeights:
-    """This rank's parameters and what they are in the checkpoint."""
+    """This rank's parameters and their counterparts in the checkpoint."""
 
     def __init__(self, chunks: Sequence[GPTModel], facts: ModelFacts) -> None:
-        """Collective."""
+        """Find this rank's parameters and plan the stream. Collective."""
         self.facts = facts
         self._rules = weight_rules(facts)
         self._own = [own for chunk in chunks for own in self._parameters_of(chunk)]
@@ -85,7 +85,8 @@ class ModelWeights:
         self._plan = self._make_plan()
 
     def fill(self, files: CheckpointFiles) -> None:
-        """Copy the values from a checkpoint. ``ValueError`` names a tensor that is missing or has another shape."""
+        """Copy the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or has another
+        shape."""
         needed = (own for own in self._own if not self._rules[own.place.rule].may_be_new)
         lacking = files.missing(name for own in needed for name in self._names(own.place))
         if lacking:
@@ -97,21 +98,21 @@ class ModelWeights:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors of the Hugging Face model, whoever has them."""
+        """Names of all tensors of the Hugging Face model, on whichever stage they are."""
         return [name for step in self._plan for name in step.names]
 
     @property
     def parameters(self) -> list[OwnParameter]:
-        """Those of this rank; what another stage has too is left out there where it is not the first."""
+        """This rank's parameters, except copies of another stage's: a shared one is listed on its first stage only."""
         return [own for own in self._own if not self._is_copy(own)]
 
     @property
     def parameters_and_copies(self) -> list[OwnParameter]:
-        """Those of this rank."""
+        """All parameters of this rank."""
         return list(self._own)
 
     def copies(self, own: OwnParameter) -> Copies:
-        """Which ranks have this parameter."""
+        """Return which ranks have this parameter."""
         rule = self._rules[own.place.rule]
         if rule.is_expert:
             group, shift = parallel_state.get_expert_data_parallel_group(), own.place.expert
@@ -121,11 +122,11 @@ class ModelWeights:
         number, count = group.rank(), group.size()
         if equal is not None:
             number, count = number * equal.size() + equal.rank(), count * equal.size()
-        # Experts take turns in being the first rank's.
+        # Shift the numbering by the expert, so that not every expert's first part falls to the first rank.
         return Copies(group, (number + shift) % count, count)
 
     def pieces(self, own: OwnParameter) -> list[Piece]:
-        """The tensors that a parameter belongs to, in the order of `split`."""
+        """Return the pieces of Hugging Face tensors that a parameter holds, in the order of `split`."""
         rule, place = self._rules[own.place.rule], own.place
         group = self._tensor_group(rule)
         pieces, rows_before = [], 0
@@ -151,7 +152,7 @@ class ModelWeights:
         return pieces
 
     def split(self, own: OwnParameter, tensor: Tensor) -> list[Tensor]:
-        """The pieces of a tensor of a parameter's shape."""
+        """Split a tensor of the parameter's shape into its pieces."""
         parts = self._rules[own.place.rule].fusion.split(tensor)
         return [
             part[: piece.shape[0]] if len(piece.shape) == part.ndim else part[None]
@@ -167,7 +168,7 @@ class ModelWeights:
         return rule.fusion.join(parts)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
+        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
 
         A tensor is valid until the next one is drawn.
         """
@@ -191,8 +192,10 @@ class ModelWeights:
             yield OwnParameter(find_place(self._rules, name, first_layer, first_expert), parameter)
 
     def _mark_shares(self) -> None:
-        """Say which parameters differ between tensor-parallel ranks: the norm of the gradient counts the others once.
-        megatron-core does so itself where it initialises the values."""
+        """Mark parameters that differ between tensor-parallel ranks: the norm of the gradient counts all others once.
+
+        megatron-core marks them itself only when it initialises the values.
+        """
         for own in self._own:
             dim = self._rules[own.place.rule].shared_dim
             if dim is not None and not hasattr(own.parameter, "tensor_model_parallel"):
@@ -202,7 +205,7 @@ class ModelWeights:
         return self._rules[place.rule].names(place.layer, place.expert)
 
     def _model_names(self, place: Place) -> list[str]:
-        """Names in the Hugging Face model, which has the experts of a layer in one parameter."""
+        """Return names in the Hugging Face model, which has the experts of a layer in one parameter."""
         names = self._names(place)
         if not self._rules[place.rule].is_expert:
             return names
@@ -241,7 +244,7 @@ class ModelWeights:
         return tuple(size * shares if dim == rule.shared_dim else size for dim, size in enumerate(part))
 
     def _make_plan(self) -> list[Streamed]:
-        """All steps of all stages, in the order of a checkpoint."""
+        """Return the steps of all stages, in the order of a checkpoint."""
         own = list(dict.fromkeys(self._step_of(own) for own in self._own if not self._is_copy(own)))
         by_stage: list[list[Streamed]] = [[] for _ in range(self._stages.size())]
         dist.all_gather_object(by_stage, own, group=self._stages)
@@ -257,7 +260,7 @@ class ModelWeights:
         return self.facts.experts.experts
 
     def _is_copy(self, own: OwnParameter) -> bool:
-        """Whether another stage has it too: a tied output layer on the last stage."""
+        """Return True if another stage holds the parameter too: a tied output layer on the last stage."""
         return self.facts.tied and self._rules[own.place.rule].megatron == "output_layer.weight"
 
     def _step_of(self, own: OwnParameter) -> Streamed:
@@ -271,7 +274,7 @@ class ModelWeights:
         return Streamed(self._stages.rank(), place.rule, place.layer, tuple(names), tuple(shapes))
 
     def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:
-        """Whole tensors from this rank's shares: of one parameter, or of all its experts."""
+        """Return whole tensors from this rank's shares of one parameter, or of all its experts."""
         if not rule.is_expert:
             return self._gather_shares(rule, shares[0])
         stacked = torch.stack([torch.cat(self._gather_shares(rule, share)) for share in shares])
@@ -295,19 +298,19 @@ class ModelWeights:
 
 
 def _position(layer: int | None, rule: int, rules: int) -> float:
-    """Embedding, layers, then what follows them."""
+    """Return a sort key: first the embedding, then the layers, then what follows them."""
     if layer is not None:
         return layer
     return -1.0 if rule == 0 else float("inf")
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros below, to so many rows."""
+    """Return the tensor padded below with zeros to ``rows`` rows."""
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of the group."""
+    """Return the tensors of all ranks of the group."""
     if group.size() == 1:
         return [tensor]
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]

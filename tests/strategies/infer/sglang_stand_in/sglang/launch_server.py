@@ -12,6 +12,7 @@ from aiohttp import web
 
 from sglang.srt.server_args import ServerArgs
 from sglang.stand_in_scheduler import Req, Scheduler
+from tests.strategies.infer.sglang_interface import problems_of_call, unknown_in_answer
 
 
 def run_server(server_args: ServerArgs) -> None:
@@ -19,6 +20,12 @@ def run_server(server_args: ServerArgs) -> None:
     web.run_app(
         StandIn(server_args).app(), host=server_args.host, port=server_args.port, print=None, shutdown_timeout=0.1
     )
+
+
+def check_answer(path: str, content: object) -> None:
+    """Fail where this answer has a name that the real server's has not."""
+    unknown = unknown_in_answer(path, content)
+    assert not unknown, f"SGLang's answer to {path} has no {sorted(unknown)}"
 
 
 class StandIn:
@@ -50,7 +57,14 @@ class StandIn:
     async def _authorised(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.args.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
+        body = await request.json() if request.can_read_body else None
+        problems = problems_of_call(request.method, request.path, request.query, body)
+        if problems:
+            return web.json_response({"error": {"message": "; ".join(problems)}}, status=422)
+        answer = await handler(request)
+        if isinstance(answer, web.Response) and answer.status == 200 and answer.content_type == "application/json":
+            check_answer(request.path, json.loads(answer.text))
+        return answer
 
     async def _begin(self, app: web.Application) -> None:
         self.loop = asyncio.create_task(self._schedule())
@@ -93,7 +107,9 @@ class StandIn:
             told["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         if req.finished is not None:
             told["weight_versions"] = req.spans(self.scheduler.version)
-        self.outputs[req.rid].put_nowait({"output_ids": req.output_ids[new], "meta_info": told})
+        message = {"output_ids": req.output_ids[new], "meta_info": told}
+        check_answer("/generate", message)
+        self.outputs[req.rid].put_nowait(message)
         req.sent = len(req.output_ids)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

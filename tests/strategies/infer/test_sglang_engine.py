@@ -1,5 +1,5 @@
-"""What SGLang's adapter does in its own way, against a running server; what it has in common with others is in
-`test_engine_contract.py`.
+"""SGLang's adapter against a running server: what every engine promises (`engine_contract.py`), and what SGLang does in
+its own way.
 
 Every test runs with the stand-in (tests/strategies/infer/sglang_stand_in says what that shows), those of what SGLang
 itself samples also with SGLang, where it and a GPU are.
@@ -18,23 +18,17 @@ from transformers import LlamaForCausalLM
 from roll.strategies.infer.base import EngineFailed, WeightMismatch
 from roll.strategies.weights import tensor_checksum
 from tests.strategies.infer.engine_checks import full_scores, logits_of
-from tests.strategies.infer.engines import PROMPT, begun
+from tests.strategies.infer.engine_contract import *  # noqa: F403
+from tests.strategies.infer.engines import PROMPT, begun, still_there
 from tests.strategies.infer.sglang_helpers import running_stand_in
 from tests.strategies.infer.vllm_helpers import MAX_LENGTH, request
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("aiohttp"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=["sglang_stand_in", "sglang_server"])
 def engine(request):
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def published(engine):
-    """The engine, holding the first model's weights."""
-    engine.publish(engine.model)
-    return engine
 
 
 def test_a_continued_response_goes_on_with_the_tokens_of_its_seed(published):
@@ -89,10 +83,11 @@ def test_a_request_aborted_while_paused_ends_at_once(published):
 
     async def scenario():
         running = [asyncio.create_task(strategy.generate(request(f"r{i}", 150, ignore_eos=True))) for i in range(2)]
-        await begun(strategy, 2, 4)
+        await begun(strategy, running, 4)
         await strategy.pause("keep")
+        still_there(strategy, 2)
         await strategy.abort(["r0"])
-        aborted = await asyncio.wait_for(running[0], 10)
+        aborted = await asyncio.wait_for(running[0], 60)
         await strategy.resume()
         return aborted, await running[1]
 
@@ -151,7 +146,7 @@ def test_an_engine_of_shared_devices_gives_its_memory_up_and_takes_it_back(fault
 
     async def scenario():
         running = asyncio.create_task(strategy.generate(request("a", 100, seed=4, ignore_eos=True)))
-        await begun(strategy, 1, 8)
+        await begun(strategy, [running], 8)
         await strategy.pause("keep")
         assert await state() == {"running": 0, "released": False}
         await strategy.sleep()
@@ -207,7 +202,7 @@ def test_a_server_that_dies_is_reported_to_every_request_and_call(faulty):
 
     async def scenario():
         running = [asyncio.create_task(strategy.generate(request(str(i), 120, ignore_eos=True))) for i in range(4)]
-        await begun(strategy, 4, 4)
+        await begun(strategy, running, 4)
         psutil.Process(strategy._server._process.pid).kill()
         later = (strategy.progress({}), strategy.generate(request("later")), strategy.pause("keep"))
         for failing in (*running, *later):

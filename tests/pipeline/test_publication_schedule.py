@@ -1,0 +1,267 @@
+"""Which versions reach the engines, and what a validation holds up: the real stages, scheduler and pool, virtual time.
+
+Only the ends are stood in for: a trainer whose steps take ten seconds, and engines whose tokens do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from roll.configs import derived
+from roll.configs.loader import config_from_tree
+from roll.data.records import Group, Prompt, Sample
+from roll.distributed.canaries import CanaryScores
+from roll.pipeline.channel import Channel
+from roll.pipeline.device_lock import build_device_locks
+from roll.pipeline.run import build_scheduler, publish_initial
+from roll.pipeline.stage import StageGraph
+from roll.pipeline.stages import ParamUpdateStage, RolloutStage, TrainStage
+from roll.pipeline.step_counter import StepCounter
+from roll.pipeline.validation import ValidationResult
+from roll.rollout.clock import run_virtual
+from roll.tracking.timeline import Timeline
+from tests.distributed.local_engines import LocalPool, publication, request, scripted_scores
+
+VALIDATION_SECONDS = 60.0
+
+
+class Trainer:
+    """A `TrainerGroup` without weights. It trains on what it is given, and notes what was asked of it."""
+
+    def __init__(self) -> None:
+        self.trained_on: list[set[int]] = []
+        """Versions of the tokens of each step."""
+        self.sent: list[int] = []
+        self._gathered: set[int] = set()
+
+    async def train(self, batch, objective, plan):
+        await asyncio.sleep(10)  # longer than a publication, so that a step ends while a validation runs
+        self.trained_on.append(set(batch.tokens["versions"][batch.tokens["response_mask"]].tolist()))
+        return {}
+
+    async def gather(self, version, half, dtype, bucket_bytes):
+        self._gathered.add(version)
+
+    async def send(self, version):
+        self._gathered.remove(version)
+        self.sent.append(version)
+        return replace(publication(version), seconds={"gather": 3.0, "send": 4.0})
+
+
+class Canaries:
+    """A sequence of which engines and trainer say the same."""
+
+    async def score(self, trainer, version):
+        tokens = [np.array([2, 3, 5], dtype=np.int32)]
+        return CanaryScores(version, tokens, [scripted_scores(each, version) for each in tokens], 0.1)
+
+
+class Checkpoints:
+    """A `Checkpointer` that takes one after each second step."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        self.events = events
+
+    def due(self, step):
+        return step % 2 == 0
+
+    async def take(self, step, progress, memory):
+        self.events.append(("taken", step))
+
+    async def step_recorded(self, step):
+        self.events.append(("recorded", step))
+
+
+class Recorder:
+    """A `RunRecorder` that keeps the metrics of each step."""
+
+    def __init__(self, folder, events: list[tuple[str, int]]) -> None:
+        self.events = events
+        self.timeline = Timeline(folder / "timeline.json")
+        self.steps: dict[int, dict[str, float]] = {}
+        self.validated: list[int] = []
+
+    def busy(self, role):
+        return nullcontext()
+
+    def validating(self, version):
+        return nullcontext()
+
+    def count_tokens(self, role, tokens):
+        pass
+
+    def start_clock(self):
+        pass
+
+    def before_training(self, metrics):
+        self.steps[0] = metrics
+
+    async def validation(self, result):
+        self.validated.append(result.version)
+
+    async def step(self, batch, scheduler, pool, workers):
+        self.steps[batch.step + 1] = batch.metrics
+        self.events.append(("written", batch.step + 1))
+
+    async def sync(self):
+        self.events.append(("synced", max(self.steps)))
+
+
+class Validator:
+    """Takes a minute, and notes how many training groups begin meanwhile."""
+
+    def __init__(self, run: Run) -> None:
+        self.run_of = run
+        self.begun_during: dict[int, int] = {}
+
+    async def run(self, version):
+        before = self.run_of.scheduler.ledger.issued
+        await asyncio.sleep(VALIDATION_SECONDS)
+        self.begun_during[version] = self.run_of.scheduler.ledger.issued - before
+        return ValidationResult(version, {"val/addition/accuracy": 1.0}, [])
+
+
+class Run:
+    """A run of a whole configuration, as `run_pipeline` wires it."""
+
+    def __init__(self, folder, monkeypatch, **changes) -> None:
+        small = {"rollout_batch_size": 2, "num_return_sequences_in_group": 1, **changes}
+        self.config = config_from_tree(tiny_config(folder, **small))
+        self.folder = folder
+        self.local = lambda: LocalPool(monkeypatch, replicas=2)
+        self.trainer = Trainer()
+        self.events: list[tuple[str, int]] = []
+        """Records and checkpoints, in order."""
+        self.recorder = Recorder(folder, self.events)
+        self.announced_to_chaos: list[int] = []
+        self.validator = Validator(self)
+
+    async def rollout(self, ticket) -> Group:
+        completion = await self.pool.generate(
+            request(f"{ticket.group_id}-{ticket.attempt}"), min_version=ticket.start_version
+        )
+        tokens = np.concatenate([[7], completion.token_ids]).astype(np.int32)
+        mask, versions = tokens == tokens, np.concatenate([[-1], completion.versions]).astype(np.int32)
+        mask[0] = False
+        sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, "stop", score=1.0)
+        return Group(ticket.group_id, Prompt("p", "addition", tokens[:1], "text"), [sample])
+
+    def context(self, pool) -> SimpleNamespace:
+        config = self.config
+        side = SimpleNamespace(
+            source=lambda: iter(range(10_000)), metrics=dict, sample_metrics="reward", workers=SimpleNamespace()
+        )
+        self.pool = pool
+        self.scheduler = build_scheduler(config, side, self.rollout)
+        self.scheduler.pause_admission()
+        locks = build_device_locks({"actor_train": [0], "actor_infer": [1]})
+
+        async def undisturbed(version):
+            self.announced_to_chaos.append(version)
+
+        return SimpleNamespace(
+            config=config,
+            scheduler=self.scheduler,
+            trainer=self.trainer,
+            pool=pool,
+            side=side,
+            validator=self.validator,
+            locks=locks,
+            hold=lambda role: lambda: locks[role].hold(role),
+            recorder=self.recorder,
+            objective=SimpleNamespace(token_fields=()),
+            needs_proximal=False,
+            steps=StepCounter(),
+            canaries=Canaries(),
+            mismatch_alarm=None,
+            max_staleness=derived.resolved_max_staleness(config),
+            train_temperature=1.0,
+            checkpoints=Checkpoints(self.events),
+            chaos=SimpleNamespace(publication=undisturbed),
+            first_step=0,
+        )
+
+    def run(self) -> Run:
+        async def main():
+            local = self.local()
+            await local.pool.start()
+            context = self.context(local.pool)
+            first, second = Channel("after rollout"), Channel("after train")
+            rollout, train = RolloutStage(context, None, first), TrainStage(context, first, second)
+            graph = StageGraph([rollout, train, ParamUpdateStage(context, second, None)])
+            background = [("scheduler", self.scheduler.run), ("engine", local.pool.run)]
+            await graph.run(background, lambda: publish_initial(context))
+            self.held_at_the_end = [handle.engine.version for handle in local.handles]
+            local.witness.testify()
+
+        run_virtual(main())
+        self.recorder.timeline.close()
+        return self
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return lambda **changes: Run(tmp_path, monkeypatch, **changes).run()
+
+
+@pytest.mark.parametrize(
+    ("interval", "sent"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (3, [0, 3, 5]), (9, [0, 5])]
+)
+def test_every_nth_version_is_published_and_the_last_one(run, interval, sent):
+    done = run(max_steps=5, weight_update__interval_steps=interval)
+    assert done.trainer.sent == sent
+    assert done.held_at_the_end == [5, 5], "the engines end with what was trained last"
+    assert done.trainer.trained_on == [{step - step % interval} for step in range(5)]
+    assert done.scheduler.snapshot().version == 5
+    assert done.announced_to_chaos == sent
+    for step, metrics in done.recorder.steps.items():
+        told = {"gather", "send", "fetch", "load", "stall"} if step in sent else set()
+        weights = {name for name in metrics if name.startswith("weights/")}
+        assert weights == {f"weights/{each}_seconds" for each in told}
+        assert metrics.get("mismatch/canary_abs_mean", 0.0 if step not in sent else None) == 0.0
+
+
+def test_a_checkpoint_is_completed_when_the_record_of_its_step_is_on_the_disk(run):
+    events = run(max_steps=4).events
+    for step in (2, 4):
+        known = [name for name, number in events if number == step]
+        assert known == ["taken", "written", "synced", "recorded"]
+    assert [name for name, number in events if number in (1, 3)] == ["written", "written"]
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "sent", "validated"),
+    [(3, [0, 3, 4, 6, 7], [0, 3, 6, 7]), (1, list(range(8)), list(range(8))), (0, [0, 4, 7], [])],
+)
+def test_what_is_validated_is_published_whatever_the_interval(run, eval_steps, sent, validated):
+    done = run(
+        max_steps=7,
+        weight_update__interval_steps=4,
+        eval_steps=eval_steps,
+        validation={"data_args": {"file_name": "val.jsonl"}},
+    )
+    assert done.trainer.sent == sent and done.recorder.validated == validated
+    told = {step for step, metrics in done.recorder.steps.items() if metrics.get("val/addition/accuracy") == 1.0}
+    assert told == set(validated)
+
+
+@pytest.mark.parametrize("mode", ["pause", "overlap"])
+def test_no_group_begins_during_a_validation_that_pauses_the_rollout(run, mode):
+    """Room for more comes twice while it runs: with the version, and with the training step that ends meanwhile."""
+    done = run(
+        max_steps=6,
+        eval_steps=2,
+        async_generation_ratio=1,
+        max_staleness=2,
+        validation={"mode": mode, "data_args": {"file_name": "val.jsonl"}},
+    )
+    begun = done.validator.begun_during
+    assert sorted(begun) == [0, 2, 4, 6] and any(begun.values()) == (mode == "overlap")
+    assert done.scheduler.ledger.consumed == 12 == done.scheduler.ledger.issued

@@ -1,0 +1,61 @@
+"""One Ray for all tests of a process: it takes seconds to start, and nothing of a test stays in it. Its workers are
+warm (tests/warm_workers.py).
+
+Who tests how Ray starts or ends starts one of his own, by the address "local" or as a `Cluster`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests import warm_workers as warm
+
+ROOT = Path(__file__).parents[1]
+PLACES = 4
+"""CPUs that it offers: more roles than these no run of a test puts side by side."""
+
+QUIET = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+"""Processes of Ray that nobody here needs."""
+
+
+@contextmanager
+def running_cluster() -> Iterator[str]:
+    """A cluster of one node, by its address. Each run connects to it and leaves it."""
+    from ray.cluster_utils import Cluster
+
+    paths = [str(ROOT), str(ROOT / "tests" / "pipeline"), os.environ.get("PYTHONPATH", "")]
+    with ExitStack() as stack:
+        with environment(PYTHONPATH=os.pathsep.join(path for path in paths if path)):
+            address = stack.enter_context(warm.warm_workers())
+            with environment(**address):
+                head = {"num_cpus": PLACES, "setup_worker_path": warm.__file__, **QUIET}
+                cluster = Cluster(initialize_head=True, head_node_args=head)
+        stack.callback(cluster.shutdown)
+        yield cluster.address
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process as a driver of the cluster, for tests that call Ray themselves."""
+    import ray
+
+    ray.init(address=address, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """The environment of processes that are started within the block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
