@@ -56,17 +56,18 @@ function chart(panel) {
     point();
   }
   function point() {
+    const ats = all.map((series) => (cursor.step === null ? series.steps.length - 1 : lastAtMost(series.steps, cursor.step)));
+    rows.forEach((row, index) => row.say(ats[index])); // the legend needs no width: it is there before the first frame
     const marks = svg.querySelector(".marks");
     if (!marks || !state.frame) return;
     const { x, y } = state.frame;
     step.textContent = cursor.step === null ? "" : `step ${cursor.step}`;
     marks.replaceChildren();
-    if (cursor.step !== null) marks.append(s("line", { class: "cursor", x1: x(cursor.step), x2: x(cursor.step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
+    if (cursor.step === null) return;
+    marks.append(s("line", { class: "cursor", x1: x(cursor.step), x2: x(cursor.step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     all.forEach((series, index) => {
-      const at = cursor.step === null ? series.steps.length - 1 : lastAtMost(series.steps, cursor.step);
-      rows[index].say(at);
-      const value = series.values[at];
-      if (cursor.step !== null && series.shown && at >= 0 && value !== null && (!state.log || value > 0)) {
+      const at = ats[index], value = series.values[at];
+      if (series.shown && at >= 0 && value !== null && (!state.log || value > 0)) {
         marks.append(s("circle", { cx: x(series.steps[at]), cy: y(value), r: 3.5, fill: series.color, stroke: "var(--sheet)" }));
       }
     });
@@ -88,6 +89,7 @@ function chart(panel) {
   });
   svg.setAttribute("aria-label", `${panel.title}: ${all.map((series) => `${series.name}, last ${withUnit(series.values.at(-1), panel.unit)}`).join("; ")}. Arrow keys move through the steps.`);
   cursor.charts.add({ point });
+  point();
   drawWhenSized(svg, draw);
   return h("figure", { class: "panel" },
     h("div", { class: "top" }, h("h3", {}, panel.title), h("span", {}, step, " ", canLog ? logButton : "")),
