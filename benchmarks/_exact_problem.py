@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.correction import Correction, correct
-from roll.algorithms.policy_losses import PolicyInputs, PolicyLoss
+from roll.algorithms.losses.base import PolicyInputs, PolicyLoss
 
 TOKENS, LENGTH = 4, 3
 SEQUENCES = TOKENS**LENGTH

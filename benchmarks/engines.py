@@ -25,8 +25,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from roll.strategies.infer import infer_strategy_class
-from roll.strategies.infer.base import GenerateRequest, InferStrategy, SamplingParams
+from roll.engines.base import GenerateRequest, InferStrategy, SamplingParams
+from roll.engines.registry import infer_strategy_class
 
 VOCABULARY = 4096
 MAX_LENGTH = 512

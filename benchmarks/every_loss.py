@@ -17,7 +17,7 @@ from typing import Any
 
 from _pipeline import make_task, run_pipeline
 
-from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.losses.base import POLICY_LOSSES
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "vanilla": {"allow_uncorrected_off_policy": "true"},

@@ -46,7 +46,7 @@ def settings_of(name: str) -> dict[str, Any]:
         "actor_train.strategy_args.strategy_config": options,
     }
     if strategy == "megatron_train":
-        settings["actor_train.worker_cls"] = "tests.strategies.train.megatron_worker:CpuTrainWorker"
+        settings["actor_train.worker_cls"] = "tests.trainers.megatron_worker:CpuTrainWorker"
     return settings
 
 

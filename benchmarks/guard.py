@@ -40,13 +40,14 @@ import weight_publication
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import ClusterConfig, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.configs.roles import StrategyArguments, TrainingArguments, WorkerConfig
+from roll.configs.run import ClusterConfig
 from roll.data.records import SampleBatch
-from roll.distributed.group import start_group, start_worker
-from roll.distributed.placement import Placement, RaySession
-from roll.distributed.train_worker import TrainerSpec, TrainPlan, TrainWorker
-from roll.distributed.trainers import TrainerGroup
-from roll.distributed.transports.base import TransportSpec
+from roll.runtime.actors import start_group, start_worker
+from roll.runtime.placement import Placement, RaySession
+from roll.trainers.group import TrainerGroup
+from roll.trainers.worker import TrainerSpec, TrainPlan, TrainWorker
+from roll.weights.transports import TransportSpec
 
 DEADLINE_SECONDS = 120.0
 LEARNING_RATE = 1e-4

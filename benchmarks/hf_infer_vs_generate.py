@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from roll.strategies.infer.base import GenerateRequest, SamplingParams
-from roll.strategies.infer.hf_infer import HFInferStrategy
+from roll.engines.base import GenerateRequest, SamplingParams
+from roll.engines.hf.strategy import HFInferStrategy
 
 VOCABULARY = 48
 PROMPT_TOKENS = 12

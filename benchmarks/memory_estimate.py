@@ -23,10 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll.configs.loader import config_from_tree
-from roll.configs.memory import estimate_memory
-from roll.configs.memory.estimate import LIBRARIES
-from roll.configs.yaml_text import dump_yaml
+from roll.check.memory import LIBRARIES, estimate_memory
+from roll.configs.loader import config_from_tree, dump_yaml
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[1]

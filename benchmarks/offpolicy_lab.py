@@ -28,7 +28,7 @@ from _lagged_training import LaggedResult, LaggedRun, train_lagged
 from _pipeline import make_task
 
 from roll.algorithms.correction import parse_correction
-from roll.algorithms.policy_losses import POLICY_LOSSES, make_policy_loss
+from roll.algorithms.losses.base import POLICY_LOSSES, make_policy_loss
 
 EXACT_LAGS = (0, 1, 2, 4, 8, 16, 32)
 UNCORRECTED = "ppo, recomputed"

@@ -30,14 +30,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.schema import ModelArguments, TrainingArguments
+from roll.configs.roles import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
-from roll.strategies.train.hf_forward import hf_forward
-from roll.strategies.train.hf_model import prepare_model
-from roll.strategies.train.microbatches import MicroBatchLimits, plan_micro_batches
-from roll.strategies.train.optimizer import build_optimizer
-from roll.strategies.train.setup import TrainerSetup
-from roll.strategies.train.step import TrainingStep
+from roll.trainers.base import TrainerSetup
+from roll.trainers.forward import hf_forward
+from roll.trainers.model import prepare_model
+from roll.trainers.optimizer import build_optimizer
+from roll.trainers.step import MicroBatchLimits, TrainingStep, plan_micro_batches
 
 PROMPT_TOKENS = 24
 MEAN_SHARE = 0.3

@@ -22,8 +22,7 @@ from roll.rollout.admission import Admission
 from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer
 from roll.rollout.clock import run_virtual
 from roll.rollout.ledger import Ledger
-from roll.rollout.schedule import SchedulePlan, Ticket
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler, SchedulePlan, Ticket
 
 
 def latencies(count: int) -> list[float]:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import ray
 
-from roll.agentic.env_worker.pool import EnvPool, PoolSettings
-from roll.agentic.env_worker.records import EnvSpec, HostSettings
+from roll.agentic.pool import EnvPool, PoolSettings
+from roll.agentic.worker import EnvSpec, HostSettings
 
 SAMPLE_SECONDS = 1.0
 MEBIBYTE = 2**20

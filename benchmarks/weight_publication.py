@@ -26,15 +26,16 @@ from pathlib import Path
 import numpy as np
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from roll.configs.schema import ClusterConfig, StrategyArguments, WorkerConfig
-from roll.distributed.group import start_group, start_worker
-from roll.distributed.infer_worker import EngineSpec, InferWorker
-from roll.distributed.inference import InferencePool, PoolSettings
-from roll.distributed.placement import Placement, RaySession
-from roll.distributed.train_worker import TrainerSpec, TrainWorker
-from roll.distributed.trainers import TrainerGroup
-from roll.distributed.transports.base import TransportSpec
-from roll.strategies.infer.base import GenerateRequest, SamplingParams
+from roll.configs.roles import StrategyArguments, WorkerConfig
+from roll.configs.run import ClusterConfig
+from roll.engines.base import GenerateRequest, SamplingParams
+from roll.engines.pool import InferencePool, PoolSettings
+from roll.engines.worker import EngineSpec, InferWorker
+from roll.runtime.actors import start_group, start_worker
+from roll.runtime.placement import Placement, RaySession
+from roll.trainers.group import TrainerGroup
+from roll.trainers.worker import TrainerSpec, TrainWorker
+from roll.weights.transports import TransportSpec
 
 WARM_UP = 3
 """Publications before the timed ones: both buffers, and the engine's first swap."""
@@ -90,9 +91,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
             )
 
         group = await start_group(lambda rank: worker(TrainWorker, "actor_train", 0, 1, 0), 1, DEADLINE_SECONDS)
-        trainer = TrainerGroup(
-            group, start_timeout_seconds=DEADLINE_SECONDS, call_timeout_seconds=DEADLINE_SECONDS
-        )
+        trainer = TrainerGroup(group, start_timeout_seconds=DEADLINE_SECONDS, call_timeout_seconds=DEADLINE_SECONDS)
         pool = InferencePool(
             "actor_infer",
             setting.replicas,

@@ -2,7 +2,7 @@
 
 import sys
 
-from roll.pipeline.cli import main
+from roll.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

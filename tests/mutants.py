@@ -29,24 +29,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENOUGH = 0.9
 COPIED = ("roll", "tests", "docs", "examples", "benchmarks")
-DISTRIBUTED, PIPELINE, TRAIN = "tests/distributed", "tests/pipeline", "tests/strategies/train"
+DISTRIBUTED, PIPELINE, TRAIN = "tests/runtime", "tests/pipeline", "tests/trainers"
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "algorithms": (["roll/algorithms"], ["tests/algorithms"]),
     "rollout": (["roll/rollout"], ["tests/rollout"]),
     "weight update": (
         [
-            "roll/strategies/weights.py",
-            "roll/distributed/transports/base.py",
-            "roll/distributed/transports/checkpoint.py",
-            "roll/distributed/transports/engine_push.py:DeviceHalves",  # the rest is nothing without vLLM
-            "roll/distributed/transports/object_store.py",
-            "roll/distributed/transports/shared_memory.py",
-            "roll/distributed/weight_buffers.py",
-            "roll/distributed/publishers.py",
-            "roll/distributed/weights.py",
+            "roll/weights/buckets.py",
+            "roll/weights/transports.py",
+            "roll/weights/transports.py",
+            "roll/weights/engine_push.py:DeviceHalves",  # the rest is nothing without vLLM
+            "roll/weights/transports.py",
+            "roll/weights/transports.py",
+            "roll/weights/buffers.py",
+            "roll/weights/publisher.py",
+            "roll/weights/publisher.py",
         ],
         [
-            "tests/strategies/infer/test_hf_weights.py",
+            "tests/engines/test_hf_weights.py",
             f"{DISTRIBUTED}/test_weight_buffers.py",
             f"{DISTRIBUTED}/test_attestation.py",
             f"{DISTRIBUTED}/test_publishers.py",
@@ -59,7 +59,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{PIPELINE}/test_publication_schedule.py", f"{PIPELINE}/test_weight_settings.py"],
     ),
     "checkpoints": (
-        ["roll/pipeline/checkpoints.py", "roll/strategies/train/sharded_state.py", "roll/distributed/writing.py"],
+        ["roll/pipeline/checkpoints.py", "roll/trainers/state.py", "roll/trainers/worker.py"],
         [
             f"{TRAIN}/test_sharded_state.py",
             f"{PIPELINE}/test_durability.py",

@@ -101,7 +101,7 @@ def test_the_package_keeps_the_rule():
 
 def test_the_mathematics_reads_no_configuration():
     """Knobs and arguments reach it as plain values."""
-    known = {"roll.configs.ranges.Range"}
+    known = {"roll.configs.fields.Range"}
     imported = {
         name
         for path in (PACKAGE / "algorithms").rglob("*.py")
@@ -162,9 +162,9 @@ def synthetic(tmp_path: Path, place: str, source: str) -> list[str]:
         ("data/deep/a.py", "from ...rewards import math", "data must not import rewards"),
         ("data/a.py", "from roll import rewards", "data must not import rewards"),
         ("algorithms/a.py", "from roll.data.records import Sample", "algorithms must not import data"),
-        ("strategies/train/a.py", "import roll.distributed.worker", "strategies must not import distributed"),
-        ("tracking/a.py", "from roll.configs.schema import RLVRConfig", "tracking must not import configs"),
-        ("sandbox/a.py", "from roll.configs.schema import RLVRConfig", "sandbox must not import configs"),
+        ("strategies/train/a.py", "import roll.runtime.actors", "strategies must not import distributed"),
+        ("tracking/a.py", "from roll.configs.run import RLVRConfig", "tracking must not import configs"),
+        ("sandbox/a.py", "from roll.configs.run import RLVRConfig", "sandbox must not import configs"),
         ("sandbox/a.py", "from roll.tracking.timeline import Timeline", "sandbox must not import tracking"),
         ("data/a.py", "from roll.sandbox.sandbox import Sandbox", "data must not import sandbox"),
         ("tracking/a.py", "from ..sandbox.sandbox import Sandbox", "tracking must not import sandbox"),
@@ -179,7 +179,7 @@ def test_a_wrong_import_is_found(tmp_path, place, source, problem):
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("rollout/a.py", "from roll.data.records import Group\nfrom roll.configs.schema import RLVRConfig"),
+        ("rollout/a.py", "from roll.data.records import Group\nfrom roll.configs.run import RLVRConfig"),
         ("rollout/a.py", "from roll.tracking.timeline import Timeline\nfrom .ledger import Ledger"),
         ("rollout/__init__.py", "from . import clock\nfrom ..data import records"),
         ("strategies/train/a.py", "import torch\nfrom ..infer import base\nfrom ...rollout import router"),
@@ -187,7 +187,7 @@ def test_a_wrong_import_is_found(tmp_path, place, source, problem):
         ("rewards/a.py", "from roll.sandbox.sandbox import Sandbox"),
         ("agentic/tools/a.py", "from ...sandbox.sandbox import Sandbox"),
         ("sandbox/a.py", "from roll.sandbox.jail.folders import remove_folder"),
-        ("pipeline/a.py", "import ray\nfrom roll.distributed import worker"),
+        ("pipeline/a.py", "import ray\nfrom roll.runtime import worker"),
         ("cli.py", "from roll.pipeline import rlvr"),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roll.agentic.env.sokoban import DIRECTIONS, SYMBOLS, Level, SokobanEnv
+from roll.agentic.library.sokoban import DIRECTIONS, SYMBOLS, Level, SokobanEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402
@@ -36,9 +36,7 @@ EVALUATED_LEVELS = 512
 
 def environment() -> SokobanEnv:
     """Return the environment that `agentic.yaml` trains in."""
-    return SokobanEnv(
-        dim_room=ROOM, num_boxes=1, instructions=False, action_format="plain", action_names=list(MOVES)
-    )
+    return SokobanEnv(dim_room=ROOM, num_boxes=1, instructions=False, action_format="plain", action_names=list(MOVES))
 
 
 def levels(seeds: Iterator[int] | range) -> list[Level]:

@@ -4,7 +4,3 @@ Masked positions influence no value and no gradient, inputs are never changed, a
 split. The modules imported here register their variants: a new family of losses or estimators is a new file and one
 line below.
 """
-
-from roll.algorithms import advantages, policy_losses
-
-__all__ = ["advantages", "policy_losses"]

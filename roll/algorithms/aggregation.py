@@ -3,17 +3,26 @@
 The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
 add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
 response tokens do not count; without any token at all the result is 0.
+
+Reading values under a mask, so that entries outside it cannot matter.
+
+Multiplying by a mask is not enough: ``0 * nan`` is ``nan``, in values and in gradients. Every public function of this
+package passes its inputs through here first.
+
+Access to fields that only some losses and estimators need.
+
+Required fields are declared in traits and checked before a function is called. This check guards the place where a
+field is read, so that a wrong trait fails with the field's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from roll.algorithms.masking import keep
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -68,3 +77,24 @@ def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: Los
     """
     wide = torch.promote_types(values.dtype, torch.float32)
     return (keep(values, response_mask) * token_weights(response_mask, mode, normalizers, wide)).sum()
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. The gradient outside is exactly 0."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def last_true(mask: Tensor) -> Tensor:
+    """Keep only the last true entry of each row of ``mask``, bool ``[batch, seq]``; a row without one stays false."""
+    later = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (later == 1)
+
+
+Value = TypeVar("Value")
+
+
+def needed(value: Value | None, name: str) -> Value:
+    """Return the value. ``ValueError`` with the field's name if it is None."""
+    if value is None:
+        raise ValueError(f"{name} are needed here, and none were given; declare the need in the traits of the function")
+    return value

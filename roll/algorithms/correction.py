@@ -32,9 +32,9 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
+from roll.algorithms.aggregation import keep
 from roll.algorithms.kl import KL_ESTIMATORS
-from roll.algorithms.masking import keep
-from roll.algorithms.off_policy_metrics import lag_buckets, off_policy_metrics, off_policy_sums
+from roll.algorithms.metrics import lag_buckets, off_policy_metrics, off_policy_sums
 from roll.algorithms.registry import KnobError, KnobProblem, build_knobs, knob, suggestion
 
 Level = Literal["token", "sequence", "geometric"]

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import keep, last_true
+from roll.algorithms.aggregation import keep, last_true
 
 
 def k1(difference: Tensor) -> Tensor:

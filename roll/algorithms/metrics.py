@@ -3,10 +3,27 @@
 Only sums and maxima are exchanged. Ratios of sums (means, effective sample size) and quantiles are computed once, at
 the end, so a metric does not depend on how the batch was split. Every part of a batch has the same names in the same
 order.
+
+The difference between trainer and engine on the same tokens under the same weights, as sums that add up.
+
+Two implementations of the same model differ by rounding, or by a mistake. Neither is off-policy data, and no correction
+is meant for it. Quantiles come from counts in fixed logarithmic bins of the absolute difference, 20 a decade from 1e-8
+to 100 nats: a quantile is reported as the geometric middle of its bin, at most 6 % off. Less than 1e-8 is reported as 0
+(float32 does not resolve it), more than 100 as the largest difference.
+
+The distance between the sampling policy and the trained policy, from sums that add up over any split of the batch.
+
+Every metric here is a function of a few sums over tokens. Micro-batches and ranks add their sums, and the ratios are
+computed once. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 makes chi2 infinite and the
+effective sample size 0. Nothing becomes NaN unless a log-probability was NaN.
+
+Metrics of a critic that add up exactly over micro-batches and ranks, like `LossMetrics` for a policy.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,9 +31,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import keep
-from roll.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
-from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
+from roll.algorithms.aggregation import keep
 
 
 @dataclass
@@ -139,3 +154,198 @@ def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
     """Combine the vectors of several parts of a batch into those of one."""
     vectors = [part.vectors() for part in parts]
     return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)
+
+
+BINS_PER_DECADE = 20
+SMALLEST_DECADE, LARGEST_DECADE = -8, 2
+_DECADES = LARGEST_DECADE - SMALLEST_DECADE
+MISMATCH_SUMS = 3 + _DECADES * BINS_PER_DECADE + 2
+"""Number of entries of `mismatch_sums`: the sums of the difference, its absolute value and its square; then the counts
+of all bins, with one below and one above the range."""
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+
+
+@torch.no_grad()
+def mismatch_sums(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums that add up over parts of a batch, and the largest absolute difference, which takes the maximum.
+
+    The sums are float64 ``[MISMATCH_SUMS]``, the largest difference is 0-d. ``difference`` = log trainer - log engine
+    in nats and ``mask`` (bool, the tokens that count) are ``[batch, seq]``. Entries outside the mask are never read.
+    NaN counts as infinite in the bins, and stays visible in the sums.
+    """
+    difference = keep(difference.double(), mask)
+    absolute = difference.abs()
+    exponents = torch.arange(_DECADES * BINS_PER_DECADE + 1, dtype=torch.float64, device=difference.device)
+    edges = 10.0 ** (SMALLEST_DECADE + exponents / BINS_PER_DECADE)
+    bins = torch.bucketize(absolute.nan_to_num(nan=math.inf), edges, right=True)
+    counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=difference.device)
+    counts.scatter_add_(0, bins.flatten(), mask.double().flatten())
+    sums = torch.stack([difference.sum(), absolute.sum(), difference.square().sum()])
+    return torch.cat([sums, counts]), absolute.amax()
+
+
+def mismatch_metrics(sums: Sequence[float], largest: float) -> dict[str, float]:
+    """Turn the sums of a whole batch into ``mismatch/...``, in nats per token.
+
+    ``mean`` and ``std`` of the difference; ``abs_mean``, ``p50``, ``p99`` and ``max`` of its absolute value;
+    ``tokens``. Without a token only ``tokens`` is returned: nothing was measured.
+    """
+    total, absolute_total, squares, *counts = sums
+    tokens = sum(counts)
+    if not tokens:
+        return {"mismatch/tokens": 0.0}
+    mean = total / tokens
+    return {
+        "mismatch/mean": mean,
+        "mismatch/abs_mean": absolute_total / tokens,
+        "mismatch/std": math.sqrt(max(squares / tokens - mean * mean, 0.0)) if math.isfinite(squares) else math.nan,
+        **{f"mismatch/{name}": _quantile(counts, share * tokens, largest) for name, share in QUANTILES.items()},
+        "mismatch/max": largest,
+        "mismatch/tokens": tokens,
+    }
+
+
+def _quantile(counts: Sequence[float], rank: float, largest: float) -> float:
+    """Return the middle of the bin in which the running count reaches ``rank``."""
+    position = next(index for index, reached in enumerate(itertools.accumulate(counts)) if reached >= rank)
+    if position == 0:
+        return 0.0
+    if position == len(counts) - 1:
+        return largest
+    return min(10.0 ** (SMALLEST_DECADE + (position - 0.5) / BINS_PER_DECADE), largest)
+
+
+@torch.no_grad()
+def off_policy_sums(
+    log_ratio: Tensor,
+    mask: Tensor,
+    lags: Tensor | None = None,
+    max_lag: int | None = None,
+    capped: bool = False,
+) -> dict[str, Tensor]:
+    """Return 0-d float64 sums over the tokens of ``mask`` by name, without gradient, and with ``max_lag`` also per lag.
+
+    ``log_ratio`` = log current - log behaviour, in nats, and ``mask`` (bool) are ``[batch, seq]``. ``lags`` int
+    ``[batch, seq]`` is the training step minus the version of the token. There is a bucket for each lag from 0 to
+    ``max_lag``; the last also takes all older tokens. Set ``capped`` if older tokens may occur: it names the last
+    bucket ``lag_<n>+``. The names depend only on ``max_lag`` and ``capped``, never on the tokens. ``ValueError`` if
+    ``max_lag`` is negative, or given without ``lags``.
+    """
+    log_ratio = log_ratio.double()
+    values = {
+        "tokens": torch.ones_like(log_ratio),
+        "ratio": log_ratio.exp(),
+        "ratio_squared": (2 * log_ratio).exp(),
+        "k1": -log_ratio,
+        "k3": torch.expm1(log_ratio) - log_ratio,
+    }
+    buckets = {"": mask} | ({} if max_lag is None else lag_buckets(mask, lags, max_lag, capped))
+    return {
+        prefix + name: keep(value, bucket).sum() for prefix, bucket in buckets.items() for name, value in values.items()
+    }
+
+
+def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Turn the sums of a whole batch (`off_policy_sums`, added up) into its metrics.
+
+    With rho the ratio current / behaviour of a token that the behaviour policy mu sampled:
+
+    - ``ess``: (sum rho)^2 / (n sum rho^2), the effective sample size as a share of n tokens, in [0, 1] (Kong 1992);
+    - ``k1``: mean of -log rho, and ``k3``: mean of rho - 1 - log rho, at least 0: both estimate KL(mu || current) in
+      nats per token (J. Schulman, "Approximating KL divergence", 2020);
+    - ``chi2``: mean of rho^2, minus 1: estimates the chi-squared divergence of the current policy from mu.
+
+    ``lag_<n>/...`` has the same metrics for the tokens of one lag, and their ``share`` of all tokens. A lag without
+    tokens is left out. Without any token all values are 0.
+    """
+    plain = {name: float(value) for name, value in sums.items()}
+    metrics: dict[str, float] = {}
+    for prefix in [name.removesuffix("tokens") for name in plain if name.endswith("tokens")]:
+        tokens = plain[f"{prefix}tokens"]
+        if prefix and not tokens:
+            continue
+        ratio, squared = plain[f"{prefix}ratio"], plain[f"{prefix}ratio_squared"]
+        metrics |= {
+            f"{prefix}ess": _effective_sample_size(tokens, ratio, squared),
+            f"{prefix}k1": plain[f"{prefix}k1"] / max(tokens, 1.0),
+            f"{prefix}k3": plain[f"{prefix}k3"] / max(tokens, 1.0),
+            f"{prefix}chi2": squared / tokens - 1 if tokens else 0.0,
+        }
+        if prefix:
+            metrics[f"{prefix}share"] = tokens / plain["tokens"]
+    return metrics
+
+
+def lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -> dict[str, Tensor]:
+    """Split ``mask`` by lag into bool ``[batch, seq]`` masks under ``lag_<n>/``; see `off_policy_sums`."""
+    if lags is None or max_lag < 0:
+        raise ValueError(f"metrics per lag need lags and a max_lag of at least 0, not {max_lag}")
+    buckets = {f"lag_{lag}/": mask & (lags == lag) for lag in range(max_lag)}
+    return buckets | {f"lag_{max_lag}{'+' if capped else ''}/": mask & (lags >= max_lag)}
+
+
+def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float:
+    if not tokens or squared == 0 or math.isinf(squared):
+        return 0.0
+    # In this order no intermediate result overflows; only rounding can lead above 1.
+    return min(ratio / tokens * (ratio / squared), 1.0)
+
+
+_SUMS = ("tokens", "value", "return", "return_squared", "error", "error_squared", "clipped")
+
+
+@dataclass
+class ValueMetrics:
+    """Sums over the trained tokens of some rows, 0-d, float64, without gradient."""
+
+    loss: Tensor
+    """Contribution to the loss of the whole batch."""
+    sums: dict[str, Tensor]
+    largest_error: Tensor
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Return the entries to sum over parts, and the entries to maximise."""
+        return torch.stack([self.loss, *(self.sums[name] for name in _SUMS)]), self.largest_error[None]
+
+    def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of the whole batch from the combined vectors of all its parts.
+
+        ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest absolute error;
+        ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for a perfect
+        critic, 0 for one that knows the mean only, and 0 if returns do not vary.
+        """
+        loss, *rest = sums
+        found = dict(zip(_SUMS, rest, strict=True))
+        tokens = max(found["tokens"], 1.0)
+        mean = {name: found[name] / tokens for name in _SUMS}
+        spread = mean["return_squared"] - mean["return"] ** 2
+        unexplained = mean["error_squared"] - mean["error"] ** 2
+        return {
+            "loss": loss,
+            "value": mean["value"],
+            "return": mean["return"],
+            "error_max": maxima[0],
+            "clip_fraction": mean["clipped"],
+            "explained_variance": 1.0 - unexplained / spread if spread > 1e-12 else 0.0,
+        }
+
+
+@torch.no_grad()
+def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> ValueMetrics:
+    """Return the metrics of one part of a batch.
+
+    ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``. Entries
+    outside the mask are never read.
+    """
+    predicted, wanted = (keep(tensor.double(), mask) for tensor in (values, returns))
+    error = wanted - predicted
+    terms = {
+        "tokens": mask.double(),
+        "value": predicted,
+        "return": wanted,
+        "return_squared": wanted.square(),
+        "error": error,
+        "error_squared": error.square(),
+        "clipped": keep(clipped.double(), mask),
+    }
+    return ValueMetrics(loss.detach().double(), {name: term.sum() for name, term in terms.items()}, error.abs().amax())

@@ -4,6 +4,13 @@ loss = policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x en
 the normalisers of the whole batch. Contributions of disjoint rows add up to the whole, in value, gradient and metrics.
 Losses see all response tokens, so that a sequence ratio covers the whole sequence. The aggregate counts the tokens of
 the loss mask: the response tokens that remain after rejection.
+
+The loss of a value model, per token; callers choose the tokens and average them (`aggregate`).
+
+The loss of a value model, as a description that a trainer can apply to any part of the batch.
+
+It has the contract of `PolicyObjective`, so that every trainer of a policy can also train a critic: contributions of
+disjoint rows add up to the whole, in value, gradient and metrics.
 """
 
 from __future__ import annotations
@@ -15,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
+from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
-from roll.algorithms.masking import keep
-from roll.algorithms.metrics import LossMetrics, policy_metrics
-from roll.algorithms.policy_losses import Anchor, PolicyInputs, PolicyLoss, PolicyLossTraits, make_policy_loss
+from roll.algorithms.losses.base import Anchor, PolicyInputs, PolicyLoss, PolicyLossTraits, make_policy_loss
+from roll.algorithms.metrics import LossMetrics, ValueMetrics, policy_metrics, value_metrics
 
 
 @dataclass
@@ -145,3 +151,82 @@ class PolicyObjective:
             fields["same_weights"].bool() if self.monitored else None,
         )
         return loss, metrics
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return half the squared error of each value, (v - R)^2 / 2, and token metrics; all ``[batch, seq]``.
+
+    With ``clip`` c: the maximum of the errors of v and of v clipped to old_value +- c, so that a value that has moved
+    more than c towards its return gets no gradient (from the code published with PPO, not from its paper; Engstrom et
+    al., arXiv 2005.12729). ``values`` carry the gradient; ``old_values`` (before the first update on the batch) and
+    ``returns`` are targets and carry none. ``response_mask`` is bool; losses and metrics are 0 outside it, whatever the
+    inputs held there. float32, or float64 if the values are. ``clip_fraction``: 1 where the gradient is cut.
+    ``ValueError`` unless ``clip`` is above 0.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"the clip of a value loss must be above 0, not {clip}")
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    values, old_values, returns = (
+        keep(tensor.to(dtype), response_mask) for tensor in (values, old_values.detach(), returns.detach())
+    )
+    losses = (values - returns).square() / 2
+    cut = torch.zeros_like(response_mask)
+    if clip is not None:
+        clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square() / 2
+        cut = clipped > losses
+        losses = torch.where(cut, clipped, losses)
+    return losses, {"clip_fraction": cut.to(dtype)}
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The training objective of a critic. Raises ``ValueError`` at once if a setting cannot work."""
+
+    max_response_length: int
+    """Tokens; the constant of `seq-mean-token-sum-norm`."""
+    loss_agg_mode: str = "token-mean"
+    clip: float | None = None
+    """Largest change of a value since before the first update on the batch with which it still gets a gradient."""
+
+    def __post_init__(self) -> None:
+        if self.loss_agg_mode not in LOSS_AGG_MODES:
+            raise ValueError(f"unknown loss_agg_mode {self.loss_agg_mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"the clip of a value loss must be above 0, not {self.clip}")
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """Per-token fields that a batch must carry besides its tokens and response mask."""
+        return ("old_values", "returns")
+
+    @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Per-sample fields that a batch must carry: none."""
+        return ()
+
+    def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
+        """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
+        return LossNormalizers.of(response_lengths, self.max_response_length)
+
+    def __call__(
+        self,
+        values: Tensor,
+        response_mask: Tensor,
+        normalizers: LossNormalizers,
+        fields: Mapping[str, Tensor],
+        loss_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ValueMetrics]:
+        """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
+
+        ``values`` and the token fields are ``[batch, seq]``; entries outside the response mask are never read.
+        ``loss_mask`` is that of `PolicyObjective`. ``ValueError`` names the fields that are missing.
+        """
+        missing = [name for name in self.token_fields if name not in fields]
+        if missing:
+            raise ValueError(f"the critic lacks {', '.join(missing)}; there is {', '.join(sorted(fields))}")
+        trained = response_mask if loss_mask is None else loss_mask & response_mask
+        losses, token_metrics = value_loss(values, fields["old_values"], fields["returns"], trained, self.clip)
+        loss = aggregate(losses, trained, self.loss_agg_mode, normalizers)
+        return loss, value_metrics(loss, values, fields["returns"], token_metrics["clip_fraction"], trained)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from roll.configs.ranges import Range
+from roll.configs.fields import Range
 
 
 @dataclass(frozen=True)

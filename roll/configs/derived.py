@@ -11,22 +11,13 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal
 
-from roll.configs.device_mapping import DeviceMappingError, parse_device_mapping
+from roll.configs.devices import DeviceMappingError, parse_device_mapping
 from roll.configs.engine_options import Options
-from roll.configs.schema import (
-    ROLES,
-    ROLL_KNOBS,
-    TRAINED_ROLES,
-    AgenticConfig,
-    DeviceMapping,
-    EnvManagerConfig,
-    PipelineConfig,
-    RewardConfig,
-    RLVRConfig,
-    TrainingArguments,
-    ValidationSettings,
-    WorkerConfig,
-)
+from roll.configs.environments import EnvManagerConfig
+from roll.configs.fields import DeviceMapping
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import ROLES, ROLL_KNOBS, TRAINED_ROLES, TrainingArguments, ValidationSettings, WorkerConfig
+from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
 
 SYNCHRONOUS_KEYS = (
     "async_generation_ratio",

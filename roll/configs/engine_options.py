@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll.configs.ranges import Range
-from roll.configs.schema import LARGEST_NUMBER, RewardConfig, WorkerConfig
+from roll.configs.fields import LARGEST_NUMBER, Range
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import WorkerConfig
 
 _ABSENT = object()
 _AUTO = "auto"

@@ -1,12 +1,27 @@
 """Errors of a configuration that cannot work: every problem at once, each with its path and a remedy.
 
 The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2.
+
+Keys that users bring from other toolkits, mainly from ROLL, and what to write instead.
+
+`docs/migration/roll.md` has the same information in tables. The nearest name of ours would often be a wrong guess, so
+these suggestions come first.
+
+Wording of messages: how they format values and suggest names; secrets are masked here too.
+
+A key is secret by its name. Its value appears in no message and in no saved configuration.
+
+Hints with the nearest valid name, for messages about data sets, domains and verifiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,3 +47,170 @@ class ConfigError(Exception):
             raise ValueError("a ConfigError needs at least one problem")
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+_CLIP = "write `actor_train.pg_variant_args: {clip_low, clip_high}`"
+_ALWAYS_SCHEDULED = "remove it: requests always go through the scheduler"
+_REPLACED = "remove it: the slot of a filtered group is given back; `async_generation_ratio` says how much runs ahead"
+_RECOMPUTED = "write `old_logprobs: recompute`, or `behaviour` for those recorded at sampling"
+_TOPR = "write `actor_train.pg_variant: topr`"
+_BY_DEVICES = "remove it: roles that share devices make room for each other"
+_SAMPLE_WEIGHTS = "remove it: samples have no weights here; see `difficulty_mask` and `length_penalty`"
+_ONE_FOLDER = "write `output_dir`: logs, metrics and checkpoints are in the run's one folder"
+_BATCH_MOMENTS = "write `norm_mean_type: batch` and `norm_std_type: batch`, which act on the scores of responses"
+_MOMENTS = "write `norm_mean_type` and `norm_std_type`"
+_VALIDATION_LENGTH = "write `validation.generating_args.max_new_tokens`; prompts have one length"
+_JUDGE = "write `rewards.<name>.judge: {base_url, model}`"
+_WAITS = "remove it: each wait has a deadline of its own (docs/faults.md)"
+_NO_COUNTERPART = "remove it: it has no counterpart (docs/migration/roll.md)"
+
+ADVICE = {
+    "base_dir": _ONE_FOLDER,
+    "logging_dir": _ONE_FOLDER,
+    "checkpoint_config": "write `save_steps`, `max_ckpt_to_keep` and `output_dir`; nothing is uploaded",
+    "hydra": "remove it: a run is one file",
+    "defaults": "remove it: a run is one file",
+    "use_local": "remove it: `verifier: code` runs programs in the sandbox of its own machine",
+    "pipeline_cls": "write `pipeline: rlvr` or `pipeline: agentic`",
+    "rpc_timeout": _WAITS,
+    "backend_timeout": _WAITS,
+    "system_envs": "set these variables before `roll train`, and before `ray start` on each node of a cluster",
+    "pg_clip": _CLIP,
+    "pg_clip_low": _CLIP,
+    "pg_clip_high": _CLIP,
+    "use_pg_clip_range": _CLIP,
+    "dual_clip_loss": "write `actor_train.pg_variant_args: {dual_clip: 1.4}`: ROLL's bound is 1 + 2 x `pg_clip`",
+    "importance_sampling": "for `seq` write `actor_train.pg_variant: gspo`, for `token` nothing",
+    "ratio_type": "remove it; a ratio for each turn is `pg_variant: gspo` with `env_manager_cls: step`",
+    "use_topr_loss": _TOPR,
+    "use_topr_neg_loss_coef": _TOPR,
+    "use_policy_loss_type": "write `actor_train.pg_variant: ppo`, or `vanilla` for `PG`",
+    "gamma": "write `adv_estimator_args: {gamma}`",
+    "lambd": "write `adv_estimator_args: {lambda_}`",
+    "kl_penalty": "write `kl_estimator`: `k1` for `kl`, `abs`, `k2` for `mse`",
+    "enable_reference": "write a section `reference`, where there is a KL term",
+    "enable_old_logprobs_recompute": _RECOMPUTED,
+    "force_disable_old_logprobs_recompute": _RECOMPUTED,
+    "whiten_rewards": _BATCH_MOMENTS,
+    "use_reward_scaling": _BATCH_MOMENTS,
+    "use_reward_norm": _BATCH_MOMENTS,
+    "reward_normalization": _MOMENTS,
+    "reward_norm": _MOMENTS,
+    "reward_shift": _MOMENTS,
+    "reward_scale": _MOMENTS,
+    "difficulty_loss_weight": _SAMPLE_WEIGHTS,
+    "length_loss_weight": _SAMPLE_WEIGHTS,
+    "add_len_reward": "write `length_penalty`",
+    "mask_type": "remove it: a mask takes samples out of the loss, and nothing else",
+    "postive_loss_coef": _NO_COUNTERPART,
+    "rl_loss_coef": _NO_COUNTERPART,
+    "sft_loss_coef": _NO_COUNTERPART,
+    "query_filter_config": "write `group_filter: zero_variance`",
+    "generate_opt_level": _ALWAYS_SCHEDULED,
+    "is_use_additional_prompts": _REPLACED,
+    "max_additional_running_prompts": _REPLACED,
+    "max_running_requests": "write `max_num_seqs` (vLLM) or `max_running_requests` (`hf_infer`) in `strategy_config`",
+    "user_defined_rollout_loop_cls": _NO_COUNTERPART,
+    "router_args": "remove it: requests go to the replica with the least to do, turns of an episode to the same one",
+    "sequence_packing_args": "write `use_sequence_packing: true`; rows are as long as micro-batches may be",
+    "batch_adjust_mode": "remove it: a batch may have any number of samples",
+    "val_greedy": "write `validation.generating_args: {temperature: 0}`, which is the default",
+    "val_n_sample": "write `validation.generating_args.num_return_sequences`",
+    "val_prompt_length": _VALIDATION_LENGTH,
+    "val_sequence_length": _VALIDATION_LENGTH,
+    "render_save_dir": "remove it: episodes are kept in the run's folder, under `episodes`",
+    "is_offload_states": _BY_DEVICES,
+    "offload_nccl": _BY_DEVICES,
+    "is_offload_optimizer_states_in_train_step": "remove it; `deepspeed_train` has `offload_optimizer`",
+    "model_update_frequency": "write `weight_update.interval_steps`",
+    "model_update_buffer_size_mb": "write `weight_update.param_update_gather_bucket_size_mb`",
+    "num_gpus_per_worker": "write `actor_infer.num_gpus_per_engine`",
+    "disable_gradient_checkpointing": "write `gradient_checkpointing` in `strategy_config`, which is off by default",
+    "custom_env": "write `custom_envs`",
+    "max_env_num_per_worker": "write `env_workers.num_workers` and `env_workers.max_sessions`",
+    "judge_prompt": _JUDGE,
+    "judge_model_type": _JUDGE,
+    "judge_model_name": _JUDGE,
+    "judge_api_url": _JUDGE,
+    "judge_api_key": _JUDGE,
+    "rollout_mock": _NO_COUNTERPART,
+}
+"""Name -> what to do about it. None of these names is one of our keys."""
+
+RENAMED = {
+    "num_gpus_per_node": "cluster.num_devices_per_node",
+    "lr": "actor_train.training_args.learning_rate",
+    "train_batch_size": "rollout_batch_size",
+    "batch_size": "rollout_batch_size",
+    "model": "pretrain",
+    "model_path": "pretrain",
+    "bucket_size_mb": "param_update_gather_bucket_size_mb",
+    "group_size": "num_return_sequences_in_group",
+    "trackers": "track_with",
+    "report_to": "track_with",
+    "logger": "track_with",
+}
+"""Foreign name -> its name here; used only if no key of the schema has the foreign name."""
+
+MASK = "***"
+_SECRET_NAME = re.compile(r"secret|passw(or)?d|api_?key|credential|(^|[_-])token$", re.IGNORECASE)
+_LONGEST_SHOWN = 80
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a key's name marks its value as a secret (``hf_token``, ``api_key``; not ``max_new_tokens``).
+
+    ``api_key_env`` is not secret: it only names the variable that holds the key.
+    """
+    return _SECRET_NAME.search(name) is not None and name != "api_key_env"
+
+
+def masked(tree: Any) -> Any:
+    """Return a copy of a plain tree with the values of secret keys replaced."""
+    if isinstance(tree, dict):
+        return {
+            key: MASK if is_secret(key) and value is not None and not isinstance(value, bool) else masked(value)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list):
+        return [masked(value) for value in tree]
+    return tree
+
+
+def shown(value: Any, name: str = "") -> str:
+    """Format a value for a message: like YAML flow style, shortened, masked if its key ``name`` is secret."""
+    if is_secret(name) and value is not None:
+        return MASK
+    text = json.dumps(masked(value), ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most similar to ``name``; None if none is similar."""
+    matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def choose_among(name: str, known: Iterable[str]) -> str:
+    """Return the remedy for a wrong name: the nearest known name, and all of them."""
+    names = list(known)
+    match = nearest(name, names)
+    guess = f"did you mean `{match}`? " if match else ""
+    return f"{guess}known: {', '.join(f'`{item}`' for item in names)}"
+
+
+def count(number: int, word: str) -> str:
+    """Format a number with its noun: ``1 sample``, ``2 samples``, ``2 batches``."""
+    plural = word + ("es" if word.endswith(("s", "sh", "ch")) else "s")
+    return f"{number:,} {word if number == 1 else plural}"
+
+
+def nearest_name_hint(name: str, known: Iterable[str]) -> str:
+    """Return ``did you mean `x`?`` if a known name is similar, else the list of the known names (at most twelve)."""
+    known = sorted(known)
+    near = nearest(name, known)
+    if near is not None:
+        return f"did you mean `{near}`?"
+    shown = ", ".join(f"`{each}`" for each in known[:12])
+    more = f" and {len(known) - 12} more" if len(known) > 12 else ""
+    return f"known: {shown}{more}" if known else "there is none to choose from"

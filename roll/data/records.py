@@ -1,17 +1,98 @@
-"""The records of a run: prompt, sample, group, batch.
+"""Lossless conversion of groups to bytes and back, so that finished rollouts outlive the process that made them.
+
+A JSON header holds everything but the arrays, which follow it. Nothing is ever unpickled. The fields of a prompt that
+only scoring needs (ground truth, metadata: any objects; messages) are left out, since a finished group has been scored.
+
+The records of a run: prompt, sample, group, batch.
 
 Everything is ragged numpy until a micro-batch is built. A sample's arrays have one entry per token of prompt plus
 response. An entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted before
 a trainer shifts it. If the response mask is 0, the other arrays hold 0 (versions: -1) and have no meaning.
+
+Reproducible seeds: a run's seed and a name give the same seed on any machine, in any order.
+
+No random generator is shared between parts of a run, so what one part draws never changes what another one sees.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+_HEADER = struct.Struct("<Q")
+_ARRAYS = (
+    "token_ids",
+    "response_mask",
+    "behaviour_logprobs",
+    "versions",
+    "turns",
+    "turn_rewards",
+    "turn_states",
+)
+_PLAIN = ("finish_reason", "response_text", "score", "reward", "metrics", "episode")
+
+
+def encode_group(group: Group) -> bytes:
+    """Return the bytes of a finished group."""
+    arrays: list[np.ndarray] = []
+
+    def place(array: np.ndarray | None) -> dict[str, Any] | None:
+        if array is None:
+            return None
+        arrays.append(np.ascontiguousarray(array))
+        return {"dtype": array.dtype.str, "length": len(array)}
+
+    prompt = group.prompt
+    header = {
+        "group_id": group.group_id,
+        "baseline_score": group.baseline_score,
+        "baseline_version": group.baseline_version,
+        "prompt": {
+            "prompt_id": prompt.prompt_id,
+            "domain": prompt.domain,
+            "token_ids": place(prompt.token_ids),
+            "text": prompt.text,
+        },
+        "samples": [
+            {name: place(getattr(sample, name)) for name in _ARRAYS} | {name: getattr(sample, name) for name in _PLAIN}
+            for sample in group.samples
+        ],
+    }
+    text = json.dumps(header, default=float).encode()  # `default` converts numpy's numbers
+    return b"".join([_HEADER.pack(len(text)), text, *(array.tobytes() for array in arrays)])
+
+
+def decode_group(data: bytes) -> Group:
+    """Return the group that `encode_group` received. Raises `ValueError` for other bytes."""
+    if len(data) < _HEADER.size:
+        raise ValueError("these bytes are no group")
+    (size,) = _HEADER.unpack_from(data)
+    header = json.loads(data[_HEADER.size : _HEADER.size + size])
+    offset = _HEADER.size + size
+
+    def take(form: dict[str, Any] | None) -> np.ndarray | None:
+        nonlocal offset
+        if form is None:
+            return None
+        array = np.frombuffer(data, dtype=np.dtype(form["dtype"]), count=form["length"], offset=offset).copy()
+        offset += array.nbytes
+        return array
+
+    prompt = header["prompt"] | {"token_ids": take(header["prompt"]["token_ids"])}
+    samples = []
+    for sample in header["samples"]:
+        values: dict[str, Any] = {name: take(sample[name]) for name in _ARRAYS}
+        samples.append(Sample(**values, **{name: sample[name] for name in _PLAIN}))
+    if offset != len(data):
+        raise ValueError(f"a group of {offset} bytes cannot have {len(data)}")
+    baseline = {name: header[name] for name in ("baseline_score", "baseline_version")}
+    return Group(header["group_id"], Prompt(**prompt), samples, **baseline)
 
 
 @dataclass(frozen=True)
@@ -192,3 +273,21 @@ class SampleBatch:
         inside = np.arange(width)[None, :] < self.lengths[:, None]
         out[inside] = values
         return out
+
+
+def derive_seed(run_seed: int, *parts: int | str) -> int:
+    """Derive the seed of a named part of a run.
+
+    ``derive_seed(seed, group_id, sample_index, turn)`` is the seed of one request. Different parts give unrelated
+    seeds; ``1`` and ``"1"`` are different parts.
+
+    Returns an integer in ``[0, 2**63)``. Raises `TypeError` for a part that is neither an integer nor text.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (run_seed, *parts):
+        if isinstance(part, bool) or not isinstance(part, int | str):
+            raise TypeError(f"a seed derives from integers and texts, not from {part!r}")
+        kind = "i" if isinstance(part, int) else "s"
+        encoded = str(part).encode(errors="surrogatepass")
+        digest.update(f"{kind}{len(encoded)}:".encode() + encoded)
+    return int.from_bytes(digest.digest(), "big") >> 1

@@ -2,20 +2,26 @@
 
 The trainer scores the sequences right after its weights are gathered, and the engines after they have loaded them
 (`InferencePool.publish`). Both therefore score with the same version.
+
+The alarm on the log-probability difference between trainer and engine at equal weights.
+
+It reads `mismatch/abs_mean`, which a training step measures anyway. A step without tokens of equal version measures
+nothing and raises no alarm. Then only the log-probability parity check of the weight update is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from roll.configs import derived
-from roll.configs.schema import PipelineConfig
-from roll.data.canaries import canary_sequences
+from roll.configs.run import PipelineConfig
 from roll.data.records import SampleBatch
-from roll.distributed.canaries import CanaryScores
-from roll.distributed.trainers import TrainerGroup
+from roll.trainers.group import TrainerGroup
+from roll.weights.verify import CanaryScores, canary_sequences
 
 
 class Canaries:
@@ -63,3 +69,43 @@ def _as_batch(sequences: Sequence[np.ndarray]) -> SampleBatch:
         lengths=np.array([len(tokens) for tokens in sequences], dtype=np.int64),
         tokens={"token_ids": token_ids, "response_mask": np.ones(len(token_ids), dtype=bool)},
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+class MismatchTooLarge(RuntimeError):
+    """Trainer and engine disagree about the tokens that the engine sampled with the trainer's weights."""
+
+
+@dataclass(frozen=True)
+class MismatchAlarm:
+    """Limit of the difference, and the action above it."""
+
+    limit: float
+    """Limit in nats per token."""
+    stops: bool
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare the metrics of training step ``step`` (counted from 1) with the limit. NaN is above every limit.
+
+        Raises `MismatchTooLarge` if the alarm stops the run, and warns otherwise.
+        """
+        value = metrics.get("mismatch/abs_mean")
+        if value is None or value <= self.limit:
+            return
+        text = (
+            f"step {step}: log-probabilities of trainer and engine differ by {value:.3g} nats per token on average "
+            f"over {metrics['mismatch/tokens']:.0f} tokens sampled with the trainer's weights (at most "
+            f"{metrics['mismatch/max']:.3g}); mismatch_alarm allows {self.limit:g}"
+        )
+        if self.stops:
+            raise MismatchTooLarge(text)
+        logger.warning(text)
+
+
+def build_alarm(config: PipelineConfig) -> MismatchAlarm | None:
+    """Build the alarm of a configuration; None without `mismatch_alarm`."""
+    if config.mismatch_alarm is None:
+        return None
+    return MismatchAlarm(config.mismatch_alarm, config.mismatch_action == "stop")

@@ -26,7 +26,7 @@ from roll.tracking.files import naming, sync_file, sync_folder, write_atomically
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
-    from roll.distributed.trainers import TrainerGroup
+    from roll.trainers.group import TrainerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,6 @@ class Checkpointer:
             with waiting(f"disk/{self._folder}", "older checkpoints to be deleted"):
                 oldest = await asyncio.to_thread(prune, self._folder, self._keep)
             self._on_oldest(oldest)
-
 
     def _count_synced(self, size: int) -> None:
         self._synced += size

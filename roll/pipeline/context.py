@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.algorithms.correction import Correction
-from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.value_objective import ValueObjective
-from roll.configs.schema import PipelineConfig
+from roll.algorithms.objective import PolicyObjective, ValueObjective
+from roll.configs.run import PipelineConfig
 from roll.data.records import Group
-from roll.distributed.inference import InferencePool
-from roll.distributed.trainers import BaseOfTrainer, TrainerGroup
-from roll.pipeline.advantages import AdvantageSettings
-from roll.pipeline.canaries import Canaries
-from roll.pipeline.chaos import Chaos
+from roll.engines.pool import InferencePool
+from roll.pipeline.algorithm import AdvantageSettings
+from roll.pipeline.canaries import Canaries, MismatchAlarm
 from roll.pipeline.checkpoints import Checkpointer
-from roll.pipeline.device_lock import DeviceLock
-from roll.pipeline.mismatch import MismatchAlarm
+from roll.pipeline.faults import Chaos
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.rollout_side import RolloutSide, Validator
-from roll.pipeline.step_counter import StepCounter
+from roll.pipeline.stage import StepCounter
 from roll.rollout.scheduler import RolloutScheduler
+from roll.runtime.locks import DeviceLock
+from roll.trainers.group import BaseOfTrainer, TrainerGroup
 
 
 @dataclass

@@ -1,35 +1,140 @@
-"""Preflight: checks of everything that can be known to be wrong before Ray or a model starts.
+"""Preflight of the agentic pipeline: its environments, their managers, and a template that can write turns.
+
+Preflight: checks of everything that can be known to be wrong before Ray or a model starts.
 
 The configuration's own checks come first. Then its names are looked up: the cluster, the needs of the rollouts (one
 module per pipeline), algorithms, stages, worker classes and engine options. All problems are reported at once.
+
+Preflight of RLVR: prompts and verifiers, found and checked against each other.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import xxhash
+
+from roll.agentic.base import observation_from
+from roll.agentic.episode import Observation
+from roll.agentic.manager import EnvManagerFactory, manager_factory
+from roll.agentic.registry import BUILT_IN, check_env_type, make_env
+from roll.agentic.tools.base import ToolUnavailable
+from roll.check.config import check_elsewhere
+from roll.check.needs import missing_packages
 from roll.configs import derived
-from roll.configs.checks import check_elsewhere
+from roll.configs.environments import CustomEnvConfig
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.needs import missing_packages
-from roll.configs.schema import AgenticConfig, ClusterConfig, PipelineConfig
-from roll.data.imports import import_object
-from roll.data.tokenizer import load_tokenizer
+from roll.configs.rewards import JudgeConfig, RewardConfig
+from roll.configs.run import AgenticConfig, ClusterConfig, PipelineConfig, RLVRConfig
+from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
+from roll.data.prompts import load_prompts, load_tokenizer
+from roll.data.records import Prompt
+from roll.rewards.registry import Verifier, check_machine, check_prompts, resolve_verifier, route_domains
+from roll.runtime.plugins import import_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.algorithms.correction import Correction
-    from roll.algorithms.objective import PolicyObjective
-    from roll.algorithms.value_objective import ValueObjective
-    from roll.distributed.worker import Worker
-    from roll.pipeline.advantages import AdvantageSettings
-    from roll.pipeline.algorithms import Algorithms
-    from roll.pipeline.rollout_side import RolloutPlan
+    from roll.algorithms.objective import PolicyObjective, ValueObjective
+    from roll.pipeline.agentic import AgenticSide
+    from roll.pipeline.algorithm import AdvantageSettings, Algorithms
+    from roll.pipeline.rlvr import RLVRSide
+    from roll.pipeline.rollout_side import RolloutPlan, RunDevices
     from roll.pipeline.stage import Stage
+    from roll.runtime.actors import Worker
+    from roll.tracking.run_directory import RunDirectory
+
+_TRIAL = ({"role": "user", "content": "observation"},)
+
+
+@dataclass(frozen=True)
+class AgenticPlan:
+    """The `RolloutPlan` of the agentic pipeline."""
+
+    template: TurnTemplate
+    managers: dict[str, EnvManagerFactory]
+    """Factory of the environment manager, by tag."""
+
+    def fingerprint(self, config: PipelineConfig) -> str:
+        """Implement `RolloutPlan.fingerprint`."""
+        config = derived.agentic(config)
+        shares = derived.used_tags(config, config.train_env_manager)
+        envs = {tag: [config.custom_envs[tag].env_type, config.custom_envs[tag].env_config] for tag in shares}
+        return xxhash.xxh3_128_hexdigest(json.dumps([list(shares.items()), envs], default=repr).encode())
+
+    def build(
+        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    ) -> AgenticSide:
+        """Implement `RolloutPlan.build`."""
+        from roll.pipeline.agentic import AgenticSide
+
+        return AgenticSide(prepared, self, str(run.logs.absolute()), on_event)
+
+
+def plan_agentic(
+    config: AgenticConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> AgenticPlan | None:
+    """Look up the named environments, managers and template; what is wrong goes into ``problems``."""
+    managers: dict[str, EnvManagerFactory] = {}
+    for tag, env in config.custom_envs.items():
+        problems.found += check_env_type(tag, env.env_type, env.env_config)
+        path = f"custom_envs.{tag}.env_manager_cls"
+        factory = problems.attempt(partial(manager_factory, env.env_manager_cls, path))
+        if factory is not None:
+            managers[tag] = factory
+    if tokenizer is None:
+        return None
+    template = problems.attempt(lambda: _template(config, tokenizer))
+    if template is None or problems.found:
+        return None
+    problems.found += _template_problems(config, template)
+    return AgenticPlan(template, managers)
+
+
+def _template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
+    if config.template == "raw":
+        turns = config.raw_turns
+        return RawTurns(tokenizer, turns.message_separator, turns.prompt_end, turns.response_end)
+    if not tokenizer.chat_template:
+        message = "chat, but the tokenizer has no chat template"
+        remedy = "set `template: raw`, or take an instruction-tuned model"
+        raise ConfigError([ConfigProblem("template", message, remedy)])
+    return ChatTurns(tokenizer, config.chat_template_kwargs)
+
+
+def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterator[ConfigProblem]:
+    """Try the template on the first observation of each environment.
+
+    For built-in environments it is the real one, for others a plain text.
+    """
+    for tag, env in config.custom_envs.items():
+        try:
+            first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)
+            if env.env_manager_cls == "trajectory":
+                require_append_only(template, first.messages, first.tools)
+            else:
+                template.prompt(first.messages, first.tools)
+        except TemplateRefused as refused:
+            remedy = "change what the environment says (`env_config`), or take another model or template"
+            yield ConfigProblem(f"custom_envs.{tag}", str(refused), remedy)
+        except ToolUnavailable as missing:
+            yield ConfigProblem(f"custom_envs.{tag}.env_config", str(missing), "mend that, or leave the tool out")
+
+
+def _first_observation(env: CustomEnvConfig) -> Observation:
+    made = make_env(env.env_type, env.env_config)
+    try:
+        return observation_from(*made.reset(seed=0))
+    finally:
+        made.close()
+
 
 Value = TypeVar("Value")
 
@@ -141,16 +246,12 @@ def _plan_rollouts(
 ) -> RolloutPlan | None:
     """Look up the names that only this pipeline has; None after a problem. ``asks_models``: see `plan_rlvr`."""
     if isinstance(config, AgenticConfig):
-        from roll.pipeline.agentic_preflight import plan_agentic
-
         return plan_agentic(config, tokenizer, problems)
-    from roll.pipeline.rlvr_preflight import plan_rlvr
-
     return plan_rlvr(derived.rlvr(config), tokenizer, problems, asks_models=asks_models)
 
 
 def _algorithms(config: PipelineConfig) -> Algorithms:
-    from roll.pipeline.algorithms import build_algorithms
+    from roll.pipeline.algorithm import build_algorithms
 
     return build_algorithms(config)
 
@@ -204,8 +305,8 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
     Roles in ``without`` need not have their engine. Problems that only the models' own files reveal are left out unless
     ``with_model``.
     """
-    from roll.strategies.infer import infer_option_check
-    from roll.strategies.train import train_option_check
+    from roll.engines.registry import infer_option_check
+    from roll.trainers.registry import train_option_check
 
     problems = [
         ConfigProblem(f"{role}.strategy_args.strategy_name", f"{package.name} is not installed", package.install)
@@ -218,7 +319,7 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
         path = f"{role}.strategy_args.strategy_config"
         problems += find(arguments.strategy_name)(arguments.strategy_config, path)
         if with_model and arguments.strategy_name == "megatron_train":
-            from roll.strategies.train.megatron.facts import layout_problems
+            from roll.trainers.megatron.facts import layout_problems
 
             problems += layout_problems(
                 role_config,
@@ -229,7 +330,7 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
             )
     problems += _own_strategy_problems(config, without)
     if with_model and config.actor_train.model_args.lora_target is not None:
-        from roll.strategies.train.lora import check_adapters
+        from roll.trainers.lora import check_adapters
 
         policy = config.actor_train
         problems += check_adapters(derived.model_path(config, policy), policy.model_args, "actor_train.model_args")
@@ -239,9 +340,9 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
 
 def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> Iterator[ConfigProblem]:
     """Yield the problems of users' strategy classes that cannot replace a strategy, except for roles in ``without``."""
-    from roll.strategies.infer import infer_strategy_class
-    from roll.strategies.score import score_strategy_class
-    from roll.strategies.train import forward_strategy_class, train_strategy_class
+    from roll.engines.registry import infer_strategy_class
+    from roll.rewards.model import score_strategy_class
+    from roll.trainers.registry import forward_strategy_class, train_strategy_class
 
     of_roles = {"actor_infer": infer_strategy_class, "reference": forward_strategy_class}
     for role, section in derived.roles_and_reward_models(config).items():
@@ -257,7 +358,7 @@ def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> 
 
 
 def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
-    from roll.pipeline.registry import resolve_stages
+    from roll.pipeline.stage import resolve_stages
     from roll.pipeline.stages import STAGE_ORDER
 
     return resolve_stages({name: name for name in STAGE_ORDER}, config.stages)
@@ -269,9 +370,9 @@ def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
     paths = {name: role.worker_cls for name, role in roles.items() if role.worker_cls}
     if not paths:
         return {}
-    from roll.distributed.infer_worker import InferWorker
-    from roll.distributed.score_worker import ScoreWorker
-    from roll.distributed.train_worker import TrainWorker
+    from roll.engines.worker import InferWorker
+    from roll.rewards.model_pool import ScoreWorker
+    from roll.trainers.worker import TrainWorker
 
     bases: dict[str, type[Worker]] = {"actor_infer": InferWorker}
     classes: dict[str, type[Worker]] = {}
@@ -292,3 +393,118 @@ def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:
     if problems:
         raise ConfigError(problems)
     return classes
+
+
+@dataclass(frozen=True)
+class RLVRPlan:
+    """The `RolloutPlan` of RLVR."""
+
+    prompts: list[Prompt]
+    validation_prompts: list[Prompt]
+
+    def fingerprint(self, config: PipelineConfig) -> str:
+        """Implement `RolloutPlan.fingerprint`."""
+        data_args = config.actor_train.data_args
+        digest = xxhash.xxh3_128(json.dumps([data_args.shuffle, data_args.domain_interleave_probs]).encode())
+        for prompt in self.prompts:
+            digest.update(f"{prompt.prompt_id}\0{prompt.domain}\0".encode("utf-8", "surrogatepass"))
+            digest.update(prompt.token_ids.tobytes())
+        return digest.hexdigest()
+
+    def build(
+        self, prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    ) -> RLVRSide:
+        """Implement `RolloutPlan.build`."""
+        from roll.pipeline.rlvr import RLVRSide, build_rewards
+
+        rewards = build_rewards(prepared, run, on_event, devices)
+        return RLVRSide(prepared, self.prompts, self.validation_prompts, rewards)
+
+
+def plan_rlvr(
+    config: RLVRConfig, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, asks_models: bool
+) -> RLVRPlan:
+    """Load prompts and find verifiers; what is wrong goes into ``problems``.
+
+    With ``asks_models``, judges must be within reach, reward models must have their files, and programs must be able to
+    run, as on the machine of the run.
+    """
+    models = derived.reward_models(config)
+    verifiers = {
+        name: problems.attempt(partial(resolve_verifier, reward, f"rewards.{name}"))
+        for name, reward in config.rewards.items()
+        if f"rewards.{name}" not in models
+    }
+    for name, verifier in verifiers.items() if asks_models else ():
+        if verifier is not None:
+            problems.attempt(partial(check_machine, verifier, f"rewards.{name}"))
+    for path, reward in models.items():
+        model = derived.reward_model_path(config, reward)
+        if asks_models or (Path(model) / "config.json").is_file():
+            problems.attempt(partial(_check_reward_model, model, reward, path))
+    for name, reward in config.rewards.items() if asks_models else ():
+        if reward.judge is not None and verifiers[name] is not None:  # without its library the judge cannot be asked
+            problems.attempt(partial(_check_judge, reward.judge, f"rewards.{name}.judge"))
+    prompts: list[Prompt] = []
+    validation_prompts: list[Prompt] = []
+    if tokenizer is not None:
+        prompts = problems.attempt(lambda: _prompts(config, tokenizer)) or []
+        validation_prompts = problems.attempt(lambda: _validation_prompts(config, tokenizer)) or []
+    if prompts and not problems.found:
+        found = {name: verifier for name, verifier in verifiers.items() if verifier is not None}
+        problems.found += _judgement_problems(config, found, prompts, validation_prompts)
+    return RLVRPlan(prompts, validation_prompts)
+
+
+def _check_reward_model(model_path: str, reward: RewardConfig, path: str) -> None:
+    from roll.rewards.model import check_reward_model
+
+    check_reward_model(model_path, reward, path)
+
+
+def _check_judge(judge: JudgeConfig, path: str) -> None:
+    from roll.rewards.judge import check_judge
+
+    check_judge(judge, path)
+
+
+def _prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    return load_prompts(
+        config.actor_train.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="actor_train.data_args",
+        seed=config.seed,
+    )
+
+
+def _validation_prompts(config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if config.validation is None:
+        return []
+    return load_prompts(
+        config.validation.data_args,
+        tokenizer,
+        prompt_length=config.prompt_length,
+        path="validation.data_args",
+        seed=config.seed,
+    )
+
+
+def _judgement_problems(
+    config: RLVRConfig, verifiers: dict[str, Verifier], prompts: list[Prompt], validation_prompts: list[Prompt]
+) -> list[ConfigProblem]:
+    """Return problems unless every prompt has a reward that can judge it and every reward's domain has prompts."""
+    routes = route_domains(config.rewards)
+    problems = check_prompts(routes, verifiers, prompts, "actor_train.data_args")
+    problems += check_prompts(routes, verifiers, validation_prompts, "validation.data_args")
+    present = sorted({prompt.domain for prompt in [*prompts, *validation_prompts]})
+    problems += [
+        ConfigProblem(
+            f"rewards.{reward}.tag_included",
+            f"no prompt has the domain {domain!r}",
+            f"the prompts have the domains {', '.join(present)}",
+        )
+        for domain, reward in sorted(routes.items())
+        if domain not in present
+    ]
+    return problems

@@ -1,4 +1,12 @@
-"""The recorder of a run: metrics, timeline, samples, summary and console in one place.
+"""Episodes to look at: the best, the worst and a random one of each tag and validation.
+
+Each is written as text, PNG (beginning and end) and animated GIF.
+
+Conversion of groups to the readable records of `samples.jsonl`: texts, and the version and advantage of tokens.
+
+The functions are pure. Decoding token by token takes some milliseconds per sample, so they are called in a thread.
+
+The recorder of a run: metrics, timeline, samples, summary and console in one place.
 
 Stages report their results to it; it knows nothing of how they work. Shares and rates are over the wall-clock time
 between the ends of two consecutive steps.
@@ -9,33 +17,229 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from roll.agentic.episode import Episode
+from roll.agentic.frames import frames_to_gif, text_to_png
 from roll.configs.derived import tracker_list
 from roll.configs.loader import told_config
-from roll.configs.schema import PipelineConfig
-from roll.data.records import Group
-from roll.distributed.inference import InferencePool
-from roll.pipeline.batch import TrainingBatch
-from roll.pipeline.gallery import hang_up
-from roll.pipeline.readable import TokenDecoder, readable, readable_validation
+from roll.configs.run import PipelineConfig
+from roll.data.records import Group, Sample, SampleBatch, derive_seed
+from roll.engines.pool import InferencePool
+from roll.pipeline.algorithm import TrainingBatch
 from roll.pipeline.rollout_side import WorkerProcesses
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console, say_beside
-from roll.tracking.log_watch import LogWatch
-from roll.tracking.metrics import MetricsLog, read_metrics
-from roll.tracking.plugins.contract import Ending
-from roll.tracking.plugins.opening import open_plug_ins
-from roll.tracking.plugins.process import PlugIns
+from roll.tracking.logs import LogWatch
+from roll.tracking.plugins.process import Ending, PlugIns, open_plug_ins
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.samples import SampleLog
-from roll.tracking.summary import Summary
+from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, Summary
 from roll.tracking.timeline import Timeline
-from roll.tracking.trackers import TensorBoardTracker, Trackers
+from roll.tracking.trackers import MetricsLog, TensorBoardTracker, Trackers, read_metrics
 from roll.tracking.waits import WaitBoard
+
+SAID = {True: "success", False: "no success", None: "success not told"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An animated GIF on disk, and its name in trackers."""
+
+    name: str
+    path: Path
+
+
+def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Picture]:
+    """Write the chosen episodes below ``folder``. Returns the pictures of those whose environment can be rendered."""
+    place = folder / f"version-{version:06d}"
+    pictures = []
+    for (tag, which), episode in chosen(episodes, version).items():
+        place.mkdir(parents=True, exist_ok=True)
+        base = place / f"{tag}-{which}"
+        base.with_name(base.name + ".txt").write_text(as_text(episode), encoding="utf-8")
+        frames = frames_of(episode)
+        if not frames:
+            continue
+        gif = base.with_name(base.name + ".gif")
+        frames_to_gif(frames, gif)
+        text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), base.with_name(base.name + ".png"))
+        pictures.append(Picture(f"val/{tag}/{which}_episode", gif))
+    return pictures
+
+
+def chosen(episodes: Sequence[Episode], version: int) -> dict[tuple[str, str], Episode]:
+    """Return the episodes by (tag, ``best``, ``worst`` or ``random``). At equal scores the shorter one is better."""
+    by_tag: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        by_tag[episode.tag].append(episode)
+    found: dict[tuple[str, str], Episode] = {}
+    for tag, members in sorted(by_tag.items()):
+        ranked = sorted(members, key=lambda each: (bool(each.success), each.score, -len(each.turns)))
+        lucky = np.random.default_rng(derive_seed(version, "gallery", tag)).integers(len(members))
+        found |= {(tag, "best"): ranked[-1], (tag, "worst"): ranked[0], (tag, "random"): members[lucky]}
+    return found
+
+
+def frames_of(episode: Episode) -> list[str]:
+    """Return the frames before each action and at the end, with captions; empty if none can be rendered."""
+    frames = [
+        f"turn {number}: {turn.response!r}\n{turn.frame}"
+        for number, turn in enumerate(episode.turns)
+        if turn.frame is not None
+    ]
+    if frames and episode.last_frame is not None:
+        frames.append(f"{episode.end}, score {episode.score:g}\n{episode.last_frame}")
+    return frames
+
+
+def as_text(episode: Episode) -> str:
+    """Return the episode as text, turn by turn."""
+    head = (
+        f"{episode.tag}, seed {episode.seed}: {SAID[episode.success]}, score "
+        f"{episode.score:g}, {len(episode.turns)} turns, ended by {episode.end}\n"
+    )
+    turns = [
+        f"--- turn {number}\n{turn.observation}\n>>> {turn.response!r}"
+        f"{'' if turn.action_is_valid else ' (not valid)'}, reward {turn.reward:g}\n"
+        for number, turn in enumerate(episode.turns)
+    ]
+    end = [] if episode.last_frame is None else [f"--- at the end\n{episode.last_frame}\n"]
+    return "\n".join([head, *turns, *end])
+
+
+FIRST_TOKENS, LAST_TOKENS = 384, 128
+"""Number of tokens kept from the beginning and the end of a longer response."""
+LONGEST_CHARACTER = 8
+"""Most tokens of one character. Byte-level tokenizers spread a character over several tokens."""
+UNFINISHED = "\ufffd"
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that turns tokens into text."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, without special tokens if asked for."""
+
+
+def readable(
+    groups: Sequence[Group], data: SampleBatch, step: int, count: int, decoder: TokenDecoder
+) -> list[ReadableSample]:
+    """Return the first sample of the first groups, with the advantages of its tokens; of an episode all turns."""
+    offsets = data.offsets
+    samples, first_row = [], 0
+    for group in groups[:count]:
+        parts = group.episodes[0]
+        rows = [slice(offsets[row], offsets[row + 1]) for row in range(first_row, first_row + len(parts))]
+        advantages = [data.tokens["advantages"][row] for row in rows]
+        of_first = advantages[0][parts[0].response_mask]
+        mean = float(of_first.mean()) if len(of_first) else 0.0
+        tokens = readable_tokens(parts, advantages, decoder)
+        samples.append(_readable(group, step, "train", mean, parts[0].oldest_version, tokens))
+        first_row += len(group.samples)
+    return samples
+
+
+def readable_validation(result: ValidationResult, count: int, decoder: TokenDecoder) -> list[ReadableSample]:
+    """Return the first sample of the first groups of a validation."""
+    return [
+        _readable(group, result.version, "val", None, result.version, readable_tokens(group.episodes[0], None, decoder))
+        for group in result.groups[:count]
+    ]
+
+
+def readable_tokens(
+    parts: Sequence[Sample], advantages: Sequence[np.ndarray] | None, decoder: TokenDecoder
+) -> ReadableTokens:
+    """Return the tokens of an episode's samples, from the first sampled one on.
+
+    Later samples include the tokens that they were given. ``advantages``: float ``[length]`` of each sample.
+    """
+    first = parts[0].response_mask
+    start = int(np.argmax(first)) if first.any() else len(first)
+
+    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays)[start:]
+
+    token_ids, sampled = joined([part.token_ids for part in parts]), joined([part.response_mask for part in parts])
+    versions = joined([part.versions for part in parts])
+    kept = _kept(len(token_ids))
+
+    def told(values: np.ndarray, where: np.ndarray) -> list[Any]:
+        pairs = zip(values[kept].tolist(), where[kept].tolist(), strict=True)
+        return [value if here else None for value, here in pairs]
+
+    nothing, nowhere = np.zeros(len(token_ids)), np.zeros(len(token_ids), dtype=bool)
+    has_turns = parts[0].turns is not None
+    turns = joined([part.turns for part in parts if part.turns is not None]) if has_turns else nothing
+    left_out = len(token_ids) - len(kept)
+    stretches = [kept[:FIRST_TOKENS], kept[FIRST_TOKENS:]] if left_out else [kept]
+    return ReadableTokens(
+        texts=[text for stretch in stretches for text in token_texts(token_ids[stretch].tolist(), decoder)],
+        versions=told(versions, sampled),
+        advantages=told(joined(advantages), sampled) if advantages is not None else told(nothing, nowhere),
+        turns=told(turns, sampled if has_turns else nowhere),
+        left_out=left_out,
+        left_out_after=FIRST_TOKENS if left_out else 0,
+    )
+
+
+def token_texts(token_ids: Sequence[int], decoder: TokenDecoder) -> list[str]:
+    """Return the text that each token adds. The last token of a multi-token character has its text.
+
+    Each token is decoded after the one before it, because some tokenizers write a leading space only then.
+    """
+    texts: list[str] = []
+    before: list[int] = []
+    pending: list[int] = []
+    for token_id in token_ids:
+        pending.append(token_id)
+        known = decoder.decode(before, skip_special_tokens=False)
+        text = decoder.decode(before + pending, skip_special_tokens=False)[len(known) :]
+        if text.endswith(UNFINISHED) and len(pending) < LONGEST_CHARACTER:
+            texts.append("")
+            continue
+        texts.append(text)
+        before, pending = pending, []
+    if pending:
+        texts[-1] = decoder.decode(pending, skip_special_tokens=False)
+    return texts
+
+
+def _kept(length: int) -> np.ndarray:
+    """Return the positions of the tokens that are kept."""
+    places = np.arange(length)
+    if length <= FIRST_TOKENS + LAST_TOKENS:
+        return places
+    return np.concatenate([places[:FIRST_TOKENS], places[-LAST_TOKENS:]])
+
+
+def _readable(
+    group: Group, step: int, split: Any, advantage: float | None, oldest: int, tokens: ReadableTokens
+) -> ReadableSample:
+    sample = group.samples[0]
+    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
+    return ReadableSample(
+        step=step,
+        group_id=group.group_id,
+        prompt=group.prompt.text,
+        response=sample.response_text,
+        score=sample.score,
+        advantage=advantage,
+        versions=(oldest, newest),
+        finish_reason=sample.finish_reason,
+        domain=group.prompt.domain,
+        split=split,
+        tokens=tokens,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +270,12 @@ class RunRecorder:
         self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
         for record in earlier or []:
-            self.console.recall(
-                {name: value for name, value in record.items() if value is not None}, record["step"]
-            )
+            self.console.recall({name: value for name, value in record.items() if value is not None}, record["step"])
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
         events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
         self._trackers = Trackers([self._metrics, *events])
-        plug_ins = open_plug_ins(
-            tracker_list(config), config.tracker_kwargs, run, config.exp_name, told_config(config)
-        )
+        plug_ins = open_plug_ins(tracker_list(config), config.tracker_kwargs, run, config.exp_name, told_config(config))
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
         self._samples = SampleLog(run.samples)

@@ -1,6 +1,8 @@
 """Rollout of one RLVR group: sample the prompt n times and judge each response.
 
 Everything random derives from (run seed, group id, sample index, turn), so a group can be generated again.
+
+Conversion of the configured sampling to the engine's parameters.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from roll.data.records import Group, Prompt, Sample
-from roll.data.seeds import derive_seed
+from roll.configs.roles import GeneratingArguments
+from roll.data.records import Group, Prompt, Sample, derive_seed
+from roll.engines.base import Completion, GenerateRequest, SamplingParams
 from roll.pipeline.rollout_side import Generator
-from roll.rewards.records import RewardInput, RewardOutput
-from roll.strategies.infer.base import Completion, GenerateRequest, SamplingParams
+from roll.rewards.base import RewardInput, RewardOutput
 
 
 class Judge(Protocol):
@@ -130,3 +132,15 @@ def sample_from_completion(prompt: Prompt, completion: Completion, text: str) ->
 def has_score_variance(group: Group) -> bool:
     """Return True if the samples of a group differ in score. Otherwise a group baseline learns nothing from them."""
     return bool(np.ptp(group.scores) > 0)
+
+
+def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
+    """Return the engine's parameters for the configured ones; the seed is set per request."""
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens or response_length,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        stop_strings=tuple(arguments.stop_strings),
+        ignore_eos=arguments.ignore_eos,
+    )

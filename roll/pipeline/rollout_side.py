@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from roll.data.records import Group
-from roll.rollout.schedule import Ticket
-from roll.strategies.infer.base import Completion, GenerateRequest
+from roll.engines.base import Completion, GenerateRequest
+from roll.rollout.scheduler import Ticket
 
 if TYPE_CHECKING:
-    from roll.configs.schema import PipelineConfig
-    from roll.distributed.group import WorkerHandle
-    from roll.distributed.placement import Placement
-    from roll.pipeline.device_lock import DeviceLock
+    from roll.configs.run import PipelineConfig
     from roll.pipeline.preflight import Prepared
     from roll.pipeline.validation import ValidationResult
+    from roll.runtime.actors import WorkerHandle
+    from roll.runtime.locks import DeviceLock
+    from roll.runtime.placement import Placement
     from roll.tracking.run_directory import RunDirectory
 
 

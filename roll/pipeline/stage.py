@@ -1,19 +1,88 @@
-"""The stage: a small state machine with its own consume-produce loop.
+"""The bounded channel between two stages.
+
+It has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches the
+rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
+producer that fails leaves its channel open, and the graph cancels the consumer.
+
+The stage: a small state machine with its own consume-produce loop.
 
 Every change of state is recorded with its time. That record is the timeline, the idle shares and the hang report. A
 stage that raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
+
+The registry of stages, with which a run can replace a built-in stage by one of its own.
+
+A custom stage subclasses the built-in stage that it replaces and is built with the same arguments. It is registered
+with `register_stage`, or named as `package.module:Class` in the `stages` section of the configuration.
+
+Counter of completed training steps, for a stage that must not run ahead of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
-from roll.pipeline.channel import Channel, ChannelClosed
-from roll.tracking.stacks import task_place
-from roll.tracking.waits import START, WaitBoard, acting
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.runtime.plugins import import_object
+from roll.tracking.status import task_place
+from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
+
+Item = TypeVar("Item")
+
+
+class ChannelClosed(Exception):
+    """The channel was closed: it has no more items, or accepts no more."""
+
+
+class Channel(Generic[Item]):
+    """A first-in, first-out channel of at most ``capacity`` items."""
+
+    def __init__(self, name: str, capacity: int = 1) -> None:
+        if capacity < 1:
+            raise ValueError(f"channel {name!r} needs a capacity of at least 1, not {capacity}")
+        self.name = name
+        self.capacity = capacity
+        self._items: deque[Item] = deque()
+        self._closed = False
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def full(self) -> bool:
+        """True if `put` would wait."""
+        return len(self._items) >= self.capacity
+
+    async def put(self, item: Item) -> None:
+        """Wait for room and append. Raises `ChannelClosed` after `close`."""
+        async with self._changed:
+            with waiting(f"room/{self.name}", "room for an item"):
+                await self._changed.wait_for(lambda: self._closed or not self.full)
+            if self._closed:
+                raise ChannelClosed(f"channel {self.name!r} is closed")
+            self._items.append(item)
+            self._changed.notify_all()
+
+    async def get(self) -> Item:
+        """Wait for an item. Raises `ChannelClosed` once the channel is closed and empty."""
+        async with self._changed:
+            with waiting(f"items/{self.name}", "an item"):
+                await self._changed.wait_for(lambda: self._closed or self._items)
+            if not self._items:
+                raise ChannelClosed(f"channel {self.name!r} is closed")
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    async def close(self) -> None:
+        """Close the channel to new items. Items already put are still delivered."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class StageState(enum.Enum):
@@ -172,7 +241,6 @@ class StageGraph:
             # Raised outside the handler, so that the group that holds it does not become its own cause.
             raise failure
 
-
     async def _acting(self, name: str, start: Callable[[], Awaitable[None]]) -> None:
         with acting(name, self._waits):
             await start()
@@ -184,3 +252,82 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+StageClass = TypeVar("StageClass", bound=type[Stage])
+
+_STAGES: dict[str, type[Stage]] = {}
+
+
+def register_stage(name: str) -> Callable[[StageClass], StageClass]:
+    """Return a class decorator that registers a stage under a name. It raises `ValueError` if the name is taken."""
+
+    def register(stage: StageClass) -> StageClass:
+        if name in _STAGES:
+            raise ValueError(f"a stage named {name!r} is already registered")
+        _STAGES[name] = stage
+        return stage
+
+    return register
+
+
+def resolve_stages(defaults: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, type[Stage]]:
+    """Return the class of each stage: the default or the chosen one.
+
+    Raises `ConfigError` for classes that cannot be found or do not fit.
+    """
+    problems: list[ConfigProblem] = []
+    classes = {stage: _STAGES[name] for stage, name in defaults.items()}
+    for stage, name in chosen.items():
+        path = f"stages.{stage}"
+        if stage not in defaults:
+            problems.append(
+                ConfigProblem(path, f"there is no stage {stage!r} to replace", f"choose from {sorted(defaults)}")
+            )
+            continue
+        try:
+            found = _STAGES[name] if name in _STAGES else import_object(name)
+        except ImportError as error:
+            problems.append(
+                ConfigProblem(path, str(error), f"give a registered name ({sorted(_STAGES)}) or `package.module:Class`")
+            )
+            continue
+        if not (isinstance(found, type) and issubclass(found, classes[stage])):
+            problems.append(
+                ConfigProblem(
+                    path,
+                    f"{name!r} is not a subclass of {classes[stage].__name__}",
+                    f"derive the stage from roll.pipeline.stages.{classes[stage].__name__}",
+                )
+            )
+            continue
+        classes[stage] = found
+    if problems:
+        raise ConfigError(problems)
+    return classes
+
+
+class StepCounter:
+    """Counter that stages can wait on. Belongs to one event loop."""
+
+    def __init__(self, done: int = 0) -> None:
+        self.done = done
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def advance(self, done: int) -> None:
+        """Record that ``done`` steps are over. Raises `ValueError` if that is fewer than before."""
+        if done < self.done:
+            raise ValueError(f"{done} steps cannot be over after {self.done} were")
+        self.done = done
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting.clear()
+
+    async def reached(self, steps: int) -> None:
+        """Wait until ``steps`` steps are over."""
+        while self.done < steps:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            with waiting(TRAIN, f"the end of training step {steps}"):
+                await waiter

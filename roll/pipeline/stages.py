@@ -13,17 +13,13 @@ from typing import Any
 
 from roll.configs import derived
 from roll.data.records import Group
-from roll.distributed.canaries import CanaryScores
-from roll.distributed.train_worker import TrainPlan
-from roll.pipeline.advantages import add_advantages
-from roll.pipeline.batch import TrainingBatch
-from roll.pipeline.channel import Channel, ChannelClosed
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
 from roll.pipeline.context import RunContext
-from roll.pipeline.correction import add_correction
-from roll.pipeline.registry import register_stage
-from roll.pipeline.stage import Stage
+from roll.pipeline.stage import Channel, ChannelClosed, Stage, register_stage
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
+from roll.trainers.worker import TrainPlan
+from roll.weights.verify import CanaryScores
 
 STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
 NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}

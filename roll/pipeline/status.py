@@ -1,4 +1,6 @@
-"""The current state of a run, for `status.json`, for the stall watch and so for `roll doctor`.
+"""The deadline of a run in which nothing moves: it fails with a report of its waits.
+
+The current state of a run, for `status.json`, for the stall watch and so for `roll doctor`.
 
 All stages, waits and workers are read in one turn of the event loop, so the picture is of one instant.
 """
@@ -13,25 +15,48 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from roll.configs.schema import PipelineConfig
-from roll.distributed.group import WorkerHandle
-from roll.distributed.heartbeat import Heartbeats
+from roll.configs.run import PipelineConfig
+from roll.doctor.diagnosis import explain_stall
 from roll.pipeline.context import RunContext
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.stage import Stage
-from roll.tracking.driver_watch import Phase
-from roll.tracking.processes import look_at
+from roll.runtime.actors import Heartbeats, WorkerHandle
 from roll.tracking.status import (
     WRITE_SECONDS,
+    Attention,
     ChannelStatus,
     DriverStatus,
+    Phase,
     RunStatus,
     SchedulerStatus,
     StageStatus,
     StatusFile,
     WorkerStatus,
+    look_at,
 )
 from roll.tracking.waits import GROUP, Wait
+
+
+class RunStalled(RuntimeError):
+    """No stage, group or request made progress for `stall_timeout_seconds`."""
+
+
+async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
+    """Raise `RunStalled` if nothing has moved for ``limit`` seconds. Runs until cancelled.
+
+    A look counts for at most twice its interval, so time in which the whole process was stopped hardly counts.
+    """
+    interval = min(5.0, limit / 4)
+    attention = Attention(2 * interval, asyncio.get_running_loop().time)
+    quiet, moved_at = 0.0, keeper.now().moved_at
+    while True:
+        await asyncio.sleep(interval)
+        status, seconds = keeper.now(), attention.look()
+        quiet = quiet + seconds if status.moved_at == moved_at else 0.0
+        moved_at = status.moved_at
+        if quiet > limit:
+            raise RunStalled(f"nothing has moved for {limit:g} s (stall_timeout_seconds)\n{explain_stall(status)}")
+
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +167,7 @@ class StatusKeeper:
                 yield known
             else:
                 beat = heard.beat
-                yield replace(
-                    known, asked_since=heard.at, has_answered=True, loop_lag=beat.loop_lag, place=beat.place
-                )
+                yield replace(known, asked_since=heard.at, has_answered=True, loop_lag=beat.loop_lag, place=beat.place)
 
     def _seen(self, handle: WorkerHandle) -> WorkerStatus:
         facts = look_at(handle.pid) if handle.is_local and handle.pid is not None else None

@@ -2,21 +2,30 @@
 
 A fault of the program (an exception, too much time, memory or output, no program at all) only lowers the score. A fault
 of the tests or of the sandbox raises an error, so that no response is punished for it. See docs/rewards.md.
+
+The tests that a program must pass, read from a prompt's ground truth.
+
+Expected output and return values never enter the process of the program: its output is compared here. Assertions are
+the exception: they are code, and must run where the program runs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import secrets
 import textwrap
 import time
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from pydantic import PositiveFloat, PositiveInt
 
-from roll.rewards.code_tests import Run, read_tests
-from roll.rewards.records import PreparedVerifier, VerifierUnavailable
-from roll.sandbox.sandbox import GRACE_SECONDS, Limits, Sandbox, SandboxUnavailable, default_sandbox
+from roll.rewards.base import PreparedVerifier, VerifierUnavailable
+from roll.rewards.code_harness import asserting, calling, plain, sections
+from roll.sandbox.sandbox import GRACE_SECONDS, Limits, Sandbox, SandboxResult, SandboxUnavailable, default_sandbox
 
 _MEBIBYTE = 2**20
 _OUTPUT_BYTES = 64 * 1024
@@ -134,3 +143,221 @@ def last_program(text: str) -> str | None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+FLOAT_TOLERANCE = 1e-6
+"""Relative and absolute tolerance where a call should return a float."""
+
+_FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
+
+
+class Run(Protocol):
+    """One run of a program, which decides one or several tests."""
+
+    @property
+    def tests(self) -> int:
+        """Number of tests that the run decides."""
+
+    @property
+    def stdin(self) -> str:
+        """Standard input of the process."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """Approximate length of a correct output, in bytes."""
+
+    def code(self, program: str) -> str:
+        """Return the code that the process runs."""
+
+    def passed(self, result: SandboxResult) -> int:
+        """Return the number of tests passed, judged by the output of the process."""
+
+
+@dataclass(frozen=True)
+class InputRun:
+    """A text for standard input, and the expected standard output."""
+
+    stdin: str
+    expected: str
+    tests: int = 1
+
+    @property
+    def expected_bytes(self) -> int:
+        """See `Run`."""
+        return len(self.expected.encode("utf-8", "replace"))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return plain(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """Return 1 if the program ended by itself with status 0 and printed the expected text, else 0."""
+        ended_well = result.killed_because is None and result.returncode == 0
+        return int(ended_well and _lines(result.stdout) == _lines(self.expected))
+
+
+@dataclass(frozen=True)
+class CallRun:
+    """One function call and its expected return value, as JSON (a tuple becomes a list)."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+    marker: str = field(default_factory=lambda: secrets.token_hex(16))
+    tests: int = 1
+
+    @property
+    def stdin(self) -> str:
+        """See `Run`."""
+        return sections(json.dumps([self.function, self.arguments]), self.marker)
+
+    @property
+    def expected_bytes(self) -> int:
+        """See `Run`."""
+        return len(json.dumps(self.expected))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return calling(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """Return 1 if the call returned the expected value, else 0."""
+        _, marker, after = result.stdout.rpartition(self.marker)
+        if not marker:
+            return 0
+        try:
+            returned = json.loads(after.split("\n", 1)[0])
+        except (ValueError, RecursionError):  # cut off, or a number or nesting beyond what can be parsed
+            return 0
+        return int(_equal(returned, self.expected))
+
+
+@dataclass(frozen=True)
+class AssertRun:
+    """Assertions that run one after the other in the program's process.
+
+    Each one has its own proof, a random text that the process gets only after the assertion has held.
+    """
+
+    asserts: tuple[str, ...]
+    proofs: tuple[str, ...]
+    expected_bytes: int = 0
+
+    @property
+    def tests(self) -> int:
+        """See `Run`."""
+        return len(self.asserts)
+
+    @property
+    def stdin(self) -> str:
+        """See `Run`."""
+        return sections(*(each for pair in zip(self.asserts, self.proofs, strict=True) for each in pair))
+
+    def code(self, program: str) -> str:
+        """See `Run`."""
+        return asserting(program)
+
+    def passed(self, result: SandboxResult) -> int:
+        """Return the number of assertions whose proof was printed."""
+        return sum(proof in result.stdout for proof in self.proofs)
+
+
+def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
+    """Return the runs for a ground truth, for its first ``max_tests`` tests only.
+
+    Raises `ValueError` if it has none of the forms in docs/rewards.md (a mapping, a list, or either as JSON text), or
+    no test.
+    """
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except (ValueError, RecursionError) as cause:
+            raise ValueError(f"the tests are text, but not JSON ({cause}); {_FORMS}") from cause
+    if isinstance(ground_truth, list):
+        ground_truth = {"asserts": ground_truth}
+    if not isinstance(ground_truth, Mapping):
+        raise ValueError(f"the tests are a {type(ground_truth).__name__}; {_FORMS}")
+    if "asserts" in ground_truth:
+        return _assert_runs(ground_truth, max_tests)
+    return _runs(ground_truth)[:max_tests]
+
+
+def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
+    _only(tests, "asserts")
+    asserts = [tests["asserts"]] if isinstance(tests["asserts"], str) else tests["asserts"]
+    if not isinstance(asserts, list) or not asserts or any(not isinstance(each, str) for each in asserts):
+        raise ValueError("`asserts` must be Python code, or a list of such texts with at least one")
+    kept = asserts[:max_tests]
+    for text in kept:
+        _check_code(text)
+    return [AssertRun(tuple(kept), tuple(secrets.token_hex(16) for _ in kept))]
+
+
+def _check_code(text: str) -> None:
+    """Raise `ValueError` if an assertion does not compile: it would fail every program."""
+    try:
+        compile(text, "asserts", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
+
+
+def _runs(tests: Mapping[str, Any]) -> list[Run]:
+    _only(tests, "inputs", "outputs", "fn_name", "entry_point")
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError(f"the tests have no lists `inputs` and `outputs`; {_FORMS}")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"{len(inputs)} `inputs` and {len(outputs)} `outputs` are no pairs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    names = [tests[key] for key in ("fn_name", "entry_point") if tests.get(key) is not None]
+    if not names:
+        return [InputRun(_text(given), _text(expected)) for given, expected in pairs]
+    name = names[0]
+    if not isinstance(name, str) or not name.isidentifier() or len(set(names)) > 1:
+        raise ValueError(f"{', '.join(map(repr, names))} is no name of a function")
+    for given, _ in pairs:
+        if not isinstance(given, list):
+            raise ValueError(f"the input {str(given)[:80]!r} of `{name}` is no list of arguments")
+    return [CallRun(name, given, expected) for given, expected in pairs]
+
+
+def _only(tests: Mapping[str, Any], *known: str) -> None:
+    strange = [key for key in tests if key not in known]
+    if strange:
+        raise ValueError(f"the tests have `{strange[0]}`, which is not read beside {', '.join(known)}; {_FORMS}")
+
+
+def _text(value: Any) -> str:
+    """Return a text, or the lines of a list joined to one."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:80]!r} is no text for standard input or output (set `fn_name` to call)")
+    return value
+
+
+def _lines(text: str) -> list[str]:
+    """Split into lines, without trailing white space and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _equal(returned: Any, expected: Any) -> bool:
+    """Compare as Python does, but allow rounding where a float is expected."""
+    if isinstance(expected, float) and isinstance(returned, int | float):
+        return _close(returned, expected)
+    if isinstance(expected, Mapping) and isinstance(returned, Mapping):
+        return returned.keys() == expected.keys() and all(_equal(returned[key], expected[key]) for key in expected)
+    if _is_list(expected) and _is_list(returned):
+        return len(returned) == len(expected) and all(map(_equal, returned, expected))
+    return bool(returned == expected)
+
+
+def _close(returned: float, expected: float) -> bool:
+    try:
+        return math.isclose(returned, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    except OverflowError:  # an integer too large for a float
+        return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

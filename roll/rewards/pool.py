@@ -19,14 +19,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from roll.configs.derived import reward_timeout
-from roll.configs.schema import RewardConfig
-from roll.configs.wording import count
-from roll.data.actor_deaths import ACTOR_GONE, memory_death
-from roll.data.imports import driver_folders
-from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
+from roll.configs.errors import count
+from roll.configs.rewards import RewardConfig
+from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
-from roll.tracking.busy_spans import BusySpans
+from roll.runtime.actors import ACTOR_GONE, memory_death
+from roll.runtime.plugins import driver_folders
+from roll.tracking.timeline import BusySpans
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,7 @@ class _Worker:
 class RewardWorkers:
     """The processes of one reward."""
 
-    def __init__(
-        self, name: str, config: RewardConfig, verifier: Verifier, path: str, settings: PoolSettings
-    ) -> None:
+    def __init__(self, name: str, config: RewardConfig, verifier: Verifier, path: str, settings: PoolSettings) -> None:
         self.counts = RewardCounts()
         self.busy = BusySpans()
         self._name = name

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.configs.derived import reward_timeout
-from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import JudgeConfig, RewardConfig
-from roll.data.arguments import converted_arguments
-from roll.data.imports import import_object
-from roll.data.names import nearest_name_hint
+from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.rewards import JudgeConfig, RewardConfig
 from roll.data.records import Prompt
-from roll.rewards.records import (
+from roll.rewards.base import (
     VERIFIER_FIELDS,
     PreparedVerifier,
     RewardInput,
@@ -30,6 +27,7 @@ from roll.rewards.records import (
     RewardOutput,
     VerifierUnavailable,
 )
+from roll.runtime.plugins import converted_arguments, import_object
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,12 @@ class BuiltIn:
 
 
 BUILT_IN = {
-    "exact": BuiltIn("roll.rewards.exact:exact"),
-    "numeric": BuiltIn("roll.rewards.numeric:numeric"),
+    "exact": BuiltIn("roll.rewards.verifiers:exact"),
+    "numeric": BuiltIn("roll.rewards.verifiers:numeric"),
     # An expression that takes ten seconds to evaluate is not an answer. If it were a failure, the policy could make
     # whole groups disappear by writing such expressions.
-    "math": BuiltIn("roll.rewards.math_answer:math_answer", ("math_verify",), timeout_score=0.0),
-    "reasoning_gym": BuiltIn(
-        "roll.rewards.reasoning_gym_task:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0
-    ),
+    "math": BuiltIn("roll.rewards.verifiers:math_answer", ("math_verify",), timeout_score=0.0),
+    "reasoning_gym": BuiltIn("roll.rewards.verifiers:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0),
     # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
     "code": BuiltIn("roll.rewards.code:CodeVerifier"),
 }

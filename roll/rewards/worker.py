@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Literal
 
 from roll.configs.derived import reward_timeout
-from roll.configs.schema import RewardConfig
-from roll.data.imports import DriverFolders
-from roll.rewards.records import RewardGaveUp, RewardInput, RewardOutput
+from roll.configs.rewards import RewardConfig
+from roll.rewards.base import RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
+from roll.runtime.plugins import DriverFolders
 
 ALARM_REPEAT_SECONDS = 1.0
 """Interval of repeated alarms, for a verifier that swallows the first one."""

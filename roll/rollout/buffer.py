@@ -178,9 +178,7 @@ class GroupBuffer(Generic[Item, Result]):
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._in_flight = _InFlight()
-        self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = (
-            _Fifo() if order == "fifo" else _ReadyFirst()
-        )
+        self._ready: _ReadyFirst[Item, Result] | _Fifo[Item, Result] = _Fifo() if order == "fifo" else _ReadyFirst()
         self.batches_taken = 0
         """Number of batches taken. A resumed run starts with the number of its completed training steps."""
 

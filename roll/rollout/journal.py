@@ -170,12 +170,8 @@ def recover(records: Iterable[JournalRecord], progress: RolloutProgress) -> Reco
     open_groups.update(range(progress.issued, issued))
     return Recovered(
         issued=issued,
-        finished={
-            group_id: record.payload for group_id, record in kept.items() if record.kind is RecordKind.FINISHED
-        },
-        dropped={
-            group_id: _reason(record) for group_id, record in kept.items() if record.kind is RecordKind.DROPPED
-        },
+        finished={group_id: record.payload for group_id, record in kept.items() if record.kind is RecordKind.FINISHED},
+        dropped={group_id: _reason(record) for group_id, record in kept.items() if record.kind is RecordKind.DROPPED},
         in_flight=tuple(sorted(open_groups - kept.keys())),
     )
 

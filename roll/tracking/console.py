@@ -23,7 +23,7 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from roll.tracking.output import say
+from roll.tracking.files import say
 from roll.tracking.summary import validation_accuracy
 
 _logger = logging.getLogger(__name__)
@@ -194,8 +194,10 @@ def live_view(progress: Progress, now: float) -> Group:
 
 def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
     """Return a line for each role, with the numbers first, because a narrow terminal cuts off the end."""
-    idle, speed = ({name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-                   for prefix in ("idle/", "tokens_per_second/"))
+    idle, speed = (
+        {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        for prefix in ("idle/", "tokens_per_second/")
+    )
     roles = list(dict.fromkeys([*speed, *idle]))
     if not roles:
         return []

@@ -1,4 +1,16 @@
-"""Quiet, complete logging without secrets: a file per role, and only warnings on the driver's terminal.
+"""Captured native output: everything that libraries print goes to one file per process, from Python or native code.
+
+Engines, Ray and compilers write to the file descriptors of a process and of its children, bypassing `logging`. A
+process of a role redirects both descriptors for good. The driver redirects them for the length of a run and keeps a way
+to its terminal for Python, so that output of our own code or of a user's stage is still seen.
+
+Console output for processes that have no console: lines of the run's log files, with the role in front.
+
+It shows warnings and errors of this project and errors of libraries, or everything if asked. A thread of the driver
+reads the growth of the files. It reads and shows a bounded amount and counts the rest, so a role that logs a thousand
+times a second costs a few lines. Roles on other hosts are seen if they write to the same folder.
+
+Quiet, complete logging without secrets: a file per role, and only warnings on the driver's terminal.
 
 Redaction looks for names (``api_key: …``, ``HF_TOKEN=…``) and for the values of such environment variables, wherever
 they occur in a text. It is a safety net for logs, not a reason to print secrets.
@@ -10,8 +22,238 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TextIO
+
+from roll.tracking.files import naming, silence
+
+STDOUT, STDERR = 1, 2
+
+
+def give_away_output(log_dir: Path, role: str) -> Path:
+    """Redirect all output of this process and its children to ``<log_dir>/<role>.out`` for good; return the file.
+
+    For worker processes only. Raises `OSError` naming the file.
+    """
+    path = role_file(log_dir, role, ".out")
+    target = _opened(path)
+    _flush((sys.stdout, sys.stderr))
+    for descriptor in (STDOUT, STDERR):
+        os.dup2(target, descriptor)
+    os.close(target)
+    sys.stdout, sys.stderr = _stream(STDOUT, sys.stdout), _stream(STDERR, sys.stderr)
+    return path
+
+
+@contextmanager
+def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
+    """Redirect native output, children's output and library logs to ``<log_dir>/<role>.out`` while this is open.
+
+    Output of Python code still goes where it went. Raises `OSError` naming the file.
+    """
+    target = _opened(role_file(log_dir, role, ".out"))
+    before = {STDOUT: sys.stdout, STDERR: sys.stderr}
+    kept = {descriptor: os.dup(descriptor) for descriptor in before}
+    try:
+        _flush(before.values())
+        # Only a stream that ends at the descriptor has to bypass it: tests and notebooks have installed other streams.
+        sys.stdout = _led_to(kept[STDOUT], STDOUT, before[STDOUT])
+        sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
+        for descriptor in before:
+            os.dup2(target, descriptor)
+        with _stream(target, None) as file, _library_handlers_led_to(file, [*before.values(), sys.stdout, sys.stderr]):
+            yield
+    finally:
+        _flush([sys.stdout, sys.stderr])
+        for descriptor, saved in kept.items():
+            os.dup2(saved, descriptor)
+        sys.stdout, sys.stderr = before[STDOUT], before[STDERR]
+        for descriptor in (*kept.values(), target):
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _stream(descriptor: int, like: TextIO | None) -> TextIO:
+    """Return a line-buffered stream, so that the last lines of a process that dies are in the file."""
+    encoding = like.encoding if like is not None else "utf-8"
+    return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
+
+
+def _led_to(descriptor: int, around: int, stream: TextIO) -> TextIO:
+    return _stream(descriptor, stream) if _descriptor(stream) == around else stream
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    try:
+        return None if stream is None else stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) -> Iterator[None]:
+    """Replace handlers of library loggers that write to the terminal by handlers that write to ``file``.
+
+    The root logger's handlers are the program's own and stay. Handlers are replaced, not redirected, because the stream
+    of some (`logging.lastResort`) is fixed.
+    """
+    loggers = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    replaced = [
+        (logger, handler, _like(handler, file))
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
+    ]
+    for logger, handler, stand_in in replaced:
+        logger.removeHandler(handler)
+        logger.addHandler(stand_in)
+    try:
+        yield
+    finally:
+        for logger, handler, stand_in in replaced:
+            logger.removeHandler(stand_in)
+            logger.addHandler(handler)
+
+
+def _like(handler: logging.Handler, file: TextIO) -> logging.Handler:
+    """Return a handler with the same level, formatter and filters that writes to ``file``."""
+    stand_in = logging.StreamHandler(file)
+    stand_in.setLevel(handler.level)
+    stand_in.setFormatter(handler.formatter)
+    for each in handler.filters:
+        stand_in.addFilter(each)
+    return stand_in
+
+
+def _flush(streams: Iterable[TextIO | None]) -> None:
+    for stream in filter(None, streams):
+        try:
+            stream.flush()
+        except OSError:
+            silence(stream)
+
+
+_logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+MOST_LINES = 20
+"""Most lines shown of one file at a look."""
+MOST_BYTES = 256 * 1024
+"""Most bytes read of one file at a look."""
+LONGEST_LINE = 2000
+
+Shown = Literal["warnings", "all"]
+
+_RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<logger>\S+): ")
+"""The beginning of a record of `roll.tracking.logs`."""
+_PRINTED_ERROR = re.compile(
+    r"""(?:\([^)]*\)\ ?)?\[?(?:ERROR|CRITICAL|FATAL)\b       # vLLM: (EngineCore pid=7) ERROR 06-01 12:00:00 ...
+      | \[\d{4}-\d\d-\d\d[^\]]*\]\ \[(?:ERROR|CRITICAL)\]   # DeepSpeed: [2026-06-01 12:00:00,000] [ERROR] ...
+      | \[\d{4}-\d\d-\d\d\ [\d:,.]+\ [EF]\                   # Ray: [2026-06-01 12:00:00,000 E 7 7] ...
+      | (?:\[rank\d+\]:)?\[?[EF]\d{4}\ \d\d:\d\d:\d\d         # torch: [rank0]:[E601 12:00:00 ...
+      | Fatal\ Python\ error | terminate\ called\ after
+    """,
+    re.VERBOSE,
+)
+"""The beginnings of errors that libraries print."""
+
+
+@dataclass
+class _Grown:
+    """A log file, as far as it has been read."""
+
+    path: Path
+    offset: int = 0
+    rest: bytes = b""
+    """Beginning of a line whose end is not written yet."""
+    showing: bool = False
+    """True if the record of the last line is shown."""
+
+
+class LogWatch:
+    """Thread that shows the logs of a folder as they grow, until it is closed."""
+
+    def __init__(self, folder: Path, shown: Shown, show: Callable[[str], None]) -> None:
+        """Start the thread. It calls ``show`` with each new line; the present content of the files is not shown."""
+        self._folder = folder
+        self._shown = shown
+        self._show = show
+        self._files = {path: _Grown(path, path.stat().st_size) for path in self._paths()}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_again_and_again, name="log watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show what has been written up to now, then stop."""
+        self._closed.set()
+        self._thread.join(timeout=10 * LOOK_SECONDS)
+
+    def _look_again_and_again(self) -> None:
+        closed = False
+        while not closed:
+            closed = self._closed.wait(LOOK_SECONDS)
+            try:
+                self.look()
+            except OSError as error:
+                _logger.warning("logs of roles are not shown any more: %s", error)
+                return
+
+    def look(self) -> None:
+        """Show the new lines of all files."""
+        for path in self._paths():
+            file = self._files.setdefault(path, _Grown(path))
+            lines = [line for line in self._new_lines(file) if self._is_shown(file, line)]
+            for line in lines[:MOST_LINES]:
+                self._show(f"{path.stem}: {redact(line[:LONGEST_LINE])}")
+            if len(lines) > MOST_LINES:
+                self._show(f"{path.stem}: {len(lines) - MOST_LINES} more lines in {path}")
+
+    def _paths(self) -> list[Path]:
+        """Return the files to watch: not the driver's own log, which is on the console already.
+
+        Trackers' files are left out unless everything is shown, since the driver reports their failures.
+        """
+        paths = sorted([*self._folder.glob("*.log"), *self._folder.glob("*.out")])
+        told = [path for path in paths if path.name != "driver.log"]
+        return told if self._shown == "all" else [path for path in told if not path.name.startswith("tracker_")]
+
+    def _new_lines(self, file: _Grown) -> Iterator[str]:
+        size = file.path.stat().st_size
+        if size - file.offset > MOST_BYTES:
+            file.offset, file.rest = size - MOST_BYTES, b""
+        with open(file.path, "rb") as stream:
+            stream.seek(file.offset)
+            data = stream.read(MOST_BYTES)
+        file.offset += len(data)
+        *lines, file.rest = (file.rest + data).split(b"\n")
+        file.rest = file.rest[-MOST_BYTES:]
+        yield from (line.decode("utf-8", errors="replace").rstrip("\r") for line in lines)
+
+    def _is_shown(self, file: _Grown, line: str) -> bool:
+        if self._shown == "all":
+            return bool(line.strip())
+        if file.path.suffix == ".out":
+            return _PRINTED_ERROR.match(line) is not None
+        record = _RECORD.match(line)
+        if record is not None:
+            file.showing = _matters(record["level"], record["logger"])
+        return file.showing and bool(line.strip())
+
+
+def _matters(level: str, logger: str) -> bool:
+    if level in ("ERROR", "CRITICAL"):
+        return True
+    return level == "WARNING" and (logger == "roll" or logger.startswith("roll."))
+
 
 MASK = "***"
 
@@ -66,9 +308,7 @@ def _is_secret_name(name: str) -> bool:
 
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
     """Return the secret values, longest first, so that a secret inside a longer one leaves no rest of it."""
-    values = {
-        value for name, value in environ.items() if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)
-    }
+    values = {value for name, value in environ.items() if len(value) >= _SHORTEST_SECRET and _is_secret_name(name)}
     return sorted(values, key=len, reverse=True)
 
 

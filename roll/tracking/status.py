@@ -1,4 +1,15 @@
-"""`status.json`: the present state of a run, for a reader in another process.
+"""The watch over a driver that is stuck or does not end: when to interrupt it, and when to kill it.
+
+It is pure: the caller looks every second and reports what it saw. Only watched time counts. A pause of the whole
+process (SIGSTOP, a laptop that sleeps) or a changed clock is no reason to end a run.
+
+Facts of a process on this host: if it still exists, and if it is the same one.
+
+Positions of threads and tasks as one line of the program: the innermost frame outside of libraries.
+
+That line says more about a hang than the frames inside the library. The function that hangs in the library is added.
+
+`status.json`: the present state of a run, for a reader in another process.
 
 A thread of its own rewrites the file every second. The file therefore tells a working driver from one that is busy,
 that is gone, or whose event loop is stuck (and where). A watch on the event loop cannot end a run whose event loop is
@@ -9,24 +20,186 @@ tried again.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import socket
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from roll.tracking.driver_watch import STUCK_SECONDS, Attention, DriverWatch, Phase
 from roll.tracking.files import write_atomically
-from roll.tracking.processes import look_at
-from roll.tracking.stacks import busy_threads, thread_place
 from roll.tracking.waits import Wait
+
+Phase = Literal["preparing", "starting", "running", "ending", "ended"]
+"""In order: before the event loop runs; roles start; stages run; processes are ended; nothing runs any more."""
+
+STUCK_SECONDS = 5.0
+"""Seconds after which the place of a stuck event loop, or of a long end of the run, is reported."""
+ENDING_SECONDS = 240.0
+"""Longest end of a run, in seconds.
+
+It is longer than the wait for worker processes and shorter than asyncio's wait for threads. Later waits have no
+deadline.
+"""
+DEAF_SECONDS = 60.0
+"""Seconds from the limit to the kill. An event loop that is stuck in native code does not react to interrupts."""
+INTERRUPTS = 2
+
+
+class Attention:
+    """Clock of watched time: the seconds between two looks count only up to a limit."""
+
+    def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest = longest
+        self._clock = clock
+        self._last = clock()
+
+    def look(self) -> float:
+        """Return the seconds since the last look that count."""
+        last, self._last = self._last, self._clock()
+        return min(self._last - last, self._longest)
+
+
+@dataclass
+class DriverWatch:
+    """The observed state of a driver."""
+
+    stall_timeout_seconds: float
+    ending_seconds: float = ENDING_SECONDS
+    stuck: float = 0.0
+    """Seconds since its event loop last came round, in phases in which it should."""
+    ending: float = 0.0
+    """Seconds for which the run has been ending."""
+    interrupts: int = 0
+
+    def look(self, phase: Phase, seconds: float, came_round: bool) -> Literal["go on", "interrupt", "end"]:
+        """Return what to do ``seconds`` after the last look. ``came_round``: the event loop did since then."""
+        self.stuck = self.stuck + seconds if phase in ("starting", "running") and not came_round else 0.0
+        self.ending = self.ending + seconds if phase == "ending" else 0.0
+        if self.stuck > self.stall_timeout_seconds and self.interrupts < INTERRUPTS:
+            self.interrupts += 1
+            return "interrupt"
+        deaf = self.stuck > self.stall_timeout_seconds + DEAF_SECONDS
+        return "end" if deaf or self.ending > self.ending_seconds else "go on"
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """A process that exists."""
+
+    started: int | None
+    """Start time in the kernel's clock ticks since boot. Process ids are reused, but this number hardly ever repeats.
+    None: the system does not report it."""
+    stopped: bool
+    """True if stopped by a signal (SIGSTOP) or a debugger."""
+
+
+def look_at(pid: int) -> ProcessFacts | None:
+    """Return the facts of a process; None if it no longer exists on this host."""
+    stat = Path("/proc") / str(pid) / "stat"
+    if not Path("/proc/self/stat").exists():
+        return ProcessFacts(None, stopped=False) if _answers(pid) else None
+    try:
+        text = stat.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may contain anything, so fields are counted from its end.
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else ProcessFacts(int(fields[18]), stopped=state in "Tt")
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+_POOL_THREAD = "concurrent/futures/thread.py"
+_HERE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def thread_place(ident: int) -> str | None:
+    """Return the line that a thread is in; None for an idle pool thread, or if there is no such thread."""
+    inner = sys._current_frames().get(ident)
+    if inner is None or inner.f_code.co_filename.endswith(_POOL_THREAD):
+        return None
+    outwards = []
+    frame: FrameType | None = inner
+    while frame is not None:
+        outwards.append(frame)
+        frame = frame.f_back
+    return _place(outwards)
+
+
+def busy_threads() -> list[str]:
+    """Return each thread that is busy and that the process waits for at exit, with its line."""
+    threads = [each for each in threading.enumerate() if not each.daemon]
+    places = {each.name: thread_place(each.ident) for each in threads if each.ident is not None}
+    return [f"{name} in {place}" for name, place in places.items() if place is not None]
+
+
+def working_place(thread_name: str) -> str | None:
+    """Return the line of a busy thread whose name begins with ``thread_name``; None if all of them are idle."""
+    idents = [thread.ident for thread in threading.enumerate() if thread.name.startswith(thread_name)]
+    places = (thread_place(ident) for ident in idents if ident is not None)
+    return next((place for place in places if place is not None), None)
+
+
+def task_place(task: asyncio.Task[object]) -> str | None:
+    """Return the line in which a task waits; None if that cannot be seen."""
+    return _place(list(_frames_of(task))[::-1])
+
+
+def _frames_of(task: asyncio.Task[object]) -> Iterator[FrameType]:
+    """Yield the frames of the coroutines that await each other, the outermost first."""
+    awaited: object = task.get_coro()
+    while awaited is not None:
+        coroutine = _awaiting(awaited)
+        if coroutine is None:
+            return
+        frame, awaited = coroutine
+        if frame is not None:
+            yield frame
+
+
+def _awaiting(awaited: object) -> tuple[FrameType | None, object] | None:
+    """Return the frame of a coroutine or generator, and what it awaits; None for anything else."""
+    if hasattr(awaited, "cr_frame") and hasattr(awaited, "cr_await"):
+        return awaited.cr_frame, awaited.cr_await
+    if hasattr(awaited, "ag_frame") and hasattr(awaited, "ag_await"):
+        return awaited.ag_frame, awaited.ag_await
+    if hasattr(awaited, "gi_frame") and hasattr(awaited, "gi_yieldfrom"):
+        return awaited.gi_frame, awaited.gi_yieldfrom
+    return None
+
+
+def _place(outwards: list[FrameType]) -> str | None:
+    """Return the line of the innermost own frame. ``outwards``: frames, the innermost first."""
+    if not outwards:
+        return None
+    own = next((frame for frame in outwards if _is_own(frame.f_code.co_filename)), outwards[0])
+    line = f"{'/'.join(Path(own.f_code.co_filename).parts[-3:])}:{own.f_lineno} {own.f_code.co_name}"
+    return line if own is outwards[0] else f"{line} > {outwards[0].f_code.co_name}"
+
+
+def _is_own(path: str) -> bool:
+    return path.startswith(_HERE) or not path.startswith(("<", *_LIBRARIES))
+
 
 logger = logging.getLogger(__name__)
 

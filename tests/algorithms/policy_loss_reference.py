@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.algorithms.policy_losses import PolicyInputs
+from roll.algorithms.losses.base import PolicyInputs
 
 
 @dataclass

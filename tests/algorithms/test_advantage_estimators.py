@@ -13,17 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    AdvantageTraits,
-    clip_advantages,
-    estimate_advantages,
-    generalised_advantages,
-    make_advantage_estimator,
-    response_segments,
-    token_returns,
-    whiten,
-)
+from roll.algorithms.advantages.estimate import estimate_advantages
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageTraits, make_advantage_estimator
+from roll.algorithms.advantages.gae import generalised_advantages
+from roll.algorithms.advantages.returns import token_returns
+from roll.algorithms.advantages.turns import response_segments
+from roll.algorithms.advantages.whitening import clip_advantages, whiten
 from roll.algorithms.kl import sequence_token_rewards
 from roll.algorithms.registry import KnobError
 from tests.tiers import examples

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
-from roll.algorithms.policy_losses import POLICY_LOSSES, make_policy_loss
-from roll.algorithms.reference import pages
+from roll.algorithms.losses.base import POLICY_LOSSES, make_policy_loss
+from roll.check.reference import pages
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 INDEX = (FOLDER / "index.md").read_text()
@@ -26,7 +26,7 @@ def first_column(heading: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(pages()))
 def test_a_page_is_the_output_of_the_generator(name: str) -> None:
-    assert (FOLDER / name).read_text() == pages()[name], "run `python -m roll.algorithms.reference docs/algorithms`"
+    assert (FOLDER / name).read_text() == pages()[name], "run `python -m roll.check.reference docs/algorithms`"
 
 
 @pytest.mark.parametrize(("name", "registry"), [("policy_losses", POLICY_LOSSES), ("advantages", ADVANTAGE_ESTIMATORS)])

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from roll.algorithms.advantages import make_advantage_estimator
-from roll.algorithms.policy_losses import make_policy_loss
+from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.losses.base import make_policy_loss
 from roll.algorithms.registry import KnobError, Registry, build_knobs, knob
 
 

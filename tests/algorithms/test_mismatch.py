@@ -6,8 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.metrics import combine, mean_over_updates
-from roll.algorithms.mismatch import BINS_PER_DECADE, MISMATCH_SUMS, mismatch_metrics, mismatch_sums
+from roll.algorithms.metrics import (
+    BINS_PER_DECADE,
+    MISMATCH_SUMS,
+    combine,
+    mean_over_updates,
+    mismatch_metrics,
+    mismatch_sums,
+)
 from roll.algorithms.objective import PolicyObjective
 from tests.tiers import examples
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.metrics import combine, policy_metrics
-from roll.algorithms.off_policy_metrics import off_policy_metrics, off_policy_sums
+from roll.algorithms.metrics import combine, off_policy_metrics, off_policy_sums, policy_metrics
 from tests.tiers import examples
 
 ROWS, WIDTH = 6, 5

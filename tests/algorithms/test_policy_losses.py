@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicyLossTraits, make_policy_loss
-from roll.algorithms.policy_losses.divergence import binary_kl, binary_total_variation
+from roll.algorithms.losses.base import POLICY_LOSSES, PolicyInputs, PolicyLossTraits, make_policy_loss
+from roll.algorithms.losses.divergence import binary_kl, binary_total_variation
 from tests.algorithms.policy_loss_reference import CASES, bernoulli_kl, hard_inputs, random_inputs, row_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate
-from roll.algorithms.policy_losses import PolicyInputs, make_policy_loss
+from roll.algorithms.losses.base import PolicyInputs, make_policy_loss
 from tests.algorithms.policy_loss_reference import CASES, random_inputs
 from tests.tiers import examples
 

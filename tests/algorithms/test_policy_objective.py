@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.losses.base import POLICY_LOSSES, PolicyInputs
 from roll.algorithms.metrics import combine, mean_over_updates
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
 from tests.tiers import examples
 
 ROWS, WIDTH = 5, 6

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.moments import RunningMoments
-from roll.algorithms.reward_shaping import (
+from roll.algorithms.advantages.moments import RunningMoments
+from roll.algorithms.rewards import (
     LengthPenalty,
     RewardShaping,
     clip_rewards,

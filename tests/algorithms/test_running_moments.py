@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.moments import (
+from roll.algorithms.advantages.moments import (
     RunningMoments,
     group_deviation,
     group_mean,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LossNormalizers, aggregate
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.objective import value_loss
 from tests.tiers import examples
 
 ROWS, WIDTH = 5, 7

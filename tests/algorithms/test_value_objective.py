@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.metrics import combine, mean_over_updates
-from roll.algorithms.value_objective import ValueObjective
+from roll.algorithms.objective import ValueObjective
 from tests.tiers import examples
 
 

@@ -12,7 +12,7 @@ import torch
 from _exact_problem import ExactProblem, Method, gradient_table
 from _lagged_training import LaggedResult
 
-from roll.algorithms.policy_losses import make_policy_loss
+from roll.algorithms.losses.base import make_policy_loss
 
 METHODS = offpolicy_lab.exact_methods()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.yaml_text import dump_yaml
+from roll.configs.loader import dump_yaml
 
 Tree = dict[str, Any]
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from roll.configs.checks import check_config, config_warnings
+from roll.check.config import check_config, config_warnings
+from roll.check.plan import plan, render
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from roll.configs.plan import plan, render
 
 
 @pytest.fixture

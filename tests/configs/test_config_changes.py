@@ -4,10 +4,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from roll.configs.changes import AFTER_THE_ROLLOUT, HARMLESS, IMPOSSIBLE, changes, rollout_settings
-from roll.configs.loader import config_from_tree
-from roll.configs.schema import AgenticConfig, RLVRConfig
-from roll.configs.structure import walk
+from roll.configs.loader import config_from_tree, walk
+from roll.configs.run import AgenticConfig, RLVRConfig
+from roll.pipeline.resume import AFTER_THE_ROLLOUT, HARMLESS, IMPOSSIBLE, changes, rollout_settings
 
 
 def config(**tree):

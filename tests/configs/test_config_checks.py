@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from roll.configs.checks import check_config, config_warnings
+from roll.check.config import check_config, config_warnings
+from roll.check.devices import sees_gpus
+from roll.check.plan import plan
 from roll.configs.derived import (
     batch_wait_seconds,
     data_parallel_ranks,
@@ -25,9 +27,7 @@ from roll.configs.derived import (
 )
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree, dump_config
-from roll.configs.plan import plan
-from roll.configs.rules_devices import sees_gpus
-from roll.configs.schema import UNREAD_KEYS
+from roll.configs.roles import UNREAD_KEYS
 
 GYM = {"dataset": "basic_arithmetic", "domain": "math"}
 
@@ -719,12 +719,24 @@ def _filled(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def test_all_problems_are_reported_at_once(tree):
     changes = {
-        "pretrain": "/nowhere", "max_steps": -1, "actor_train.device_mapping": "zero", "rewards": {},
-        "target_kl": 1.0, "use_kl_loss": True, "eval_steps": 5, "output_dir": "",
+        "pretrain": "/nowhere",
+        "max_steps": -1,
+        "actor_train.device_mapping": "zero",
+        "rewards": {},
+        "target_kl": 1.0,
+        "use_kl_loss": True,
+        "eval_steps": 5,
+        "output_dir": "",
     }
     assert set(problems_of(merged(tree, changes))) == {
-        "pretrain", "max_steps", "actor_train.device_mapping", "rewards", "target_kl",
-        "use_kl_loss", "eval_steps", "output_dir",
+        "pretrain",
+        "max_steps",
+        "actor_train.device_mapping",
+        "rewards",
+        "target_kl",
+        "use_kl_loss",
+        "eval_steps",
+        "output_dir",
     }
 
 

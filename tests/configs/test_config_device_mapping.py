@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.device_mapping import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
+from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from tests.tiers import examples
 
 DEVICES = st.lists(st.integers(0, 5000), min_size=1, max_size=40, unique=True)

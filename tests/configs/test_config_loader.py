@@ -10,12 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import PIPELINES, config_from_tree, dump_config, load_config
-from roll.configs.schema import AgenticConfig, CustomEnvConfig, RewardConfig, RLVRConfig
-from roll.configs.structure import alternatives, walk
-from roll.configs.wording import MASK
-from roll.configs.yaml_text import parse_yaml
+from roll.configs.environments import CustomEnvConfig
+from roll.configs.errors import MASK, ConfigError, ConfigProblem
+from roll.configs.loader import PIPELINES, alternatives, config_from_tree, dump_config, load_config, parse_yaml, walk
+from roll.configs.rewards import RewardConfig
+from roll.configs.run import AgenticConfig, RLVRConfig
 from tests.tiers import examples
 
 
@@ -156,8 +155,15 @@ def test_all_problems_are_reported_at_once(write):
     text = "max_step: 3\nseed: x\nexp_name: ${nope}\nrewards: {math: {verifyer: a, num_workers: 1.5}}\n"
     found = problems_of(write(text), "nonsense", "actor_train.modle_args=1", "track_with[7]=x", "save_steps=[")
     assert set(found) == {
-        "max_step", "seed", "exp_name", "rewards.math.verifyer", "rewards.math.num_workers", "command line",
-        "actor_train.modle_args", "track_with[7]", "command line, save_steps:1:2",
+        "max_step",
+        "seed",
+        "exp_name",
+        "rewards.math.verifyer",
+        "rewards.math.num_workers",
+        "command line",
+        "actor_train.modle_args",
+        "track_with[7]",
+        "command line, save_steps:1:2",
     }
 
 
@@ -310,7 +316,7 @@ def test_secrets_are_masked_in_dumps_and_messages(write):
 def test_loading_is_light(write, tree):
     code = (
         "import sys\n"
-        "import roll.configs.plan, roll.configs.reference\n"
+        "import roll.check.plan, roll.check.reference_page\n"
         "from roll.configs import check_config, load_config\n"
         "check_config(load_config(sys.argv[1], ['max_steps=3', 'exp_name=x-${max_steps}']))\n"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.check.config import check_config
+from roll.check.plan import plan, render
 from roll.configs import derived
-from roll.configs.checks import check_config
 from roll.configs.loader import config_from_tree
-from roll.configs.plan import plan, render
-from roll.configs.schema import RLVRConfig, WeightUpdateConfig
+from roll.configs.run import RLVRConfig, WeightUpdateConfig
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import roll.configs
-from roll.configs.checks import check_config
+from roll.check.config import check_config
+from roll.check.rules import options_are_usable
 from roll.configs.engine_options import OPTIONS, Options
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from roll.configs.rules_options import options_are_usable
 
 ENGINES = ("vllm", "sglang", "hf_infer")
 SWITCHES = {
@@ -121,7 +121,9 @@ def test_nothing_else_in_the_configuration_reads_the_options():
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "strategy_config"
-        or isinstance(node, ast.Constant) and node.value == "strategy_config"
+        if isinstance(node, ast.Attribute)
+        and node.attr == "strategy_config"
+        or isinstance(node, ast.Constant)
+        and node.value == "strategy_config"
     }
     assert readers == {"engine_options.py"}

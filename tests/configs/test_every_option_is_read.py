@@ -21,10 +21,12 @@ from pathlib import Path
 
 import pytest
 
+from roll.check.data import groups_are_enough
 from roll.configs import derived
-from roll.configs.rules_envs import groups_are_enough
-from roll.configs.schema import ROLL_KNOBS, ActorTrainConfig, AgenticConfig, EnvManagerConfig, RLVRConfig
-from roll.configs.structure import alternatives, field_types
+from roll.configs.environments import EnvManagerConfig
+from roll.configs.loader import alternatives, field_types
+from roll.configs.roles import ROLL_KNOBS, ActorTrainConfig
+from roll.configs.run import AgenticConfig, RLVRConfig
 
 pytestmark = pytest.mark.tier("all")  # mypy looks at the whole package, as in `make check`
 
@@ -33,7 +35,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "roll"
 Option = tuple[str, str]
 """Class and field."""
 
-DERIVING = {"configs/derived.py", "configs/device_mapping.py"}
+DERIVING = {"configs/derived.py", "configs/devices.py"}
 """Modules of `roll/configs` that work for the run; all others of that room judge, document, print or estimate."""
 
 MYPY = (
@@ -100,9 +102,7 @@ def _marked(cls: str, statement: ast.stmt) -> list[ast.stmt]:
     if not isinstance(statement, ast.AnnAssign):
         return [statement]
     name, kind = ast.unparse(statement.target), ast.unparse(statement.annotation)
-    return ast.parse(
-        f"@property\n@_marks.deprecated({f'{cls}.{name}'!r})\ndef {name}(self) -> {kind}: ..."
-    ).body
+    return ast.parse(f"@property\n@_marks.deprecated({f'{cls}.{name}'!r})\ndef {name}(self) -> {kind}: ...").body
 
 
 @cache

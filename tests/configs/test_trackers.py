@@ -2,13 +2,13 @@
 
 import pytest
 
-from roll.configs.checks import check_config, check_elsewhere
+from roll.check.config import check_config, check_elsewhere
+from roll.check.memory import estimate_memory
+from roll.check.needs import needs
+from roll.check.plan import plan, render
+from roll.check.rules import is_installed, tracker_words
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, told_config
-from roll.configs.memory import estimate_memory
-from roll.configs.needs import needs
-from roll.configs.plan import plan, render
-from roll.configs.rules_trackers import is_installed, tracker_words
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def config(tree, monkeypatch):
     for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
     # As on a machine that has every tracker.
-    monkeypatch.setattr("roll.configs.rules_trackers.is_installed", lambda package: True)
+    monkeypatch.setattr("roll.check.rules.is_installed", lambda package: True)
     return lambda **keys: config_from_tree({**tree, **keys})
 
 
@@ -92,7 +92,7 @@ def test_trackio_needs_a_key_for_a_space_only(config):
 
 
 def test_a_package_that_is_missing_is_named_with_the_way_to_get_it(config, monkeypatch):
-    monkeypatch.setattr("roll.configs.rules_trackers.is_installed", lambda package: False)
+    monkeypatch.setattr("roll.check.rules.is_installed", lambda package: False)
     chosen = config(track_with="wandb", tracker_kwargs=OFFLINE)
     problem = problems(chosen)["track_with"]
     assert "not installed" in problem.message and "pip install 'roll[wandb]'" in problem.remedy
@@ -119,7 +119,7 @@ def test_no_library_is_imported_to_check_a_configuration(config):
     code = (
         "import sys, yaml\n"
         "from roll.configs.loader import config_from_tree\n"
-        "from roll.configs.rules_trackers import *\n"
+        "from roll.check.rules import *\n"
         "config = config_from_tree({'track_with': ['wandb', 'swanlab', 'trackio']})\n"
         "found = [*trackers_are_known(config), *options_are_known(config), *trackers_are_here(config)]\n"
         "sys.exit(' '.join({'wandb', 'swanlab', 'trackio'} & set(sys.modules)) or None)"

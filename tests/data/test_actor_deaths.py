@@ -11,7 +11,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from roll.data.actor_deaths import ACTOR_GONE, is_gone_for_good, memory_death
+from roll.runtime.actors import ACTOR_GONE, is_gone_for_good, memory_death
 
 MEMORY_TEXT = """Task was killed due to the node running low on memory.
 Memory on the node (IP: 10.0.0.1, ID: 07f0) was 15.28GB used / 16.00GB limit (0.955), which exceeds the threshold.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from roll.data.canaries import canary_sequences
+from roll.weights.verify import canary_sequences
 
 
 def prompts(*token_lists):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.data.chat_turns import ChatTurns, RawTurns, TemplateRefused, require_append_only
+from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, require_append_only
 from tests.data.chat_templates import FORMATS, make_tokenizer
 from tests.tiers import examples
 

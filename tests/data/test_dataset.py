@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import DataArguments, ReasoningGymSource
-from roll.data.dataset import load_prompts
+from roll.configs.roles import DataArguments, ReasoningGymSource
+from roll.data.prompts import MAX_PROBLEMS_PER_FILE, load_prompts
 from roll.data.records import Prompt
-from roll.data.sources import MAX_PROBLEMS_PER_FILE
 
 
 def write(path: Path, *rows: dict | bytes) -> str:

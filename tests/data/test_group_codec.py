@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.data.group_codec import decode_group, encode_group
-from roll.data.records import Group, Prompt, Sample
+from roll.data.records import Group, Prompt, Sample, decode_group, encode_group
 from tests.tiers import examples
 
 FLOATS = st.floats(allow_nan=True, width=64)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import roll
-from roll.data.imports import DriverFolders, driver_folders, import_object
+from roll.runtime.plugins import DriverFolders, driver_folders, import_object
 
 ROOT = Path(roll.__file__).parents[1]
 
@@ -86,7 +86,7 @@ def test_a_worker_on_a_host_without_the_drivers_folder_stays_where_it_is(folder)
 
 
 PARTS = """\
-from roll.distributed.train_worker import TrainWorker
+from roll.trainers.worker import TrainWorker
 from roll.pipeline.stages import AdvantageStage
 
 
@@ -106,7 +106,7 @@ def own_reward(response, ground_truth):
 def roll_check(folder: Path) -> subprocess.CompletedProcess[str]:
     """`roll check run.yaml` in a folder, as the console command runs: with neither the folder nor the script's on the
     import path (`-P`)."""
-    command = "import sys; from roll.pipeline.cli import main; sys.exit(main(['check', 'run.yaml']))"
+    command = "import sys; from roll.cli.main import main; sys.exit(main(['check', 'run.yaml']))"
     return subprocess.run(
         [sys.executable, "-P", "-c", command],
         cwd=folder,

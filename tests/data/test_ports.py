@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.data.ports import PORTS, free_port, free_ports
+from roll.runtime.placement import PORTS, free_port, free_ports
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -24,8 +24,8 @@ def test_they_differ_and_can_be_opened():
 def test_a_port_in_use_is_not_given(monkeypatch):
     with socket.create_server(("", free_port())) as taken:  # where no outgoing connection takes it afterwards
         port = taken.getsockname()[1]
-        monkeypatch.setattr("roll.data.ports.PORTS", [port])
-        monkeypatch.setattr("roll.data.ports._TRIALS", 1)
+        monkeypatch.setattr("roll.runtime.placement.PORTS", [port])
+        monkeypatch.setattr("roll.runtime.placement._TRIALS", 1)
         with pytest.raises(OSError, match=f"1 TCP ports from {port} to {port} were tried, and none is free"):
             free_port()
     assert free_port() == port

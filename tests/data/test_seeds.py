@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.data.seeds import derive_seed
+from roll.data.records import derive_seed
 
 PARTS = st.lists(st.integers() | st.text(), max_size=4)
 

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from roll.pipeline.commands import COMMANDS
+from roll.cli.main import COMMANDS
 from tests.docs.pages import ROOT, Page
 
 PROGRAMS = ("roll", "python", "make", "pip", "ray", "eval", "pytest", "tensorboard", "export", "source", "kill")
@@ -160,9 +160,9 @@ def _make(command: Command, folder: Path, made: set[str]) -> str | None:
 
 
 def _pip(command: Command, folder: Path, made: set[str]) -> str | None:
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"][
-        "optional-dependencies"
-    ])
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
+    )
     words = [word for word in command.words[1:] if word not in ("install", "-e", "--editable", "--no-deps")]
     for before, word in zip([""] + words, words, strict=False):
         own = re.fullmatch(r"(?:roll|\.)\[([\w,-]+)\]", word)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from roll.configs.checks import check_elsewhere
+from roll.check.config import check_elsewhere
+from roll.check.needs import missing_packages
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import config_from_tree
-from roll.configs.needs import missing_packages
-from roll.configs.yaml_text import parse_yaml
+from roll.configs.loader import config_from_tree, parse_yaml
 from roll.pipeline.preflight import look_up
 from tests.docs.pages import Block, Page
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS
+from roll.algorithms.losses.base import POLICY_LOSSES
 from tests.docs.pages import ROOT, Page, pages
 
 # What tests/pipeline shares (tiny models, runs) is imported from there.

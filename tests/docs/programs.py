@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMESPACE = "page"
 """Not `__main__`: what a block does only when it is run as a script is left out."""
 LONGEST_SECONDS = 240
-PRELOADED = ["roll.strategies.train.fsdp2", "roll.pipeline.run", "torch", "transformers"]
+PRELOADED = ["roll.trainers.fsdp2", "roll.pipeline.main", "torch", "transformers"]
 
 
 def problems_of_programs(page: Page, folder: Path) -> list[str]:

@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from roll.configs.errors import ConfigError
-from roll.configs.loader import PIPELINES, config_from_tree
-from roll.configs.yaml_text import parse_yaml
+from roll.configs.loader import PIPELINES, config_from_tree, parse_yaml
 from tests.docs.pages import Page
 
 PLACEHOLDERS = ("n",)

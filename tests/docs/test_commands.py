@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.yaml_text import parse_yaml
-from roll.pipeline.cli import main
-from roll.tracking.metrics import MetricsLog
+from roll.cli.main import main
+from roll.configs.loader import parse_yaml
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import Summary
+from roll.tracking.trackers import MetricsLog
 from tests.docs.commands import (
     INSTEAD,
     Command,

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from roll.configs.yaml_text import parse_yaml
+from roll.configs.loader import parse_yaml
 from tests.docs.configurations import problems_of_configurations
 from tests.docs.pages import Page, pages
 

@@ -14,20 +14,20 @@ import pytest
 import torch
 from tiny import make_task, tiny_config, write_config
 
-from roll.algorithms.advantages import make_advantage_estimator
+from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.losses.base import PolicyInputs, make_policy_loss
 from roll.algorithms.objective import PolicyObjective
-from roll.algorithms.policy_losses import PolicyInputs, make_policy_loss
 from roll.configs.loader import load_config
-from roll.data.imports import import_object
-from roll.rewards.records import RewardInput
+from roll.rewards.base import RewardInput
 from roll.rewards.registry import checked_output, resolve_verifier
-from roll.strategies.train import build_train_strategy
-from roll.strategies.train.sharded_state import SavedState, write_state
-from roll.tracking.metrics import read_metrics
+from roll.runtime.plugins import import_object
+from roll.tracking.trackers import read_metrics
+from roll.trainers.registry import build_train_strategy
+from roll.trainers.state import SavedState, write_state
 from tests.docs.pages import ROOT, page
 from tests.pipeline.in_process import train_in_process
-from tests.strategies.train.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
-from tests.strategies.train.trainers import trainer_setup
+from tests.trainers.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
+from tests.trainers.trainers import trainer_setup
 
 ALGORITHMS = {
     "adv_estimator": "best_or_nothing",
@@ -137,7 +137,7 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
     }
     config = tiny_config(folder, max_steps=2, response_length=2, **parts, **ALGORITHMS)
     write_config(folder, config | {"output_dir": "out"}, "run.yaml")
-    command = "import sys; from roll.pipeline.cli import main; sys.exit(main(['train', 'run.yaml']))"
+    command = "import sys; from roll.cli.main import main; sys.exit(main(['train', 'run.yaml']))"
     ended = subprocess.run(
         [sys.executable, "-P", "-c", command],
         cwd=folder,

@@ -6,11 +6,9 @@ import re
 
 import pytest
 
-from roll.configs.errors import ConfigError
-from roll.configs.foreign_keys import ADVICE, RENAMED
-from roll.configs.loader import config_from_tree
-from roll.configs.schema import AgenticConfig, RLVRConfig
-from roll.configs.structure import walk
+from roll.configs.errors import ADVICE, RENAMED, ConfigError
+from roll.configs.loader import config_from_tree, walk
+from roll.configs.run import AgenticConfig, RLVRConfig
 from tests.docs.pages import page
 
 OURS = {item.name for pipeline in (RLVRConfig, AgenticConfig) for _, item, _ in walk(pipeline)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.pipeline.cli import main
+from roll.cli.main import main
 
 pytestmark = pytest.mark.tier("all")
 

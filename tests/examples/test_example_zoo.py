@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.policy_losses import POLICY_LOSSES
-from roll.configs.checks import check_elsewhere, config_warnings
-from roll.configs.device_mapping import parse_device_mapping
+from roll.algorithms.losses.base import POLICY_LOSSES
+from roll.check.config import check_elsewhere, config_warnings
+from roll.check.memory import estimate_memory
+from roll.check.memory_parts import GIB
+from roll.check.needs import missing_packages, needs
+from roll.check.plan import plan, render
+from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
-from roll.configs.memory import estimate_memory
-from roll.configs.memory.records import GIB
-from roll.configs.needs import missing_packages, needs
-from roll.configs.plan import plan, render
-from roll.pipeline.algorithms import build_algorithms
+from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.preflight import look_up
 from tests.docs.pages import Page
 from tests.docs.settings import settings_of

@@ -24,7 +24,7 @@ class Finished:
 
 def run_here(arguments: Sequence[str]) -> Finished:
     """The command with these arguments."""
-    from roll.pipeline.cli import main
+    from roll.cli.main import main
 
     said, complained = io.StringIO(), io.StringIO()
     with redirect_stdout(said), redirect_stderr(complained):

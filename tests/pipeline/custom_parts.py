@@ -5,11 +5,11 @@ import os
 import time
 from dataclasses import replace
 
-from roll.distributed.train_worker import TrainWorker
+from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline.checkpoints import saved_steps
 from roll.pipeline.stages import AdvantageStage
-from roll.strategies.infer.hf_infer import HFInferStrategy
-from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
+from roll.trainers.fsdp2 import Fsdp2TrainStrategy
+from roll.trainers.worker import TrainWorker
 
 
 class HalvedAdvantages(AdvantageStage):

@@ -32,11 +32,12 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayTaskError
 
 # All that says `ray.remote` while it is imported, before anything stands in for it.
-import roll.agentic.env_worker.pool  # noqa: F401
-import roll.distributed.placement  # noqa: F401
-import roll.distributed.transports  # noqa: F401
-import roll.pipeline.run  # noqa: F401
-from roll.strategies.train import fsdp2, ranks
+import roll.agentic.pool  # noqa: F401
+import roll.pipeline.main  # noqa: F401
+import roll.runtime.placement  # noqa: F401
+import roll.weights.transports  # noqa: F401
+from roll.trainers import fsdp2
+from roll.trainers import optimizer as ranks
 
 IN_THIS_PROCESS = "in this process"
 """Said in place of a cluster's address."""
@@ -197,19 +198,19 @@ class FakeCluster:
             "ray.kill": lambda actor, **_: actor.die("it was killed by `ray.kill`"),
             "ray.put": self._put,
             "ray.get": lambda reference, **_: copied(self.stored[reference.number]),
-            "roll.distributed.placement.placement_group": lambda *_, **__: SimpleNamespace(ready=_at_once),
-            "roll.distributed.placement.remove_placement_group": lambda group: None,
-            "roll.distributed.placement._describe_node": _Probe(),
+            "roll.runtime.placement.placement_group": lambda *_, **__: SimpleNamespace(ready=_at_once),
+            "roll.runtime.placement.remove_placement_group": lambda group: None,
+            "roll.runtime.placement._describe_node": _Probe(),
             # What is about the process as a whole, and the process is pytest's.
-            "roll.distributed.worker.give_away_output": lambda *_: None,
-            "roll.distributed.worker.configure_logging": lambda *_: None,
-            "roll.distributed.worker.return_large_blocks": lambda: False,
-            "roll.strategies.infer.hf_model.keep_blocks_of": lambda parameters: False,
-            "roll.strategies.train.hf_model.keep_blocks_of": lambda parameters: False,
-            "roll.distributed.worker.harm_this_process": harm_this_actor,
-            "roll.agentic.env_worker.worker.give_away_output": lambda *_: None,
-            "roll.agentic.env_worker.worker.configure_logging": lambda *_: None,
-            "roll.strategies.train.fsdp2.join_process_group": join_once,
+            "roll.runtime.actors.give_away_output": lambda *_: None,
+            "roll.runtime.actors.configure_logging": lambda *_: None,
+            "roll.runtime.actors.return_large_blocks": lambda: False,
+            "roll.engines.hf.model.keep_blocks_of": lambda parameters: False,
+            "roll.trainers.model.keep_blocks_of": lambda parameters: False,
+            "roll.runtime.actors.harm_this_process": harm_this_actor,
+            "roll.agentic.worker.give_away_output": lambda *_: None,
+            "roll.agentic.worker.configure_logging": lambda *_: None,
+            "roll.trainers.fsdp2.join_process_group": join_once,
         }
         for name, stand_in in stands_in.items():
             self._patches.setattr(name, stand_in)

@@ -14,20 +14,18 @@ from typing import Any
 import torch
 from tiny import write_config
 
-from roll.configs.checks import check_config
+from roll.check.config import check_config
 from roll.configs.loader import load_config
-from roll.data.interleave import PromptStream
-from roll.distributed.train_worker import TrainPlan, optimizer_batches
-from roll.pipeline.advantages import add_advantages
-from roll.pipeline.batch import TrainingBatch
+from roll.data.stream import PromptStream
+from roll.engines.hf.strategy import HFInferStrategy
+from roll.pipeline.algorithm import TrainingBatch, add_advantages
 from roll.pipeline.preflight import Prepared, prepare
-from roll.pipeline.rollout_function import RolloutFunction
-from roll.pipeline.sampling import sampling_params
-from roll.rewards.records import RewardInput, RewardOutput
-from roll.strategies.infer.hf_infer import HFInferStrategy
-from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
-from roll.strategies.weights import pack_buckets
-from tests.strategies.train.trainers import trainer_setup
+from roll.pipeline.rollout_function import RolloutFunction, sampling_params
+from roll.rewards.base import RewardInput, RewardOutput
+from roll.trainers.fsdp2 import Fsdp2TrainStrategy
+from roll.trainers.worker import TrainPlan, optimizer_batches
+from roll.weights.buckets import pack_buckets
+from tests.trainers.trainers import trainer_setup
 
 
 class Engine:

@@ -20,10 +20,10 @@ from fake_cluster import IN_THIS_PROCESS
 from runs import FinishedRun, command, placed
 from tiny import write_config
 
-from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.algorithm import TrainingBatch
 from roll.pipeline.checkpoints import saved_steps
 from roll.pipeline.recorder import RunRecorder
-from roll.tracking.metrics import read_metrics
+from roll.tracking.trackers import read_metrics
 
 
 class KilledRun:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from roll.distributed.infer_worker import InferWorker
-from roll.strategies.infer.base import Completion
+from roll.engines.base import Completion
+from roll.engines.worker import InferWorker
 
 SECONDS_PER_TOKEN = 0.1
 SHIFT = 0.5

@@ -35,14 +35,13 @@ if __name__ == "__main__":
 from runs import ROOT, TESTS, start_command
 from tiny import make_task, tiny_config, write_config
 
-from roll.configs.schema import DataArguments
-from roll.data.dataset import load_prompts
-from roll.data.interleave import PromptStream
-from roll.data.seeds import derive_seed
-from roll.data.tokenizer import load_tokenizer
-from roll.tracking.metrics import read_metrics
-from roll.tracking.samples import read_samples
+from roll.configs.roles import DataArguments
+from roll.data.prompts import load_prompts, load_tokenizer
+from roll.data.records import derive_seed
+from roll.data.stream import PromptStream
 from roll.tracking.status import DamagedStatus, read_status
+from roll.tracking.summary import read_samples
+from roll.tracking.trackers import read_metrics
 
 BATCH = 8
 STEPS_PER_KILL = 6

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from roll.distributed.score_worker import ScoreWorker
-from roll.strategies.score.hf_classifier import HFClassifier
+from roll.rewards.classifier import HFClassifier
+from roll.rewards.model_pool import ScoreWorker
 
 LETTERS = "=+9876543210"
 """Not the policy's vocabulary: each character has another id, and there is a second kind of padding."""

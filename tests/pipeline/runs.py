@@ -17,9 +17,9 @@ from typing import Any
 from fake_cluster import IN_THIS_PROCESS, FakeCluster
 from tiny import write_config
 
-from roll.pipeline.cli import main
-from roll.tracking.metrics import read_metrics
-from roll.tracking.samples import read_samples
+from roll.cli.main import main
+from roll.tracking.summary import read_samples
+from roll.tracking.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).parent

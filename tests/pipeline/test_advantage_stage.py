@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll.algorithms.advantages import make_advantage_estimator
+from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import make_kl_controller
-from roll.algorithms.moments import RunningMoments
-from roll.algorithms.reward_shaping import LengthPenalty, RewardShaping
+from roll.algorithms.rewards import LengthPenalty, RewardShaping
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline.advantages import AdvantageSettings, add_advantages
-from roll.pipeline.batch import TrainingBatch
-from roll.pipeline.correction import add_correction
+from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
 
 PROMPT = Prompt("p", "sums", np.array([7, 8], dtype=np.int32), "p")
 

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from tiny import make_task
 
+from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from roll.configs.schema import EnvManagerConfig
 from roll.pipeline.agentic import TRAINING, VALIDATION, episode_tasks
-from roll.pipeline.algorithms import build_algorithms
+from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.preflight import prepare
 from roll.sandbox.sandbox import Sandbox
 
@@ -91,9 +91,7 @@ def test_names_that_do_not_exist_are_reported_together(folder):
 
 
 def test_a_chat_template_must_be_there(folder):
-    assert problems_of(config(folder, template="chat")) == {
-        "template": "chat, but the tokenizer has no chat template"
-    }
+    assert problems_of(config(folder, template="chat")) == {"template": "chat, but the tokenizer has no chat template"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_rewards_stand_where_the_estimator_counts_them(folder, changes, weights)
 
 
 def test_a_tool_that_cannot_run_here_is_said_before_anything_starts(folder, monkeypatch):
-    monkeypatch.setattr("roll.agentic.tools.python_tool.default_sandbox", lambda: Sandbox(levels=[]))
+    monkeypatch.setattr("roll.agentic.tools.python.default_sandbox", lambda: Sandbox(levels=[]))
     envs = {"sums": {"env_type": "math_tools", "env_config": {"tools": ["python"], "tool_settings": {}}}}
     found = problems_of(config(folder, custom_envs=envs))
     assert "no sandbox for untrusted code here" in found["custom_envs.sums.env_config"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_config
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS, make_advantage_estimator
-from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, make_advantage_estimator
+from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
-from roll.pipeline.algorithms import build_algorithms
+from roll.pipeline.algorithm import build_algorithms
 
 WEIGHT = {"weight": {"level": "token", "mode": "truncate", "upper": 2.0}}
 SEVERAL_STEPS = {

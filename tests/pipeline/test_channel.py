@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from roll.pipeline.channel import Channel, ChannelClosed
+from roll.pipeline.stage import Channel, ChannelClosed
 from roll.rollout.clock import run_virtual
 
 

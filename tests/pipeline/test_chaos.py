@@ -6,9 +6,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from roll.configs.schema import ChaosConfig, ChaosEvent
-from roll.pipeline.chaos import Chaos, events_to_come, spoiled_versions
-from roll.pipeline.step_counter import StepCounter
+from roll.configs.run import ChaosConfig, ChaosEvent
+from roll.pipeline.faults import Chaos, events_to_come, spoiled_versions
+from roll.pipeline.stage import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import PUBLISHER, WaitBoard, acting
@@ -106,7 +106,7 @@ def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path)
 
 IN_CHILDREN = """
 import os, tempfile, time
-from roll.distributed.chaos import harm_this_process as harm
+from roll.runtime.faults import harm_this_process as harm
 
 def in_a_child(what):
     child = os.fork()

@@ -8,7 +8,7 @@ from runs import FinishedRun, run_pipeline
 from safetensors.torch import load_file
 from tiny import tiny_config, write_config
 
-from roll.pipeline.cli import main
+from roll.cli.main import main
 
 pytestmark = pytest.mark.timeout(300)
 

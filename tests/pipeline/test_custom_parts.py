@@ -7,7 +7,7 @@ from tiny import make_task, tiny_config
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 from roll.pipeline.preflight import prepare
-from roll.pipeline.registry import register_stage, resolve_stages
+from roll.pipeline.stage import register_stage, resolve_stages
 from roll.pipeline.stages import STAGE_ORDER, AdvantageStage
 
 DEFAULTS = {name: name for name in STAGE_ORDER}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.device_lock import DeviceLock, build_device_locks
 from roll.rollout.clock import run_virtual
+from roll.runtime.locks import DeviceLock, build_device_locks
 from tests.tiers import examples
 
 

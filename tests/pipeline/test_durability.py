@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.distributed.placement import WorkerPlace
-from roll.distributed.train_worker import TrainWorker
-from roll.distributed.worker import WorkerIdentity
 from roll.pipeline.checkpoints import (
     Checkpointer,
     abandon,
@@ -22,9 +19,12 @@ from roll.pipeline.checkpoints import (
     saved_steps,
 )
 from roll.rollout.journal import Journal, RolloutProgress, finished_record, read_journal
-from roll.strategies.train.sharded_state import SavedState, StateSnapshot, whole, write_state
+from roll.runtime.actors import WorkerIdentity
+from roll.runtime.placement import WorkerPlace
 from roll.tracking.files import write_atomically
-from roll.tracking.metrics import MetricsLog
+from roll.tracking.trackers import MetricsLog
+from roll.trainers.state import SavedState, StateSnapshot, whole, write_state
+from roll.trainers.worker import TrainWorker
 from tests.power_cut import PowerCut
 
 STATE = StateSnapshot([whole("weight/a", torch.arange(6.0))], {"optimizer_steps": 3, "updates": {}})

@@ -13,12 +13,11 @@ import time
 import pytest
 from runs import ROOT
 
-from roll.configs.schema import RLVRConfig
-from roll.pipeline.cli import to_its_end
+from roll.cli.main import to_its_end
+from roll.configs.run import RLVRConfig
 from roll.pipeline.recorder import RunRecorder
-from roll.tracking.driver_watch import DriverWatch
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.status import StatusFile
+from roll.tracking.status import DriverWatch, StatusFile
 from roll.tracking.summary import Summary, fail_unfinished
 
 
@@ -128,7 +127,7 @@ def test_a_process_that_ends_never_is_ended_with_its_reason(run):
     code = f"""
 import signal, threading
 from pathlib import Path
-from roll.pipeline.cli import end_process
+from roll.cli.main import end_process
 from roll.tracking.run_directory import RunDirectory
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 threading.Thread(target=end_process, args=(RunDirectory(Path({str(run.root)!r})), "it hung")).start()

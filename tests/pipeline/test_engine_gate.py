@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from roll.pipeline.device_lock import DeviceLock
-from roll.pipeline.engine_gate import EngineGate
+from roll.pipeline.gate import EngineGate
 from roll.rollout.clock import run_virtual
+from roll.runtime.locks import DeviceLock
 
 
 class Engine:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll.algorithms.advantages import make_advantage_estimator
-from roll.algorithms.moments import RunningMoments
-from roll.algorithms.reward_shaping import RewardShaping
+from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.moments import RunningMoments
+from roll.algorithms.rewards import RewardShaping
 from roll.data.records import Group, Prompt, Sample, SampleBatch
-from roll.pipeline.advantages import AdvantageSettings, add_advantages
-from roll.pipeline.batch import TrainingBatch
+from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages
 
 PROMPT = Prompt("lake:1", "lake", np.zeros(0, dtype=np.int32), "map")
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from roll.agentic.env_manager.errors import EpisodeRefused
-from roll.agentic.env_worker.records import EnvFailure, EnvPoolClosed, SessionFailed
-from roll.agentic.episode import EnvironmentFailed, Episode, Observation, TurnRecord
+from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, Observation, TurnRecord
+from roll.agentic.worker import EnvFailure, EnvPoolClosed, SessionFailed
 from roll.data.records import Sample
-from roll.pipeline.episodes import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
-from roll.rollout.schedule import FatalRolloutError
-from roll.strategies.infer.base import Completion, SamplingParams
+from roll.engines.base import Completion, SamplingParams
+from roll.pipeline.agentic import LOST_RETRIES, EpisodeRollout, EpisodesFailed, EpisodeTask
+from roll.rollout.scheduler import FatalRolloutError
 
 TASK = EpisodeTask("lake", 17)
 

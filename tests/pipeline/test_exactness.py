@@ -18,20 +18,20 @@ from runs import run_pipeline
 from safetensors.torch import load_file
 from tiny import make_tokenizer, tiny_config
 
-from roll.algorithms.advantages import estimate_advantages, make_advantage_estimator
+from roll.algorithms.advantages.estimate import estimate_advantages
+from roll.algorithms.advantages.estimator import make_advantage_estimator
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.loader import config_from_tree
-from roll.data.dataset import load_prompts
-from roll.data.interleave import PromptStream
-from roll.data.records import SampleBatch
-from roll.data.seeds import derive_seed
+from roll.data.prompts import load_prompts
+from roll.data.records import SampleBatch, derive_seed
+from roll.data.stream import PromptStream
+from roll.engines.base import GenerateRequest, SamplingParams
+from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline.rollout_function import sample_from_completion
-from roll.strategies.infer.base import GenerateRequest, SamplingParams
-from roll.strategies.infer.hf_infer import HFInferStrategy
-from roll.strategies.train.export import save
-from roll.strategies.train.fsdp2 import Fsdp2TrainStrategy
-from roll.strategies.weights import pack_buckets
-from tests.strategies.train.trainers import trainer_setup
+from roll.trainers.fsdp2 import Fsdp2TrainStrategy
+from roll.trainers.model import save
+from roll.weights.buckets import pack_buckets
+from tests.trainers.trainers import trainer_setup
 
 STEPS = 5
 

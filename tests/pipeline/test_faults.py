@@ -15,7 +15,7 @@ from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline, start_command
 from tiny import tiny_config
 
-from roll.tracking.metrics import read_metrics
+from roll.tracking.trackers import read_metrics
 
 START_SECONDS = 120
 END_SECONDS = 90

@@ -7,7 +7,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from roll.agentic.episode import Episode, TurnRecord
-from roll.pipeline.gallery import as_text, chosen, hang_up
+from roll.pipeline.recorder import as_text, chosen, hang_up
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.trackers import TensorBoardTracker, Trackers
 

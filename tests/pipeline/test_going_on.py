@@ -12,17 +12,16 @@ import pytest
 from test_journal_keeper import SETTINGS, finished
 from tiny import make_task, tiny_config, write_config
 
+from roll.cli import main as cli
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
-from roll.distributed.errors import WorkerDied
-from roll.pipeline import cli
-from roll.pipeline.journal_keeper import JournalKeeper
+from roll.pipeline.journal import JournalKeeper
+from roll.pipeline.main import forget_other_rollouts, go_on, journal_of
 from roll.pipeline.resume import ResumePoint
-from roll.pipeline.run import forget_other_rollouts, go_on, journal_of
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, read_journal
-from roll.rollout.schedule import DroppedGroup, SchedulePlan
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import DroppedGroup, RolloutScheduler, SchedulePlan
+from roll.runtime.errors import WorkerDied
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline import journal_keeper
-from roll.pipeline.journal_keeper import NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
+from roll.pipeline import journal as journal_keeper
+from roll.pipeline.journal import NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
-from roll.rollout.schedule import DroppedGroup
+from roll.rollout.scheduler import DroppedGroup
 
 
 def finished(group_id: int, start_version: int, versions=(3, 4)) -> FinishedGroup:

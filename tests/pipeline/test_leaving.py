@@ -12,7 +12,7 @@ def test_what_was_imported_is_not_searched_for_garbage_at_the_end():
     code = """
         import atexit, gc
         atexit.register(lambda: print(gc.get_freeze_count() > 10_000))  # after what is registered later
-        from roll.pipeline.cli import main
+        from roll.cli.main import main
         main(["--version"])
         print(gc.get_freeze_count())
     """

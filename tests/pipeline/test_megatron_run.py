@@ -57,7 +57,7 @@ def test_two_pipeline_stages_make_the_run_of_one_fsdp2_rank(tmp_path, ray_cluste
             "strategy_name": "megatron_train",
             "strategy_config": {"pipeline_model_parallel_size": 2},
         },
-        actor_train__worker_cls="tests.strategies.train.megatron_worker:CpuTrainWorker",
+        actor_train__worker_cls="tests.trainers.megatron_worker:CpuTrainWorker",
     )
     run = run_pipeline(tmp_path, ray_cluster, shared_out)
     found = run.metrics

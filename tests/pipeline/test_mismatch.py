@@ -9,8 +9,8 @@ from runs import run_pipeline
 from tiny import make_task, tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.algorithms import build_algorithms
-from roll.pipeline.mismatch import MismatchAlarm, MismatchTooLarge, build_alarm
+from roll.pipeline.algorithm import build_algorithms
+from roll.pipeline.canaries import MismatchAlarm, MismatchTooLarge, build_alarm
 
 
 def metrics(value):

@@ -17,17 +17,15 @@ from tiny import tiny_config
 from roll.configs import derived
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group, Prompt, Sample
-from roll.distributed.canaries import CanaryScores
-from roll.pipeline.channel import Channel
-from roll.pipeline.device_lock import build_device_locks
-from roll.pipeline.run import build_scheduler, publish_initial
-from roll.pipeline.stage import StageGraph
+from roll.pipeline.main import build_scheduler, publish_initial
+from roll.pipeline.stage import Channel, StageGraph, StepCounter
 from roll.pipeline.stages import ParamUpdateStage, RolloutStage, TrainStage
-from roll.pipeline.step_counter import StepCounter
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.clock import run_virtual
+from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
-from tests.distributed.local_engines import LocalPool, publication, request, scripted_scores
+from roll.weights.verify import CanaryScores
+from tests.runtime.local_engines import LocalPool, publication, request, scripted_scores
 
 VALIDATION_SECONDS = 60.0
 

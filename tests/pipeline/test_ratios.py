@@ -11,7 +11,7 @@ from runs import run_pipeline
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.data.interleave import PromptStream
+from roll.data.stream import PromptStream
 from roll.pipeline.preflight import prepare
 
 tier = pytest.mark.tier

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll.data.records import Group, Prompt, Sample, SampleBatch
-from roll.pipeline.readable import FIRST_TOKENS, LAST_TOKENS, readable, readable_tokens, token_texts
+from roll.pipeline.recorder import FIRST_TOKENS, LAST_TOKENS, readable, readable_tokens, token_texts
 
 
 class Letters:

@@ -3,12 +3,12 @@ import math
 import time
 from pathlib import Path
 
-from roll.configs.schema import RLVRConfig
+from roll.configs.run import RLVRConfig
 from roll.pipeline.recorder import RunRecorder
-from roll.tracking.metrics import read_metrics
-from roll.tracking.plugins.registry import PLUG_INS
-from roll.tracking.report.lanes import read_trace
+from roll.report.lanes import read_trace
+from roll.tracking.plugins.process import PLUG_INS
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.trackers import read_metrics
 
 
 class Letters:

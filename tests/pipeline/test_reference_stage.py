@@ -9,8 +9,8 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
+from roll.pipeline.stage import StepCounter
 from roll.pipeline.stages import ReferenceStage
-from roll.pipeline.step_counter import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.timeline import Timeline
 

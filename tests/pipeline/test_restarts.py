@@ -10,17 +10,16 @@ from fake_cluster import IN_THIS_PROCESS
 from runs import run_pipeline
 from tiny import tiny_config
 
-from roll.configs.changes import changes
+from roll.cli.main import Ended, begin_again
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, load_config
-from roll.configs.schema import RestartsConfig
+from roll.configs.run import RestartsConfig
 from roll.pipeline.checkpoints import FACTS, FORMAT, STATE, checkpoint_folder
-from roll.pipeline.cli import Ended, begin_again
 from roll.pipeline.preflight import prepare
-from roll.pipeline.restarts import Restarts
+from roll.pipeline.resume import Restarts, changes
 from roll.rollout.journal import RolloutProgress
-from roll.tracking.metrics import read_metrics
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.trackers import read_metrics
 
 STEPS = 6
 

@@ -16,8 +16,8 @@ from tiny import tiny_config
 
 from roll.pipeline.checkpoints import checkpoint_folder, read_checkpoint, saved_steps
 from roll.rollout.journal import read_journal, recover, segments
-from roll.tracking.metrics import read_metrics
 from roll.tracking.run_directory import RunDirectory
+from roll.tracking.trackers import read_metrics
 from tests.unprivileged import obeying_permissions
 
 STEPS = 8

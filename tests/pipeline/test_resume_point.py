@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from roll.cli.main import how_to_go_on
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config
 from roll.pipeline.checkpoints import checkpoint_folder, saved_steps
-from roll.pipeline.cli import how_to_go_on
 from roll.pipeline.resume import PUT_ASIDE_KEPT, find_resume_point, look_again, take_out_of_the_way
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import JsonLines, read_json_lines
@@ -268,9 +268,7 @@ def test_what_was_put_aside_is_bounded_and_the_newest_stays(run):
             str(turn) if path == run.timeline else [3, 10 + turn] for turn in range(9 - PUT_ASIDE_KEPT, 9)
         ]
     make_checkpoint(run, 4)
-    take_out_of_the_way(
-        find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts"), 0
-    )
+    take_out_of_the_way(find_resume_point(config(resume_from_checkpoint=str(run.checkpoints / "step-2")), "prompts"), 0)
     assert len(list(run.checkpoints.glob("abandoned-step-*"))) == 3, "0: all stay"
 
 

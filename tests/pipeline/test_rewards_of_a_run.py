@@ -6,16 +6,17 @@ import asyncio
 
 import pytest
 
-from roll.configs.schema import ModelArguments, RewardConfig, RewardModelConfig
-from roll.distributed.scoring import ScorePool, ScoreSettings
-from roll.pipeline.device_lock import DeviceLock
-from roll.pipeline.doctor.graph import wait_graph
-from roll.pipeline.rewards import Rewards
+from roll.configs.rewards import RewardConfig, RewardModelConfig
+from roll.configs.roles import ModelArguments
+from roll.doctor.graph import wait_graph
+from roll.pipeline.rlvr import Rewards
+from roll.rewards.model import ScorerSetup
+from roll.rewards.model_pool import ScorePool, ScoreSettings
 from roll.rewards.pool import RewardPool
-from roll.strategies.score.base import ScorerSetup
+from roll.runtime.locks import DeviceLock
 from roll.tracking.status import DriverStatus, RunStatus
 from roll.tracking.waits import START, WaitBoard, acting, part
-from tests.distributed.test_scoring import ROLE, Machine, group, scores
+from tests.rewards.test_scoring import ROLE, Machine, group, scores
 
 
 def status_of(board: WaitBoard) -> RunStatus:

@@ -8,9 +8,9 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 
 from roll.configs.loader import config_from_tree
-from roll.distributed.placement import Placement
+from roll.pipeline.main import Roles
 from roll.pipeline.preflight import Prepared
-from roll.pipeline.roles import Roles
+from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline.batch import StalenessViolation, TrainingBatch
+from roll.engines.base import Completion, SamplingParams
+from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
 from roll.pipeline.rollout_function import RolloutFunction, sample_from_completion
 from roll.pipeline.validation import MixedVersions, PromptValidator
-from roll.rewards.records import RewardOutput
+from roll.rewards.base import RewardOutput
 from roll.rollout.clock import run_virtual
-from roll.strategies.infer.base import Completion, SamplingParams
 
 
 class Engine:

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from roll.configs.loader import config_from_tree
 from roll.pipeline.checkpoints import Checkpoint, DriverState
-from roll.pipeline.same_model import model_problems
+from roll.pipeline.resume import model_problems
 from roll.rollout.journal import RolloutProgress
-from roll.strategies.train.sharded_state import StateSnapshot, whole, write_state
+from roll.trainers.state import StateSnapshot, whole, write_state
 
 TENSORS = {
     "model.embed_tokens.weight": (7, 4),

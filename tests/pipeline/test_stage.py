@@ -3,10 +3,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from roll.pipeline.channel import Channel, ChannelClosed
-from roll.pipeline.device_lock import DeviceLock
-from roll.pipeline.stage import Stage, StageGraph, StageState
+from roll.pipeline.stage import Channel, ChannelClosed, Stage, StageGraph, StageState
 from roll.rollout.clock import run_virtual
+from roll.runtime.locks import DeviceLock
 from roll.tracking.timeline import Timeline
 
 

@@ -3,12 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll.pipeline.stall import RunStalled, watch_for_stall
-from roll.pipeline.status import StatusKeeper
-from roll.pipeline.step_counter import StepCounter
+from roll.pipeline.stage import StepCounter
+from roll.pipeline.status import RunStalled, StatusKeeper, watch_for_stall
 from roll.rollout.clock import run_virtual
-from roll.rollout.schedule import SchedulePlan
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
 from roll.tracking.timeline import Timeline
 from roll.tracking.waits import WaitBoard, acting, holding, waiting
 

@@ -5,7 +5,7 @@ import weakref
 from types import SimpleNamespace
 
 from roll.pipeline.status import StatusKeeper
-from roll.tracking.processes import look_at
+from roll.tracking.status import look_at
 from roll.tracking.waits import WaitBoard
 
 

@@ -11,8 +11,8 @@ from reward_functions import digit_reward
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS, make_advantage_estimator
-from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, make_advantage_estimator
+from roll.algorithms.losses.base import POLICY_LOSSES
 
 tier = pytest.mark.tier
 

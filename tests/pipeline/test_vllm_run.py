@@ -10,7 +10,7 @@ from runs import FinishedRun, run_pipeline
 from tiny import CHARACTERS, make_task, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
-from roll.tracking.metrics import read_metrics
+from roll.tracking.trackers import read_metrics
 from tests.tiers import need
 
 need("vllm")

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from roll.pipeline.weight_folder import claim_weight_folder, clear_weight_folder
 from roll.tracking.run_directory import RunDirectory
+from roll.weights.transports import claim_weight_folder, clear_weight_folder
 
 
 @pytest.fixture

@@ -13,20 +13,19 @@ from tiny import tiny_config
 
 from roll.configs import derived
 from roll.configs.loader import config_from_tree
-from roll.distributed import infer_worker
-from roll.distributed.infer_worker import InferWorker
-from roll.distributed.placement import Placement
-from roll.distributed.publishers import build_publisher
-from roll.distributed.train_worker import TrainWorker
-from roll.pipeline import roles
-from roll.pipeline.device_lock import build_device_locks
+from roll.engines import worker as infer_worker
+from roll.engines.worker import InferWorker
+from roll.pipeline import main as roles
+from roll.pipeline.main import Roles
 from roll.pipeline.preflight import Prepared
-from roll.pipeline.roles import Roles
 from roll.rollout.clock import run_virtual
-from roll.strategies.infer.base import WeightReceipt
-from roll.strategies.weights import manifest
+from roll.runtime.locks import build_device_locks
+from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
-from tests.distributed.local_engines import LocalHandle, ScriptedEngine
+from roll.trainers.worker import TrainWorker
+from roll.weights.buckets import WeightReceipt, manifest
+from roll.weights.publisher import build_publisher
+from tests.runtime.local_engines import LocalHandle, ScriptedEngine
 
 WEIGHTS = [(f"layer.{number}.weight", torch.full((100, 1024), float(number))) for number in range(8)]
 """0.39 MiB each."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from roll.configs.schema import RewardConfig
+from roll.configs.rewards import RewardConfig
+from roll.rewards.base import RewardInput
 from roll.rewards.pool import PoolSettings, RewardPool
-from roll.rewards.records import RewardInput
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.rewards.records import PreparedVerifier, VerifierUnavailable
+from roll.rewards.base import PreparedVerifier, VerifierUnavailable
 
 if TYPE_CHECKING:
     from decimal import Decimal

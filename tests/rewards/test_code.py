@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.configs.errors import ConfigError
-from roll.configs.schema import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.data.records import Prompt
-from roll.rewards.code import CodeVerifier, last_program
-from roll.rewards.code_tests import read_tests
-from roll.rewards.records import RewardFailed, RewardInput
+from roll.rewards.base import RewardFailed, RewardInput
+from roll.rewards.code import CodeVerifier, last_program, read_tests
 from roll.rewards.registry import check_machine, check_prompts, resolve_verifier
 from roll.sandbox.sandbox import Sandbox, SandboxFailed, SandboxUnavailable, default_sandbox
 from tests.rewards.test_pool import run as run_pool

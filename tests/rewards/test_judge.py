@@ -9,18 +9,21 @@ import threading
 import pytest
 
 from roll.configs.errors import ConfigError
-from roll.configs.schema import JudgeConfig, RewardConfig
-from roll.rewards.chat_client import (
+from roll.configs.rewards import JudgeConfig, RewardConfig
+from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
+from roll.rewards.judge import (
     LONGEST_RETRY_AFTER_SECONDS,
     LONGEST_WAIT_SECONDS,
+    REMINDER,
     SHOWN_BODY,
+    Judge,
+    NoVerdict,
     backoff,
+    check_judge,
+    fenced,
     retry_after,
 )
-from roll.rewards.judge import REMINDER, Judge, NoVerdict, fenced
-from roll.rewards.judge_preflight import check_judge
 from roll.rewards.pool import RewardPool
-from roll.rewards.records import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import resolve_verifier
 from tests.rewards.chat_server import Answer, chat_server
 

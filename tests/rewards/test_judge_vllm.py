@@ -19,12 +19,11 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
 from roll.configs.errors import ConfigError
-from roll.configs.schema import JudgeConfig
-from roll.data.ports import free_port
-from roll.rewards.judge import Judge
-from roll.rewards.judge_preflight import check_judge
-from roll.rewards.records import RewardGaveUp
-from tests.strategies.infer.vllm_helpers import EOS, make_model
+from roll.configs.rewards import JudgeConfig
+from roll.rewards.base import RewardGaveUp
+from roll.rewards.judge import Judge, check_judge
+from roll.runtime.placement import free_port
+from tests.engines.vllm_helpers import EOS, make_model
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
 START_SECONDS = 200
@@ -39,9 +38,9 @@ def vllm_address(tmp_path_factory) -> Iterator[str]:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), Fuse()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", chat_template=template
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=template).save_pretrained(
+        folder
+    )
     assert vocabulary["<eos>"] == EOS
     port = free_port()
     log = folder / "server.log"

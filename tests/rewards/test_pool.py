@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import pytest
 
-from roll.configs.schema import RewardConfig
+from roll.configs.rewards import RewardConfig
+from roll.rewards.base import RewardFailed, RewardOutput
 from roll.rewards.pool import PoolSettings, RewardPool
-from roll.rewards.records import RewardFailed, RewardOutput
 from tests.warm_workers import COLD
 
 pytestmark = pytest.mark.tier("all")

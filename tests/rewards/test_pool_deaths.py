@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError
 
-from roll.configs.schema import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.rewards import pool as pool_module
+from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.pool import PoolSettings, RewardPool
-from roll.rewards.records import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.worker import Verdict
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice")

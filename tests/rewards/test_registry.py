@@ -11,9 +11,10 @@ import pytest
 
 import roll
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.schema import BUILTIN_VERIFIERS, RewardConfig
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import BUILTIN_VERIFIERS
 from roll.data.records import Prompt
-from roll.rewards.records import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
+from roll.rewards.base import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
 from roll.rewards.registry import (
     BUILT_IN,
     check_machine,

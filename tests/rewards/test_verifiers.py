@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.schema import ReasoningGymSource
-from roll.data.sources import read_reasoning_gym
-from roll.rewards.exact import exact
-from roll.rewards.math_answer import math_answer
-from roll.rewards.numeric import last_number, numeric
-from roll.rewards.reasoning_gym_task import reasoning_gym_task
+from roll.configs.roles import ReasoningGymSource
+from roll.data.prompts import read_reasoning_gym
+from roll.rewards.verifiers import exact, last_number, math_answer, numeric, reasoning_gym_task
 from tests.tiers import examples
 
 HALVES = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "$1/2$", "The answer is 0.5.", r"so \(\dfrac12\)", r"\boxed{50\%}"]

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, dropped_record, finished_record, recover, went_back_record
-from roll.rollout.schedule import FatalRolloutError, SchedulePlan
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import FatalRolloutError, RolloutScheduler, SchedulePlan
 from tests.tiers import examples, is_soak
 from tests.witness import Witness
 

@@ -10,15 +10,15 @@ import pytest
 from roll.rollout.admission import TooManyRefunds
 from roll.rollout.clock import Deadlock, run_virtual
 from roll.rollout.journal import RolloutProgress, recover
-from roll.rollout.schedule import (
+from roll.rollout.scheduler import (
     FatalRolloutError,
     GroupTimeout,
     NoMoreBatches,
+    RolloutScheduler,
     SchedulePlan,
     SchedulerStopped,
     SourceExhausted,
 )
-from roll.rollout.scheduler import RolloutScheduler
 
 
 def plan(**changes):

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from roll.rollout.clock import run_virtual
-from roll.rollout.schedule import FatalRolloutError, SchedulePlan
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import FatalRolloutError, RolloutScheduler, SchedulePlan
 from tests.tiers import examples, is_soak
 from tests.witness import Witness
 

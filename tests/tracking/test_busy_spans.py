@@ -1,6 +1,6 @@
 """Work is remembered as spans that neither overlap nor go back in time."""
 
-from roll.tracking.busy_spans import BusySpans
+from roll.tracking.timeline import BusySpans
 
 
 def test_work_that_follows_at_once_is_one_span():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from roll.tracking.chatter import native_output_kept
+from roll.tracking.logs import native_output_kept
 
 CHATTER = """
 def chatter(name):
@@ -18,7 +18,9 @@ def chatter(name):
 
 ROLE = (
     "import logging, os, sys; from pathlib import Path\n"
-    "from roll.tracking.chatter import give_away_output\n" + CHATTER + """
+    "from roll.tracking.logs import give_away_output\n"
+    + CHATTER
+    + """
 handler = logging.StreamHandler()
 logging.getLogger("library").addHandler(handler)
 print("before")
@@ -32,9 +34,11 @@ os.kill(os.getpid(), 6)
 
 DRIVER = (
     "import logging, os, sys; from pathlib import Path\n"
-    "from roll.tracking.chatter import native_output_kept\n"
+    "from roll.tracking.logs import native_output_kept\n"
     "from roll.tracking.console import Console\n"
-    "from roll.tracking.logs import configure_logging\n" + CHATTER + """
+    "from roll.tracking.logs import configure_logging\n"
+    + CHATTER
+    + """
 library = logging.getLogger("library")
 library.addHandler(logging.StreamHandler())
 library.propagate = False
@@ -121,8 +125,8 @@ def test_a_file_that_cannot_be_opened_is_named_and_nothing_is_redirected(tmp_pat
 READER_WENT_AWAY = """
 import sys
 from pathlib import Path
-from roll.tracking.chatter import native_output_kept
-from roll.tracking.output import say
+from roll.tracking.logs import native_output_kept
+from roll.tracking.files import say
 with native_output_kept(Path(sys.argv[1]), "driver"):
     sys.stdin.readline()  # nobody reads any more
     for _ in range(3):

@@ -1,4 +1,4 @@
-from roll.tracking.driver_watch import DEAF_SECONDS, Attention, DriverWatch
+from roll.tracking.status import DEAF_SECONDS, Attention, DriverWatch
 
 
 def looks(watch, phase, count, *, seconds=1.0, came_round=False):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll.tracking.log_watch import MOST_BYTES, MOST_LINES, LogWatch
+from roll.tracking.logs import MOST_BYTES, MOST_LINES, LogWatch
 
 RECORD = "2026-11-22 15:45:56,123 {level} {logger}: {text}\n"
 

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from roll.tracking.metrics import NON_FINITE, MetricsLog, read_metrics
+from roll.tracking.trackers import NON_FINITE, MetricsLog, read_metrics
 
 needs_full_device = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 

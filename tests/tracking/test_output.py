@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from roll.tracking.output import printed, say
+from roll.tracking.files import printed, say
 
 PRINTS = """
 import sys
-from roll.tracking.output import printed
+from roll.tracking.files import printed
 def command():
     for line in range(100_000):
         print("a line of the answer", line)

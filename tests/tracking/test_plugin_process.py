@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from roll.tracking.plugins import process as tracker_process
-from roll.tracking.plugins.contract import Ending, TrackerRun
-from roll.tracking.plugins.process import PlugIns, TrackerProcess
-from roll.tracking.processes import look_at
+from roll.tracking.plugins.process import Ending, PlugIns, TrackerProcess, TrackerRun
+from roll.tracking.status import look_at
 
 HERE = Path(__file__).resolve().parent
 SUCCESS = Ending("success", {"status": "success", "steps": 3})
@@ -167,7 +166,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, caplog):
 DRIVER = """
 import sys, time
 from pathlib import Path
-from roll.tracking.plugins.contract import TrackerRun
+from roll.tracking.plugins.process import TrackerRun
 from roll.tracking.plugins.process import TrackerProcess
 sys.path.insert(0, sys.argv[1])
 folder = Path(sys.argv[2])

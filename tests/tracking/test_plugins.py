@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.tracking.plugins.contract import Ending, flat_summary
-from roll.tracking.plugins.opening import open_plug_ins
-from roll.tracking.plugins.process import PlugIns
-from roll.tracking.plugins.registry import PLUG_INS, plug_in_class
+from roll.tracking.plugins.process import PLUG_INS, Ending, PlugIns, flat_summary, open_plug_ins, plug_in_class
 from roll.tracking.run_directory import RunDirectory
 
 SECONDS = 120.0
@@ -202,7 +199,7 @@ def test_the_watch_on_the_network_sees_a_call(tmp_path):
 
 def test_each_tracker_of_a_run_has_an_id_and_keeps_it(run, monkeypatch):
     opened = []
-    monkeypatch.setattr("roll.tracking.plugins.opening.TrackerProcess", lambda *facts: opened.append(facts))
+    monkeypatch.setattr("roll.tracking.plugins.process.TrackerProcess", lambda *facts: opened.append(facts))
     open_plug_ins(["tensorboard", "wandb"], {"wandb": {"mode": "offline"}}, run, "sums", CONFIG)
     open_plug_ins(["wandb", "trackio"], {}, run, "sums", CONFIG)
     names, runs = [facts[0] for facts in opened], [facts[2] for facts in opened]

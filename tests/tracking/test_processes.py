@@ -3,7 +3,7 @@ import signal
 import subprocess
 import sys
 
-from roll.tracking.processes import look_at
+from roll.tracking.status import look_at
 
 
 def test_a_process_is_there_stopped_or_gone():

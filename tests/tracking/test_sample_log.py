@@ -2,7 +2,7 @@
 
 import math
 
-from roll.tracking.samples import ReadableSample, ReadableTokens, SampleLog, read_samples
+from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, read_samples
 
 
 def sample(**changes):

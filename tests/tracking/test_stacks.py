@@ -2,7 +2,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from roll.tracking.stacks import task_place, thread_place, working_place
+from roll.tracking.status import task_place, thread_place, working_place
 
 
 def test_a_thread_is_found_in_the_line_of_ones_own_that_waits_and_a_pool_that_has_nothing_to_do_is_not():

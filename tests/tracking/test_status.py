@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from roll.tracking.driver_watch import STUCK_SECONDS, DriverWatch
-from roll.tracking.status import DamagedStatus, DriverStatus, RunStatus, StageStatus, StatusFile, read_status
+from roll.tracking.status import (
+    STUCK_SECONDS,
+    DamagedStatus,
+    DriverStatus,
+    DriverWatch,
+    RunStatus,
+    StageStatus,
+    StatusFile,
+    read_status,
+)
 from roll.tracking.waits import Wait
 
 PATIENCE_SECONDS = 60

@@ -2,16 +2,34 @@
 
 A call that fails because of the policy's text returns an answer marked as an error, which the policy can read and
 correct. Exceptions are for our own mistakes.
+
+Parser for the tool calls in a policy's text. Malformed calls are reported; nothing raises, whatever the text.
+
+It reads the form that the chat templates of Hermes and Qwen teach: a JSON object with `name` and `arguments` between
+`<tool_call>` and `</tool_call>`, any number of times. On request, a fenced block of Python is a call too.
+
+Tools by name or import path, checked against their signature before anything runs.
+
+A tool in a configuration is a name, or a mapping of `tool` and the keyword arguments of its class. A new built-in tool
+is one file and one line in `BUILT_IN`; a user's own tool is `package.module:Class`.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jsonschema import Draft202012Validator
+from pydantic import TypeAdapter, ValidationError
+
+from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint, shown
+from roll.runtime.plugins import import_object
 
 
 class ToolUnavailable(Exception):
@@ -95,3 +113,228 @@ def call_tool(tool: Tool, arguments: dict[str, Any], deadline: Deadline) -> Answ
 
 def _shortened(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
+
+
+CALL_BEGIN = "<tool_call>"
+CALL_END = "</tool_call>"
+_LONGEST_CALL = 100_000
+_FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A well-formed call. The tool may not exist, and the arguments may not suit it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Text that was meant as a call."""
+
+    problem: str
+    """Message for the policy to read."""
+
+
+def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | MalformedCall]:
+    """Return the calls in a text, in order.
+
+    ``code_tool``: name of the tool that receives fenced blocks of Python outside of tagged calls, as its argument
+    `code`; None: such blocks are plain text. A call inside another one makes the whole call malformed. A last call
+    without its end tag is malformed too, unless its JSON is complete: the end tag may have been a stop text.
+    """
+    found: list[tuple[int, ToolCall | MalformedCall]] = []
+    outside, begin = [], 0
+    for start, stop, body in _tagged(text):
+        outside.append((begin, start))
+        found.append((start, _parsed(body)))
+        begin = stop
+    outside.append((begin, len(text)))
+    if code_tool is not None:
+        for first, last in outside:
+            for match in _FENCE.finditer(text, first, last):
+                found.append((match.start(), ToolCall(code_tool, {"code": match.group(1)})))
+    return [call for _, call in sorted(found, key=lambda each: each[0])]
+
+
+def _tagged(text: str) -> list[tuple[int, int, str | None]]:
+    """Return begin, end and content of the outermost tagged parts; the content is None if calls are nested."""
+    parts: list[tuple[int, int, str | None]] = []
+    begin = text.find(CALL_BEGIN)
+    while begin >= 0:
+        inside = begin + len(CALL_BEGIN)
+        end = text.find(CALL_END, inside)
+        body = text[inside:end] if end >= 0 else text[inside:]
+        stop = end + len(CALL_END) if end >= 0 else len(text)
+        if CALL_BEGIN in body and not _is_json(body):
+            parts.append((begin, stop, None))
+        else:
+            parts.append((begin, stop, body))
+        begin = text.find(CALL_BEGIN, stop)
+    return parts
+
+
+def _is_json(text: str) -> bool:
+    return not isinstance(_loaded(text), MalformedCall)
+
+
+def _parsed(body: str | None) -> ToolCall | MalformedCall:
+    if body is None:
+        return MalformedCall(f"a call begins inside of another one; end each with {CALL_END} before the next")
+    content = _loaded(body)
+    if isinstance(content, MalformedCall):
+        return content
+    if not isinstance(content, dict):
+        return MalformedCall('a call is a JSON object such as {"name": "...", "arguments": {...}}')
+    name, arguments = content.get("name"), content.get("arguments", content.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return MalformedCall('a call needs a "name", the name of a tool')
+    if isinstance(arguments, str):
+        arguments = _loaded(arguments)
+        if isinstance(arguments, MalformedCall):
+            return MalformedCall(f'the "arguments" of `{name}` are a text that is no JSON object')
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return MalformedCall(f'the "arguments" of `{name}` must be a JSON object')
+    return ToolCall(name, arguments)
+
+
+def _loaded(text: str) -> Any:
+    """Return the JSON value, or what is wrong with it."""
+    if len(text) > _LONGEST_CALL:
+        return MalformedCall(f"the call is longer than {_LONGEST_CALL} characters")
+    try:
+        return json.loads(text.strip(), strict=False, parse_constant=_no_constant)
+    except RecursionError:
+        return MalformedCall("the call is nested too deeply")
+    except ValueError as error:  # includes numbers of absurd length
+        return MalformedCall(f"the call is no JSON: {error}")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The import path of a built-in tool, and the optional package that it needs."""
+
+    import_path: str
+    package: str | None = None
+
+
+BUILT_IN = {
+    "python": BuiltIn("roll.agentic.tools.python:PythonTool"),
+    "calculator": BuiltIn("roll.agentic.tools.calculator:Calculator"),
+    "mcp": BuiltIn("roll.agentic.tools.mcp:McpServer", package="mcp"),
+}
+
+ToolSpec = str | Mapping[str, Any]
+
+
+def check_tools(specs: Sequence[ToolSpec], path: str) -> list[ConfigProblem]:
+    """Return the problems of the tools configured at ``path``. Starts nothing."""
+    problems = []
+    for index, spec in enumerate(specs):
+        try:
+            _made(spec, f"{path}[{index}]")
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
+    """Return the tools configured at ``path``. Raises `ConfigError` with every problem."""
+    problems = check_tools(specs, path)
+    if problems:
+        raise ConfigError(problems)
+    return [_made(spec, f"{path}[{index}]") for index, spec in enumerate(specs)]
+
+
+def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
+    name, options = _name_and_options(spec, path)
+    made_by = _found(name, path)
+    arguments = _checked_options(name, made_by, options, path)
+    try:
+        tool = made_by(**arguments)
+    except ValueError as cause:
+        raise _error(path, f"`{name}` cannot be made: {cause}", "correct its options") from cause
+    if not isinstance(tool, Tool | Toolset):
+        remedy = "see roll.agentic.tools.base for what a `Tool` or a `Toolset` has"
+        raise _error(path, f"`{name}` gives a {type(tool).__name__}, which is no tool", remedy)
+    return tool
+
+
+def _name_and_options(spec: ToolSpec, path: str) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    if isinstance(spec, str):
+        options = {"tool": spec}
+    elif isinstance(spec, Mapping):
+        options = dict(spec)
+    name = options.pop("tool", None)
+    if not isinstance(name, str) or not name:
+        remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"
+        raise _error(path, f"{shown(spec)} names no tool", remedy)
+    return name, options
+
+
+def _found(name: str, path: str) -> Any:
+    if name not in BUILT_IN and ":" not in name:
+        hint = nearest_name_hint(name, BUILT_IN)
+        raise _error(path, f"there is no tool `{name}`", f"{hint}; or use an import path `package.module:Class`")
+    built_in = BUILT_IN.get(name, BuiltIn(name))
+    if built_in.package is not None and importlib.util.find_spec(built_in.package) is None:
+        message = f"the tool `{name}` needs the package `{built_in.package}`"
+        raise _error(path, message, f"pip install {built_in.package}")
+    try:
+        found = import_object(built_in.import_path)
+    except ImportError as cause:
+        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
+        raise _error(path, str(cause), remedy) from cause
+    if not callable(found):
+        raise _error(path, f"`{name}` is a {type(found).__name__}", "name a class")
+    return found
+
+
+def _checked_options(name: str, made_by: Any, options: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the options, converted to the types of the signature. Raises `ConfigError`."""
+    try:
+        parameters = inspect.signature(made_by, eval_str=True).parameters
+    except (NameError, TypeError, ValueError) as cause:
+        raise _error(path, f"the signature of `{name}` cannot be read ({cause})", "wrap it in a class") from cause
+    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    named = {key: each for key, each in parameters.items() if each.kind not in _NOT_BY_NAME}
+    problems, values = [], dict(options)
+    for key, each in named.items():
+        if each.default is inspect.Parameter.empty and key not in options:
+            problems.append(ConfigProblem(f"{path}.{key}", f"`{name}` needs it", "set it"))
+    for key, value in options.items():
+        if key in named:
+            try:
+                values[key] = _converted(value, named[key].annotation)
+            except ValidationError as cause:
+                message = f"{shown(value, key)} does not fit ({cause.errors()[0]['msg']})"
+                problems.append(ConfigProblem(f"{path}.{key}", message, f"a value for `{named[key].annotation}`"))
+        elif not takes_anything:
+            message = f"`{name}` has no option `{key}`"
+            problems.append(ConfigProblem(f"{path}.{key}", message, nearest_name_hint(key, named)))
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+_NOT_BY_NAME = (
+    inspect.Parameter.VAR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.POSITIONAL_ONLY,
+)
+
+
+def _converted(value: Any, annotation: Any) -> Any:
+    return value if annotation is inspect.Parameter.empty else TypeAdapter(annotation).validate_python(value)
+
+
+def _error(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])

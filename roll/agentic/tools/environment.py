@@ -14,9 +14,21 @@ from typing import Any, Literal
 
 import gymnasium
 
-from roll.agentic.tools.base import Answer, Deadline, Tool, Toolset, ToolUnavailable, argument_problem, function_schema
-from roll.agentic.tools.calls import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
-from roll.data.names import nearest_name_hint
+from roll.agentic.tools.base import (
+    CALL_BEGIN,
+    CALL_END,
+    Answer,
+    Deadline,
+    MalformedCall,
+    Tool,
+    ToolCall,
+    Toolset,
+    ToolUnavailable,
+    argument_problem,
+    function_schema,
+    parse_calls,
+)
+from roll.configs.errors import nearest_name_hint
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +73,7 @@ class ToolSettings:
 
 
 class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
-    """A text environment (see `roll.agentic.env`) in which tools can be called."""
+    """A text environment (see `roll.agentic.registry`) in which tools can be called."""
 
     def __init__(
         self, env: gymnasium.Env[str, str], tools: Sequence[Tool | Toolset], settings: ToolSettings | None = None

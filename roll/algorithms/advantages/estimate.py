@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.advantages.estimator import AdvantageEstimator
+from roll.algorithms.advantages.moments import Groups
 from roll.algorithms.advantages.whitening import clip_advantages, whiten
+from roll.algorithms.aggregation import keep
 from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_rewards
-from roll.algorithms.masking import keep
-from roll.algorithms.moments import Groups
 
 
 def estimate_advantages(

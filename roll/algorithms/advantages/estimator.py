@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import keep
-from roll.algorithms.moments import Groups, group_tensor
+from roll.algorithms.advantages.moments import Groups, group_tensor
+from roll.algorithms.aggregation import keep
 from roll.algorithms.registry import Registry
 
 ADVANTAGE_ESTIMATORS = Registry("advantage estimator")

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.algorithms.advantages.estimator import (
-    ADVANTAGE_ESTIMATORS,
-    AdvantageInputs,
-    AdvantageTraits,
-    result_dtype,
-)
+from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits, result_dtype
 from roll.algorithms.advantages.returns import accumulate_from_the_end, token_returns
-from roll.algorithms.masking import keep
-from roll.algorithms.needed import needed
+from roll.algorithms.aggregation import keep, needed
 from roll.algorithms.registry import knob
 
 

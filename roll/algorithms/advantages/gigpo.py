@@ -10,7 +10,7 @@ from torch import Tensor
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
 from roll.algorithms.advantages.group_relative import GRPOKnobs, compared, group_normalised
 from roll.algorithms.advantages.turns import checked_turns, spread_over_tokens, turn_returns, turn_sums
-from roll.algorithms.needed import needed
+from roll.algorithms.aggregation import needed
 from roll.algorithms.registry import knob
 
 

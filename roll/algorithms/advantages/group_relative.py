@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
-from roll.algorithms.moments import group_deviation, group_mean, group_sizes
+from roll.algorithms.advantages.moments import group_deviation, group_mean, group_sizes
 from roll.algorithms.registry import NoKnobs, knob
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
 from roll.algorithms.advantages.group_relative import compared
+from roll.algorithms.advantages.moments import group_mean
 from roll.algorithms.advantages.returns import token_returns
 from roll.algorithms.advantages.whitening import whiten
-from roll.algorithms.moments import group_mean
 from roll.algorithms.registry import knob
 
 

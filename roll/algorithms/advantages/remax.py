@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
-from roll.algorithms.needed import needed
+from roll.algorithms.aggregation import needed
 from roll.algorithms.registry import NoKnobs
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
 from roll.algorithms.advantages.returns import accumulate_from_the_end
-from roll.algorithms.needed import needed
+from roll.algorithms.aggregation import needed
 from roll.algorithms.registry import knob
 
 

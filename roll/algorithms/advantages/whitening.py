@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import keep
+from roll.algorithms.aggregation import keep
 
 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:

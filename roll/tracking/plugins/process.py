@@ -1,7 +1,20 @@
-"""The driver's end of a plug-in tracker: a bounded queue, a thread that feeds a process, and a deadline.
+"""The contract of a plug-in tracker: a class with options that takes metrics and an end, in a process of its own.
+
+The process of a plug-in tracker: it reads one JSON object per line and writes one for each report to the driver.
+
+Everything that the library prints goes to the tracker's log. The process ends with the run: with the status that the
+driver reports, or as failed if the driver disappears. A library that hangs then is killed, so no process stays behind.
+
+The start of a run's plug-in trackers, with ids that stay the same after a resume.
+
+The driver's end of a plug-in tracker: a bounded queue, a thread that feeds a process, and a deadline.
 
 Logging never waits. Records that do not fit into the queue are left out and counted. This is reported once when it
 begins and once at the end; `metrics.jsonl` has everything. The run continues whatever becomes of the process.
+
+Plug-in trackers by name. A new one is a file with a `PlugIn` class and one line here.
+
+Classes are named, not imported, so an unused tracker costs nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +23,221 @@ import json
 import logging
 import os
 import queue
+import secrets
 import signal
+import string
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar, Literal, Protocol
 
-from roll.tracking.files import naming
+from roll.tracking.files import naming, write_atomically
 from roll.tracking.logs import redact
-from roll.tracking.plugins.contract import Ending, TrackerRun
+from roll.tracking.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class TrackerRun:
+    """The run's identity for trackers."""
+
+    name: str
+    id: str
+    """21 lower-case letters and digits, drawn once for each tracker of a run and kept in its folder."""
+    folder: str
+    """Folder for the tracker's files."""
+    resumed: bool
+    """True if the tracker has seen this run before, under this id."""
+    config: dict[str, Any]
+    """The resolved configuration, secrets redacted."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a run."""
+
+    status: Literal["success", "failed", "interrupted"]
+    summary: dict[str, Any]
+    """Content of `summary.json`."""
+    error: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for trackers: 0 is a success."""
+        return 0 if self.status == "success" else 1
+
+
+class PlugIn(Protocol):
+    """A tracker. All calls come from one thread, in order. An exception is reported once and loses only that record."""
+
+    Options: ClassVar[type]
+    """A dataclass: the keys below `tracker_kwargs.<name>`, each field with its ``metadata["help"]``."""
+    package: ClassVar[str | None]
+    """Package that must be installed; None: none."""
+    install: ClassVar[str]
+    """Command that installs it."""
+
+    def __init__(self, run: TrackerRun, options: Any) -> None:
+        """Begin or resume the run. Libraries are imported here and not before."""
+
+    @staticmethod
+    def secret(options: Any) -> str | None:
+        """Return the environment variable that must hold a key with these options; None: no key is needed."""
+
+    @staticmethod
+    def mode(options: Any) -> str:
+        """Return where metrics go with these options, in a word or two: ``online``, ``offline``."""
+
+    @property
+    def where(self) -> str:
+        """Address or folder where a user finds the metrics."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of a step. Values may be NaN or infinite; a resumed run may report a step again."""
+
+    def finish(self, ending: Ending) -> None:
+        """Write out everything; the process ends afterwards."""
+
+
+def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[str, Any]:
+    """Return ``{"val/last": {"math": 0.5}}`` as ``{"summary/val/last/math": 0.5}``; None values are left out."""
+    return dict(_leaves(summary, prefix))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _leaves(below, f"{path}/{key}")
+    elif value is not None:
+        yield path, value
+
+
+def made(folder: str) -> str:
+    """Create the folder if it does not exist, and return it."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+ORPHAN_SECONDS = 60.0
+"""Time for a tracker to write everything out after the driver has disappeared."""
+_LOOK_SECONDS = 1.0
+
+
+def main() -> None:
+    """Serve the driver at the other end of standard input and output."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(2, 1)
+    # The driver handles Ctrl-C and reports how the run ended.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_as_an_orphan, args=(os.getppid(),), daemon=True).start()
+
+    def reply(**words: Any) -> None:
+        try:
+            print(json.dumps(words, ensure_ascii=False), file=replies, flush=True)
+        except OSError as error:
+            print(f"the driver does not listen: {error}; {words}", file=sys.stderr)
+
+    sys.exit(serve(sys.stdin.buffer, reply))
+
+
+def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
+    """Carry out the lines of the driver; return the exit code."""
+    incoming = iter(lines)
+    beginning = json.loads(next(incoming))
+    try:
+        plug_in = _begin(beginning)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        reply(failed=_words(error))
+        return 1
+    reply(where=plug_in.where)
+    for line in incoming:
+        record = json.loads(line)
+        if "ending" in record:
+            return _finish(plug_in, Ending(**record["ending"]), reply)
+        try:
+            plug_in.log(record["metrics"], record["step"])
+        except Exception as error:
+            traceback.print_exc()
+            reply(refused=_words(error), step=record["step"])
+    return _finish(plug_in, Ending("failed", {}, "the process of the run ended without a word"), reply)
+
+
+def _begin(beginning: dict[str, Any]) -> PlugIn:
+    kind = plug_in_class(beginning["class_path"])
+    return kind(TrackerRun(**beginning["run"]), kind.Options(**beginning["options"]))
+
+
+def _finish(plug_in: PlugIn, ending: Ending, reply: Callable[..., None]) -> int:
+    try:
+        plug_in.finish(ending)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        reply(unfinished=_words(error))
+        return 1
+    reply(finished=True)
+    return 0
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _end_as_an_orphan(driver: int) -> None:
+    while os.getppid() == driver:
+        time.sleep(_LOOK_SECONDS)
+    time.sleep(ORPHAN_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_LETTERS = string.ascii_lowercase + string.digits
+_ID_LENGTH = 21
+
+
+def open_plug_ins(
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    run: RunDirectory,
+    exp_name: str,
+    config: dict[str, Any],
+) -> list[TrackerProcess]:
+    """Start the plug-ins among ``names``.
+
+    ``options``: name -> keys of its `Options`, already checked. ``config``: the resolved configuration, secrets
+    redacted.
+    """
+    chosen = [name for name in names if name in PLUG_INS]
+    if not chosen:
+        return []
+    known = _read_ids(run)
+    ids = {**known, **{name: _new_id() for name in chosen if name not in known}}
+    write_atomically(run.tracker_ids, json.dumps(ids, indent=1) + "\n")
+    return [
+        TrackerProcess(
+            name,
+            PLUG_INS[name],
+            TrackerRun(exp_name, ids[name], str((run.trackers / name).absolute()), name in known, config),
+            asdict(plug_in_class(PLUG_INS[name]).Options(**options.get(name, {}))),
+            run.logs / f"tracker_{name}.out",
+        )
+        for name in chosen
+    ]
+
+
+def _read_ids(run: RunDirectory) -> dict[str, str]:
+    run.trackers.mkdir(exist_ok=True)
+    return json.loads(run.tracker_ids.read_text()) if run.tracker_ids.exists() else {}
+
+
+def _new_id() -> str:
+    """Return an id that all of them accept: swanlab requires 21 such letters."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
+
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +245,7 @@ CAPACITY = 1000
 """Most records that wait. A record is a step, or a validation before the first step."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from roll.tracking.plugins.host import main; main()"
+    "from roll.tracking.plugins.process import main; main()"
 )  # fmt: skip
 _LAST_WORDS_SECONDS = 1.0
 
@@ -218,3 +433,23 @@ def _line(record: Mapping[str, Any]) -> bytes:
 def _plain(value: float) -> float | int:
     """Convert numpy's numbers, which JSON does not know."""
     return value if type(value) in (int, float) else float(value)
+
+
+TENSORBOARD = "tensorboard"
+"""Written by the driver itself, see `roll.tracking.trackers`."""
+PLUG_INS = {
+    "wandb": "roll.tracking.plugins.wandb:WandbPlugIn",
+    "swanlab": "roll.tracking.plugins.swanlab:SwanlabPlugIn",
+    "trackio": "roll.tracking.plugins.trackio:TrackioPlugIn",
+}
+
+
+def tracker_names() -> list[str]:
+    """Return the names that `track_with` accepts."""
+    return [TENSORBOARD, *PLUG_INS]
+
+
+def plug_in_class(path: str) -> type[Any]:
+    """Return the class at ``package.module:Class``, a `PlugIn`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.tools.calls import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
+from roll.agentic.tools.base import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
 
 NAMES = st.text(min_size=1, max_size=10)
 VALUES = st.recursive(

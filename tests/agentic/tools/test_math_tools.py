@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.env.math_tools import KINDS, LEVELS, MathToolsEnv, make_problem, read_number
+from roll.agentic.library.math_tools import KINDS, LEVELS, MathToolsEnv, make_problem, read_number
 from roll.agentic.tools.calculator import calculate
 from roll.configs.errors import ConfigError
 from tests.sandbox.sandboxes import needs_sandbox

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from roll.agentic.tools.base import Answer, Deadline, Tool, Toolset, ToolUnavailable, function_schema
-from roll.agentic.tools.mcp_tool import McpServer
-from roll.data.ports import free_port
+from roll.agentic.tools.mcp import McpServer
+from roll.runtime.placement import free_port
 from tests.tiers import need
 
 need("mcp")

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from roll.agentic.env.math_tools import MathToolsEnv
+from roll.agentic.library.math_tools import MathToolsEnv
 from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable, call_tool
-from roll.agentic.tools.python_tool import PythonTool
+from roll.agentic.tools.python import PythonTool
 from roll.sandbox.sandbox import Sandbox
 from tests.sandbox.sandboxes import needs_sandbox
 
@@ -50,14 +50,14 @@ def test_the_deadline_of_the_call_counts_too():
 
 
 def test_a_machine_without_a_sandbox_is_told_to_people_not_to_the_policy(monkeypatch):
-    monkeypatch.setattr("roll.agentic.tools.python_tool.default_sandbox", lambda: Sandbox(levels=[]))
+    monkeypatch.setattr("roll.agentic.tools.python.default_sandbox", lambda: Sandbox(levels=[]))
     with pytest.raises(ToolUnavailable, match="Remedy: allow user namespaces"):
         run("print(1)")
 
 
 def test_without_a_sandbox_the_tool_is_not_even_offered(monkeypatch):
     """Else only the episodes that call it would fail, and the policy would learn not to."""
-    monkeypatch.setattr("roll.agentic.tools.python_tool.default_sandbox", lambda: Sandbox(levels=[]))
+    monkeypatch.setattr("roll.agentic.tools.python.default_sandbox", lambda: Sandbox(levels=[]))
     env = MathToolsEnv(tools=["python"])
     with pytest.raises(ToolUnavailable, match="Remedy"):
         env.reset(seed=0)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import roll
-from roll.agentic.tools.base import Answer
-from roll.agentic.tools.registry import BUILT_IN, check_tools, make_tools
+from roll.agentic.tools.base import BUILT_IN, Answer, check_tools, make_tools
 from roll.configs.errors import ConfigError
 
 OWN = "tests.agentic.tools.test_registry:"
@@ -79,7 +78,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_tools_load_nothing_heavy():
     modules = [built_in.import_path.split(":")[0] for built_in in BUILT_IN.values()]
-    modules += ["roll.agentic.tools.environment", "roll.agentic.env.math_tools"]
+    modules += ["roll.agentic.tools.environment", "roll.agentic.library.math_tools"]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
         "sys.exit(' '.join({'torch', 'transformers', 'vllm', 'ray', 'mcp'} & set(sys.modules)) or None)"

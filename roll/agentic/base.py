@@ -1,0 +1,334 @@
+"""Reading a named action from the policy's text.
+
+A text without an action is data, not an error: reading it returns None. Reading takes time linear in the length of the
+text, whatever it contains.
+
+The environment interface: a `gymnasium.Env` that speaks text, and the conversion of its answers to records.
+
+`reset(seed=, options=) -> (text, info)` and `step(text) -> (text, reward, terminated, truncated, info)`; `render()`
+returns a frame of text for people. An environment's answers are not trusted: `observation_from` reports values of a
+wrong type. `INFO_KEYS` lists the keys of `info` that have a meaning; all others are ignored.
+
+Shared parts of the grid games: cells, moves, and ways to write a grid for a policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Final, Literal
+
+import numpy as np
+from gymnasium import spaces
+
+from roll.agentic.episode import Message, Observation
+
+ActionFormat = Literal["answer_tag", "plain"]
+"""``answer_tag``: the text between the last ``<answer>`` and ``</answer>``; ``plain``: the whole text, stripped."""
+
+OPENING, CLOSING = "<answer>", "</answer>"
+
+
+def answer_in(text: str, action_format: ActionFormat) -> str | None:
+    """Return the part of the text that is the answer; None if there is no pair of tags.
+
+    The last pair counts, because models think aloud and correct themselves.
+    """
+    if action_format == "plain":
+        return text.strip()
+    end = text.rfind(CLOSING)
+    start = text.rfind(OPENING, 0, end) if end >= 0 else -1
+    return text[start + len(OPENING) : end].strip() if start >= 0 else None
+
+
+def as_answer(answer: str, action_format: ActionFormat) -> str:
+    """Return the text with which a policy gives this answer."""
+    return answer if action_format == "plain" else f"{OPENING}{answer}{CLOSING}"
+
+
+def how_to_answer(what: str, action_format: ActionFormat) -> str:
+    """Return one sentence of instructions for the policy. ``what`` names the answer, for example ``your guess``."""
+    if action_format == "plain":
+        return f"Answer with {what} and nothing else."
+    return f"Give {what} as {OPENING}...{CLOSING}."
+
+
+@dataclass(frozen=True)
+class ActionReader:
+    """Action names in the environment's order, compared without regard to case."""
+
+    names: tuple[str, ...]
+    action_format: ActionFormat
+
+    def read(self, text: str) -> int | None:
+        """Return the action's index among the names; None if the text names none."""
+        answer = answer_in(text, self.action_format)
+        folded = [name.casefold() for name in self.names]
+        return folded.index(answer.casefold()) if answer is not None and answer.casefold() in folded else None
+
+    def examples(self) -> tuple[str, ...]:
+        """Return a text for each action."""
+        return tuple(as_answer(name, self.action_format) for name in self.names)
+
+    def instructions(self) -> str:
+        """Return one or two sentences of instructions for the policy."""
+        return f"Actions: {', '.join(self.names)}. {how_to_answer('one action', self.action_format)}"
+
+    def complaint(self) -> str:
+        """Return the message for a policy whose text named no action."""
+        return f"That was no action. {self.instructions()}"
+
+
+def action_reader(
+    default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
+) -> ActionReader:
+    """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
+    if action_format not in ("answer_tag", "plain"):
+        raise BadOption("action_format", f"{action_format!r} is no format of actions", "`answer_tag` or `plain`")
+    names = tuple(str(name) for name in (default_names if action_names is None else action_names))
+    if len(names) != len(default_names):
+        message = f"{len(names)} names for {len(default_names)} actions"
+        raise BadOption("action_names", message, f"name these, in this order: {', '.join(default_names)}")
+    if len({name.casefold() for name in names}) < len(names):
+        message = f"{', '.join(names)} are not all different (upper and lower case are the same)"
+        raise BadOption("action_names", message, "a name of its own for each action")
+    if any(not name or name != name.strip() or CLOSING in name for name in names):
+        raise BadOption("action_names", "a name is empty or begins or ends with a space", "use words or letters")
+    return ActionReader(names, action_format)
+
+
+INFO_KEYS: Final = {
+    "action_is_valid": "bool: False if the text held no action that could be carried out (default True)",
+    "success": "bool: whether the episode's goal is reached (left out: the environment does not say)",
+    "state": "str: key of the state that the next turn acts in, equal for equal states (default: the observation text)",
+    "metrics": "dict of str to number: figures of the episode; the last value of each counts",
+    "messages": "list of {'role': str, 'content': str, ...}: what the policy reads in place of the observation text",
+    "system": "str, at a reset only: becomes the first message, of role system",
+    "tools": "list of JSON schemas, at a reset only: the tools that may be called, for the chat template",
+}
+RESET_KEYS: Final = ("system", "tools")
+
+_A_RESET: Final = object()
+
+
+class BadAnswer(ValueError):
+    """An environment's answer has a wrong type. The message names the part, its value and what is right."""
+
+
+class BadOption(ValueError):
+    """An environment's option has a value that cannot work. The registry makes it a `ConfigError` with the path."""
+
+    def __init__(self, option: str, message: str, remedy: str) -> None:
+        super().__init__(f"`{option}`: {message}; {remedy}")
+        self.option = option
+        self.message = message
+        self.remedy = remedy
+
+
+class AnyText(spaces.Space[str]):
+    """The space of all texts. (`gymnasium.spaces.Text` has a closed set of characters and a length limit.)"""
+
+    def __init__(self) -> None:
+        super().__init__(shape=None, dtype=str)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """False: texts have no fixed size."""
+        return False
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Return up to 20 random printable characters."""
+        return "".join(chr(code) for code in self.np_random.integers(32, 127, size=self.np_random.integers(0, 21)))
+
+    def contains(self, x: Any) -> bool:
+        """Return True if ``x`` is a text."""
+        return isinstance(x, str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyText)
+
+
+def observation_from(
+    text: Any,
+    info: Any,
+    *,
+    reward: Any = _A_RESET,
+    terminated: Any = False,
+    truncated: Any = False,
+    frame: Any = None,
+) -> Observation:
+    """Convert an environment's answer to a record.
+
+    The answer is that of a reset if ``reward`` is left out, else that of a step. ``frame`` is the result of `render`.
+    Raises `BadAnswer`.
+    """
+    is_reset = reward is _A_RESET
+    text = _text("the observation", text)
+    if not isinstance(info, Mapping):
+        raise _bad("info", info, "a dict")
+    if not is_reset:
+        for key in RESET_KEYS:
+            if key in info:
+                raise BadAnswer(f"info[{key!r}] came with a step; it is understood at a reset only")
+    return Observation(
+        messages=_messages(text, info),
+        reward=0.0 if is_reset else _number("the reward", reward),
+        terminated=_flag("terminated", terminated),
+        truncated=_flag("truncated", truncated),
+        action_is_valid=_flag("info['action_is_valid']", info.get("action_is_valid", True)),
+        success=_flag("info['success']", info["success"]) if "success" in info else None,
+        state=_text("info['state']", info["state"]) if "state" in info else text,
+        metrics=_metrics(info.get("metrics", {})),
+        tools=_tools(info.get("tools", ())),
+        frame=None if frame is None else _text("the rendered frame", frame),
+    )
+
+
+def _messages(text: str, info: Mapping[str, Any]) -> tuple[Message, ...]:
+    system = [{"role": "system", "content": _text("info['system']", info["system"])}] if "system" in info else []
+    if "messages" not in info:
+        return (*system, {"role": "user", "content": text})
+    messages = info["messages"]
+    if not _is_list(messages):
+        raise _bad("info['messages']", messages, "a list of dicts with `role` and `content`")
+    if not messages:
+        raise BadAnswer("info['messages'] is empty; leave it out, or give what the policy reads")
+    return (*system, *(_message(f"info['messages'][{index}]", each) for index, each in enumerate(messages)))
+
+
+def _message(name: str, message: Any) -> Message:
+    if not isinstance(message, Mapping):
+        raise _bad(name, message, "a dict with `role` and `content`")
+    for key in ("role", "content"):
+        if key not in message:
+            raise BadAnswer(f"{name} has no {key!r}; a message has a `role` and a `content`")
+        _text(f"{name}[{key!r}]", message[key])
+    return dict(message)
+
+
+def _metrics(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise _bad("info['metrics']", metrics, "a dict of numbers")
+    values = {}
+    for key, value in metrics.items():
+        name = _text("a key of info['metrics']", key)
+        is_flag = isinstance(value, bool | np.bool_)
+        values[name] = float(value) if is_flag else _number(f"info['metrics'][{name!r}]", value)
+    return values
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    if not _is_list(tools):
+        raise _bad("info['tools']", tools, "a list of JSON schemas")
+    for index, schema in enumerate(tools):
+        if not isinstance(schema, Mapping):
+            raise _bad(f"info['tools'][{index}]", schema, "a JSON schema (a dict)")
+    return tuple(dict(schema) for schema in tools)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _bad(name, value, "a str")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as cause:
+        raise BadAnswer(f"{name} is no text that can be written: {cause.reason} at character {cause.start}") from None
+    return str(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _bad(name, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadAnswer(f"{name} is {number}; it has to be finite")
+    return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise _bad(name, value, "a bool")
+    return bool(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _bad(name: str, value: Any, right: str) -> BadAnswer:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return BadAnswer(f"{name} is {shown} ({type(value).__name__}); it has to be {right}")
+
+
+Cell = tuple[int, int]
+"""Row and column, counted from 0 at the top left."""
+
+GridStyle = Literal["grid", "spaced", "coordinates"]
+"""``grid``: rows of symbols; ``spaced``: with spaces between the symbols; ``coordinates``: a list of places."""
+
+
+def moved(cell: Cell, direction: Cell, steps: int = 1) -> Cell:
+    """Return the cell ``steps`` steps away."""
+    return cell[0] + steps * direction[0], cell[1] + steps * direction[1]
+
+
+def reachable(start: Cell, directions: Collection[Cell], is_free: Callable[[Cell], bool]) -> set[Cell]:
+    """Return all cells reachable from ``start`` over free cells, including ``start``."""
+    found, frontier = {start}, deque([start])
+    while frontier:
+        cell = frontier.popleft()
+        for direction in directions:
+            beside = moved(cell, direction)
+            if beside not in found and is_free(beside):
+                found.add(beside)
+                frontier.append(beside)
+    return found
+
+
+def written(rows: Sequence[Sequence[str]], style: GridStyle, names: Mapping[str, str]) -> str:
+    """Return a grid of symbols as text. ``names`` maps the symbols that ``coordinates`` lists to their meaning."""
+    if style == "grid":
+        return "\n".join("".join(row) for row in rows)
+    if style == "spaced":
+        return "\n".join(" ".join(row) for row in rows)
+    lines = [f"{len(rows)} rows, {len(rows[0])} columns. Places are (row, column), from (0, 0) at the top left."]
+    for symbol, name in names.items():
+        cells = [(r, c) for r, row in enumerate(rows) for c, each in enumerate(row) if each == symbol]
+        if cells:
+            lines.append(f"{name}: {', '.join(f'({r}, {c})' for r, c in cells)}")
+    return "\n".join(lines)
+
+
+def check_style(style: str) -> None:
+    """Raise `BadOption` for an unknown style."""
+    if style not in ("grid", "spaced", "coordinates"):
+        raise BadOption("observation", f"{style!r} is no way to write a grid", "`grid`, `spaced` or `coordinates`")
+
+
+def with_symbols(defaults: Mapping[str, str], symbols: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the symbol of each kind of cell, with the user's replacements. Raises `BadOption`."""
+    chosen = dict(defaults) | dict(symbols or {})
+    unknown = [key for key in chosen if key not in defaults]
+    if unknown:
+        raise BadOption("symbols", f"there is no `{unknown[0]}`", f"known: {', '.join(defaults)}")
+    if any(len(symbol) != 1 or symbol.isspace() for symbol in chosen.values()):
+        raise BadOption("symbols", f"{chosen} are not all one visible character", "one character for each")
+    if len(set(chosen.values())) < len(chosen):
+        raise BadOption("symbols", f"{chosen} are not all different", "a character of its own for each")
+    return chosen
+
+
+def side_of(drawing: str) -> int:
+    """Return 0 or 1: the half of all maps that this map belongs to.
+
+    Training has even seeds and validation odd ones. If each seed uses only maps of its own half, no map is in both.
+    """
+    return hashlib.blake2b(drawing.encode(), digest_size=1).digest()[0] % 2

@@ -1,0 +1,224 @@
+"""Arithmetic problems that are tedious by hand and easy with a tool, made from a seed and checked exactly.
+
+The final answer stands in `<answer>..</answer>`; the last one counts. Higher levels have larger numbers and more steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from roll.agentic.tools.base import ToolSpec, make_tools
+from roll.agentic.tools.environment import ToolEnv, ToolSettings
+from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(/\d+)?")
+_LONGEST_ANSWER = 400
+_INSTRUCTIONS = "Solve the problem. Give the final answer, one exact number, as <answer>number</answer>."
+_MISSING = "No answer was found. Give the final answer as <answer>number</answer>."
+LEVELS = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its numeric answer."""
+
+    question: str
+    answer: Fraction
+
+
+def make_problem(kind: str, level: int, random: np.random.Generator) -> Problem:
+    """Return a problem of one of the `KINDS`, at a level from 1 to 5."""
+    return KINDS[kind](level, random)
+
+
+def read_number(text: str) -> Fraction | None:
+    """Return the number that the text consists of, exactly; None if it is not a number."""
+    text = text.strip().replace(",", "").replace("$", "").replace("_", "").replace("\N{MINUS SIGN}", "-").strip()
+    if len(text) > _LONGEST_ANSWER or not _NUMBER.fullmatch(text):
+        return None
+    number, _, under = text.partition("/")
+    if under and not int(under):
+        return None
+    return Fraction(number) / (int(under) if under else 1)
+
+
+def _whole(random: np.random.Generator, digits: int) -> int:
+    """Return a random number with this many decimal digits (for one digit: from 2)."""
+    return int(random.integers(10 ** (digits - 1) if digits > 1 else 2, 10**digits))
+
+
+def _multiplication(level: int, random: np.random.Generator) -> Problem:
+    left, right = _whole(random, level + 1), _whole(random, level + 1)
+    return Problem(f"What is {left} * {right}?", Fraction(left * right))
+
+
+def _expression(level: int, random: np.random.Generator) -> Problem:
+    text, value = str(first := _whole(random, 2)), Fraction(first)
+    for _ in range(level + 1):
+        operand = _whole(random, 1 + level // 2)
+        match int(random.integers(4)):
+            case 0:
+                text, value = f"({text} + {operand})", value + operand
+            case 1:
+                text, value = f"({text} - {operand})", value - operand
+            case 2:
+                text, value = f"{text} * {operand}", value * operand
+            case _:
+                text, value = f"{text} / {operand}", value / operand
+    return Problem(f"What is {text}? If it is no whole number, give it as a fraction a/b.", value)
+
+
+def _shop(level: int, random: np.random.Generator) -> Problem:
+    goods = ("apples", "pens", "lamps", "chairs", "books", "cups")[: level + 1]
+    orders = [(_whole(random, 1 + level // 2), _whole(random, 1 + level // 3), name) for name in goods]
+    total = sum(number * price for number, price, _ in orders)
+    people = int(random.integers(2, 5 + level))
+    paid = total + int(random.integers(0, 50 * level))
+    bought = ", ".join(f"{number} {name} at {price} coins each" for number, price, name in orders)
+    question = (
+        f"{people} friends buy {bought}. They pay with {paid} coins and share the change equally. "
+        "How many coins does each get back? If it is no whole number, give it as a fraction a/b."
+    )
+    return Problem(question, Fraction(paid - total, people))
+
+
+def _savings(level: int, random: np.random.Generator) -> Problem:
+    balance, monthly, percent = _whole(random, 3), _whole(random, 2), int(random.integers(1, 10))
+    years, value = level + 1, Fraction(balance)
+    for _ in range(years):
+        value = value * (100 + percent) / 100 + 12 * monthly
+    question = (
+        f"An account holds {balance} coins. At the end of each year it earns {percent} percent of what it holds, and "
+        f"then 12 times {monthly} coins are paid in. Nothing is rounded. "
+        f"What does it hold after {years} years? Give the exact number, as a decimal or as a fraction a/b."
+    )
+    return Problem(question, value)
+
+
+def _remainder(level: int, random: np.random.Generator) -> Problem:
+    base, exponent, modulus = _whole(random, level + 1), _whole(random, level + 1), _whole(random, level + 1)
+    question = f"What is the remainder of {base} to the power of {exponent}, divided by {modulus}?"
+    return Problem(question, Fraction(pow(base, exponent, modulus)))
+
+
+def _counting(level: int, random: np.random.Generator) -> Problem:
+    top = _whole(random, level + 1)
+    divisor, remainder = int(random.integers(3, 10)), int(random.integers(0, 3))
+    first = remainder or divisor
+    count = max(0, (top - first) // divisor + 1)
+    indices, squares = count * (count - 1) // 2, (count - 1) * count * (2 * count - 1) // 6
+    total = count * first**2 + 2 * first * divisor * indices + divisor**2 * squares
+    question = (
+        f"Add up the squares of all whole numbers from 1 to {top} that leave the remainder {remainder} when divided by "
+        f"{divisor}. What is the sum?"
+    )
+    return Problem(question, Fraction(total))
+
+
+KINDS: dict[str, Callable[[int, np.random.Generator], Problem]] = {
+    "multiplication": _multiplication,
+    "expression": _expression,
+    "shop": _shop,
+    "savings": _savings,
+    "remainder": _remainder,
+    "counting": _counting,
+}
+
+
+class MathProblemEnv(gymnasium.Env[str, str]):
+    """One problem per episode, with a limited number of attempts."""
+
+    metadata = {"render_modes": ["ansi"]}
+
+    def __init__(self, kinds: Sequence[str], levels: Sequence[int], attempts: int, instructions: bool) -> None:
+        self.render_mode = "ansi"
+        self.action_space = self.observation_space = gymnasium.spaces.Text(max_length=100_000)
+        self._kinds = list(kinds)
+        self._levels = list(levels)
+        self._attempts = attempts
+        self._instructions = instructions
+        self._problem = Problem("", Fraction(0))
+        self._left = 0
+        self._said = ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        kind = self._kinds[int(self.np_random.integers(len(self._kinds)))]
+        level = self._levels[int(self.np_random.integers(len(self._levels)))]
+        self._problem = make_problem(kind, level, self.np_random)
+        self._left = self._attempts
+        self._said = ""
+        info: dict[str, Any] = {"system": _INSTRUCTIONS} if self._instructions else {}
+        return self._problem.question, info | {"state": self._state(), "metrics": {"level": level}}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        answers = _ANSWER.findall(action)
+        if not answers:
+            return _MISSING, 0.0, False, False, self._info(action_is_valid=False)
+        self._said = answers[-1].strip()[:_LONGEST_ANSWER]
+        number = read_number(self._said)
+        if number is not None and number == self._problem.answer:
+            return "This is right.", 1.0, True, False, self._info(success=True)
+        self._left -= 1
+        if self._left > 0:
+            return "This is wrong. Try again.", 0.0, False, False, self._info(action_is_valid=number is not None)
+        return "This is wrong.", 0.0, True, False, self._info(action_is_valid=number is not None, success=False)
+
+    def render(self) -> str:
+        return f"{self._problem.question}\nright: {self._problem.answer}\nsaid: {self._said or '-'}"
+
+    def _info(self, action_is_valid: bool = True, success: bool = False) -> dict[str, Any]:
+        return {"action_is_valid": action_is_valid, "success": success, "state": self._state()}
+
+    def _state(self) -> str:
+        return f"{self._problem.question}\nattempts left: {self._left}"
+
+
+class MathToolsEnv(ToolEnv):
+    """The environment `math_tools`: problems, and the tools to solve them."""
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[ToolSpec] = ("calculator", "python"),
+        tool_settings: Mapping[str, Any] | None = None,
+        kinds: Sequence[str] = tuple(KINDS),
+        levels: Sequence[int] = (1, 2, 3),
+        attempts: int = 1,
+        instructions: bool = True,
+    ) -> None:
+        """Check the options and build the tools. Raises `ConfigError`.
+
+        ``tools``: see `roll.agentic.tools.base`; empty for none. ``tool_settings``: fields of `ToolSettings`.
+        ``levels``: from 1 (easy) to 5. ``attempts``: number of answers allowed. ``instructions``: add a system message.
+        """
+        problems = [
+            ConfigProblem("kinds", f"there are no problems of the kind `{kind}`", nearest_name_hint(str(kind), KINDS))
+            for kind in kinds
+            if kind not in KINDS
+        ]
+        for name, values in (("kinds", kinds), ("levels", levels)):
+            if not values:
+                problems.append(ConfigProblem(name, "it is empty", "name at least one"))
+        problems += [
+            ConfigProblem("levels", f"there is no level {level}", f"levels are {', '.join(map(str, LEVELS))}")
+            for level in levels
+            if level not in LEVELS
+        ]
+        if attempts < 1:
+            problems.append(ConfigProblem("attempts", f"it is {attempts}", "at least 1"))
+        if problems:
+            raise ConfigError(problems)
+        try:
+            settings = ToolSettings.named(dict(tool_settings or {}))
+        except (ValueError, TypeError) as cause:
+            raise ConfigError([ConfigProblem("tool_settings", str(cause), "see docs/tools.md")]) from cause
+        super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)

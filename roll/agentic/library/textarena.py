@@ -1,0 +1,177 @@
+"""Single-player games of the package TextArena (`pip install textarena`), imported when the environment is made.
+
+TextArena draws from the global random generators of Python and numpy. Here each episode has its own generators. They
+replace the global ones during a call, one call at a time per process. So equal seeds give equal episodes even when many
+run at once, and no other code's random numbers change.
+
+TextArena repeats the whole dialogue in every observation. A policy that has read it once needs only the new part, so
+TextArena's observation wrappers are removed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from roll.agentic.base import AnyText, BadOption
+from roll.configs.errors import nearest_name_hint
+
+_one_call_at_a_time = threading.Lock()
+
+
+class TextArenaEnv(gymnasium.Env[str, str]):
+    """A TextArena game. Its own prompt says which actions exist and how to write them, usually ``[action]``."""
+
+    metadata = {"render_modes": ["ansi"]}
+
+    def __init__(
+        self,
+        game: str,
+        game_args: Mapping[str, Any] | None = None,
+        success_reward: float = 1.0,
+        render_mode: str | None = "ansi",
+    ) -> None:
+        """Make the game and check that one player can play it.
+
+        ``game``: TextArena's id, for example ``GuessTheNumber-v0``. ``game_args``: arguments of its class.
+        ``success_reward``: an outcome of at least this much is a success. Raises `BadOption`, also for a game that is
+        not for one player or whose word lists are not on this machine.
+        """
+        import textarena
+
+        registered = textarena.envs.registration.ENV_REGISTRY
+        if game not in registered:
+            raise BadOption("game", f"TextArena has no game `{game}`", nearest_name_hint(game, registered))
+        self.observation_space = AnyText()
+        self.action_space = AnyText()
+        self.render_mode = render_mode
+        self._textarena = textarena
+        self._random = _Generators()
+        self._game = self._made(game, dict(game_args or {}))
+        self._name = game
+        self._success_reward = success_reward
+        self._shown: list[str] = []
+        self._is_over = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        drawn = int(self.np_random.integers(2**32))
+        self._random = _Generators(drawn)
+        with self._random.in_place():
+            self._game.reset(num_players=1, seed=drawn)
+            text, _ = self._news()
+        self._shown, self._is_over = [text], False
+        return text, {"state": self._state(), "success": False}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._is_over:
+            raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
+        with self._random.in_place():
+            try:
+                done, _ = self._game.step(action=action)
+            except Exception as cause:
+                return self._given_up(cause)
+            text, is_refused = self._news()
+            rewards, game_info = self._game.close() if done else ({}, {})
+        self._is_over = bool(done)
+        reward = float((rewards or {}).get(0, 0.0))
+        outcome = game_info.get(0, {})
+        self._shown += [action, text]
+        info = {
+            "action_is_valid": not is_refused and not outcome.get("invalid_move", False),
+            "success": self._is_over and reward >= self._success_reward,
+            "state": self._state(),
+            "metrics": {"game_failed": False},
+        }
+        return text or str(outcome.get("reason", "")), reward, self._is_over, False, info
+
+    def _made(self, game: str, game_args: dict[str, Any]) -> Any:
+        """Return the game after one reset: only then does it report that it needs more players or lacks something."""
+        with self._random.in_place():
+            try:
+                made = self._textarena.make(game, **game_args)
+            except TypeError as cause:
+                remedy = "use what the game's class takes"
+                raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
+            except LookupError as cause:
+                _refuse_if_words_are_missing(game, cause)
+                raise
+            while isinstance(made, self._textarena.Wrapper):
+                made = made.env
+            try:
+                made.reset(num_players=1, seed=0)
+            except AssertionError as cause:
+                raise BadOption("game", f"`{game}` is not for one player ({cause})", "name a 1-player game") from cause
+            except LookupError as cause:
+                _refuse_if_words_are_missing(game, cause)
+                raise
+        return made
+
+    def _given_up(self, cause: Exception) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """End the episode without reward after a game has raised on an odd action, and count the failure.
+
+        The action is the policy's, so the environment does not fail. The game is not trusted until its next reset.
+        """
+        self._is_over = True
+        info = {
+            "action_is_valid": False,
+            "success": False,
+            "state": self._state(),
+            "metrics": {"game_failed": True},
+        }
+        return f"The game could not go on with that ({type(cause).__name__}).", 0.0, False, True, info
+
+    def render(self) -> str:
+        return self._shown[-1] if self._shown else ""
+
+    def _news(self) -> tuple[str, bool]:
+        """Return what the game has said since the last call, and True if it refused the action."""
+        _, messages = self._game.get_observation()
+        kinds = self._textarena.ObservationType
+        said = [text for _, text, kind in messages if kind is not kinds.PLAYER_ACTION]
+        return "\n".join(said).strip(), any(kind is kinds.GAME_ADMIN for _, _, kind in messages)
+
+    def _state(self) -> str:
+        """Return the whole dialogue, because nothing else is known about a game's state."""
+        return "\n".join(self._shown)
+
+
+def _refuse_if_words_are_missing(game: str, cause: LookupError) -> None:
+    """Raise `BadOption` if NLTK's word lists are missing.
+
+    They are not part of TextArena: a game that needs them tries to download them when it is made.
+    """
+    resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))
+    if resource is None:
+        return
+    message = f"`{game}` needs NLTK's `{resource[1]}`, which this machine lacks and could not download"
+    remedy = f"where there is a network, run `python -m nltk.downloader {resource[1]}` once"
+    raise BadOption("game", message, remedy) from cause
+
+
+class _Generators:
+    """The states of Python's and numpy's global generators for one episode."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed).get_state()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with _one_call_at_a_time:
+            python, numpy = random.getstate(), np.random.get_state()
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+                random.setstate(python)
+                np.random.set_state(numpy)

@@ -1,0 +1,496 @@
+"""Conversion of played episodes to training samples and readable records. Pure functions.
+
+A sample is one row of tokens: the last prompt and the last response. It contains every turn, because each turn's prompt
+begins with everything before it. A sample of a single turn works the same way.
+
+The loop of an episode: read, write, act, until it ends. All managers share it.
+
+Prompts, sampled tokens and answers are kept unchanged. Samples and scores are made from them afterwards (see
+`bookkeeping`). The session is closed whatever happens.
+
+Environment managers by name, or a user's own class by its import path.
+
+The manager `step`: each turn's prompt is rendered from a window of the episode, and each turn becomes a sample.
+
+It suits episodes that are longer than a context, and chat templates that rewrite earlier turns. Earlier responses are
+part of a prompt as text, and are never trained on there.
+
+The manager `trajectory`: the policy reads its whole episode as one growing context, which becomes one sample.
+
+Environment managers. Each one runs one episode between an environment and the policy.
+
+The policy is trained on exactly what it sampled: its tokens are never encoded again, and the response mask is true at
+them and nowhere else. Managers are pure asyncio and keep no state between episodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from roll.agentic.episode import (
+    EnvironmentFailed,
+    EnvSession,
+    Episode,
+    EpisodeEnd,
+    EpisodeRefused,
+    ManagerSettings,
+    Message,
+    Observation,
+    Policy,
+    PolicyAborted,
+    SampledTurn,
+    TurnRecord,
+)
+from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.data.chat import Conversation, TurnTemplate
+from roll.data.records import Sample
+from roll.runtime.plugins import import_object
+
+
+def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
+    """Return the whole episode as one sample. Its text is everything after the first prompt, with special tokens."""
+    sample = _sample_of(played.turns, _credited_rewards(played.turns))
+    sample.response_text = decoder.decode(
+        sample.token_ids[len(played.turns[0].prompt) :].tolist(), skip_special_tokens=False
+    )
+    sample.finish_reason = _finish_reason(played)
+    return _scored(sample, played)
+
+
+def turn_samples(played: PlayedEpisode) -> list[Sample]:
+    """Return one sample per turn in which the policy wrote anything; the first turn's if it never did."""
+    rewards = _credited_rewards(played.turns)
+    written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
+    samples = [_sample_of([turn], rewards) for turn in written]
+    for sample, turn in zip(samples, written, strict=True):
+        sample.response_text = turn.text
+    for sample in samples:
+        sample.finish_reason = _finish_reason(played)
+    return [_scored(sample, played) for sample in samples]
+
+
+def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
+    """Return the episode with these samples. Its success is the last value that the environment reported."""
+    answers = [turn.answer for turn in played.turns]
+    said = [answer.success for answer in answers if answer.success is not None]
+    return Episode(
+        tag=played.tag,
+        seed=played.seed,
+        samples=samples,
+        end=played.end,
+        success=said[-1] if said else None,
+        score=_score(played),
+        turns=[_record(turn) for turn in played.turns],
+        last_frame=answers[-1].frame,
+        metrics=_metrics(played),
+    )
+
+
+def state_id(state: str | None) -> int:
+    """Return a signed 64-bit number for a state, equal on every machine. None, and only None, gives -1."""
+    if state is None:
+        return -1
+    digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big", signed=True)
+    return number if number != -1 else -2
+
+
+def readable(messages: Sequence[Message]) -> str:
+    """Return the contents of messages as one text."""
+    return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+def _credited_rewards(turns: Sequence[PlayedTurn]) -> dict[int, float]:
+    """Return the reward by turn number.
+
+    A turn without a token adds its reward to the last turn before it that has one. Rewards before the first token are
+    credited to no turn.
+    """
+    rewards: dict[int, float] = {}
+    for turn in turns:
+        if len(turn.sampled.token_ids):
+            rewards[turn.number] = turn.reward
+        elif rewards:
+            rewards[next(reversed(rewards))] += turn.reward
+    return rewards
+
+
+def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample:
+    """Return one row for the given turns. Each turn's prompt must begin with the row up to it."""
+    token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
+    length = len(token_ids)
+    numbers = np.full(length, -1, dtype=np.int32)
+    credited = np.zeros(length, dtype=np.float32)
+    states = np.full(length, -1, dtype=np.int64)
+    sample = Sample(
+        token_ids=token_ids,
+        response_mask=np.zeros(length, dtype=bool),
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        finish_reason=turns[-1].sampled.finish_reason,
+        turns=numbers,
+        turn_rewards=credited,
+        turn_states=states,
+    )
+    for turn in turns:
+        place = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))
+        sample.response_mask[place] = True
+        sample.behaviour_logprobs[place] = turn.sampled.logprobs
+        sample.versions[place] = turn.sampled.versions
+        numbers[place] = turn.number
+        states[place] = state_id(turn.observation.state)
+        if turn.number in rewards:
+            credited[place.stop - 1] = rewards[turn.number]
+    return sample
+
+
+def _finish_reason(played: PlayedEpisode) -> str:
+    """Return ``length`` if the episode ran out of room, else ``stop``. A turn cut at its own limit does not count."""
+    return "length" if played.end == "sequence_length" else "stop"
+
+
+def _scored(sample: Sample, played: PlayedEpisode) -> Sample:
+    sample.score = _score(played)
+    sample.reward = float(sum(turn.reward for turn in played.turns))
+    return sample
+
+
+def _score(played: PlayedEpisode) -> float:
+    return float(sum(turn.answer.reward for turn in played.turns))
+
+
+def _record(turn: PlayedTurn) -> TurnRecord:
+    return TurnRecord(
+        observation=readable(turn.observation.messages),
+        response=turn.text,
+        reward=turn.answer.reward,
+        action_is_valid=turn.answer.action_is_valid,
+        frame=turn.observation.frame,
+    )
+
+
+def _metrics(played: PlayedEpisode) -> dict[str, float]:
+    """Return the environment's last values. Our own metrics replace those of the same name."""
+    metrics = dict(played.turns[0].observation.metrics)
+    for turn in played.turns:
+        metrics |= turn.answer.metrics
+    invalid = sum(not turn.answer.action_is_valid for turn in played.turns)
+    return metrics | {
+        "turns": float(len(played.turns)),
+        "invalid_actions": invalid / len(played.turns),
+        "capped_turns": sum(turn.sampled.finish_reason == "length" for turn in played.turns) / len(played.turns),
+        "tokens": float(sum(len(turn.sampled.token_ids) for turn in played.turns)),
+    }
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns a response into text."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; without special tokens if ``skip_special_tokens``."""
+
+
+@dataclass(frozen=True)
+class PlayedTurn:
+    """One turn as it happened."""
+
+    number: int
+    """Number of the turn, from 0."""
+    observation: Observation
+    """The observation that the turn acted on."""
+    prompt: np.ndarray
+    """int32: the tokens that the policy read."""
+    sampled: SampledTurn
+    text: str
+    """The text sent to the environment."""
+    answer: Observation
+    """The environment's answer."""
+    penalty: float
+
+    @property
+    def reward(self) -> float:
+        """The environment's reward plus the penalty."""
+        return self.answer.reward + self.penalty
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """All turns of an episode, at least one, and the reason for its end."""
+
+    tag: str
+    seed: int
+    turns: tuple[PlayedTurn, ...]
+    end: EpisodeEnd
+
+
+class Prompter(Protocol):
+    """Source of the prompts of one episode."""
+
+    def first(self, observation: Observation) -> np.ndarray:
+        """Return the first prompt, int32, however long it is."""
+
+    def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
+        """Return the prompt after these turns, int32; None if none fits that leaves room for a token."""
+
+
+async def play(
+    session: EnvSession,
+    policy: Policy,
+    prompter: Prompter,
+    decoder: Decoder,
+    settings: ManagerSettings,
+    *,
+    tag: str,
+    seed: int,
+) -> PlayedEpisode:
+    """Play one episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, and what the policy raises."""
+    try:
+        return await _play(session, policy, prompter, decoder, settings, tag, seed)
+    finally:
+        await session.close()
+
+
+async def _play(
+    session: EnvSession,
+    policy: Policy,
+    prompter: Prompter,
+    decoder: Decoder,
+    settings: ManagerSettings,
+    tag: str,
+    seed: int,
+) -> PlayedEpisode:
+    observation = await session.reset(seed)
+    if observation.done:
+        raise EnvironmentFailed(f"environment {tag!r}, seed {seed}: the reset answered that the episode is over")
+    prompt = prompter.first(observation)
+    if len(prompt) > settings.prompt_limit:
+        raise EpisodeRefused(_too_long(tag, seed, len(prompt), settings))
+    turns: list[PlayedTurn] = []
+    while True:
+        where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
+        prompt.flags.writeable = False  # it is part of the record and of later prompts
+        sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
+        text = decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
+        answer = await session.step(text)
+        penalty = 0.0 if answer.action_is_valid else settings.format_penalty
+        turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
+        end = _end(answer, len(turns), settings.max_steps)
+        if end is not None:
+            return PlayedEpisode(tag, seed, tuple(turns), end)
+        following = prompter.following(turns)
+        if following is None:
+            return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
+        prompt, observation = following, answer
+
+
+async def _sample(policy: Policy, prompt: np.ndarray, turn: int, max_new_tokens: int, where: str) -> SampledTurn:
+    sampled = await policy(prompt, turn=turn, max_new_tokens=max_new_tokens)
+    if sampled.finish_reason == "abort":
+        raise PolicyAborted(f"{where}: the policy's response was aborted after {len(sampled.token_ids)} tokens")
+    lengths = len(sampled.token_ids), len(sampled.logprobs), len(sampled.versions)
+    if lengths[0] > max_new_tokens or len(set(lengths)) > 1:
+        raise ValueError(
+            f"{where}: the policy answered {lengths[0]} tokens with {lengths[1]} log-probabilities and {lengths[2]} "
+            f"versions; it was asked for at most {max_new_tokens} of each"
+        )
+    return sampled
+
+
+def _end(answer: Observation, turns: int, max_steps: int) -> EpisodeEnd | None:
+    if answer.terminated:
+        return "terminated"
+    if answer.truncated:
+        return "truncated"
+    return "max_steps" if turns == max_steps else None
+
+
+def _too_long(tag: str, seed: int, tokens: int, settings: ManagerSettings) -> str:
+    by_prompt = settings.prompt_length <= settings.sequence_length - 1
+    key, needed = ("prompt_length", tokens) if by_prompt else ("sequence_length", tokens + 1)
+    return (
+        f"environment {tag!r}, seed {seed}: the first prompt has {tokens} tokens, and `{key}: {getattr(settings, key)}`"
+        f" allows {settings.prompt_limit}; raise `{key}` to at least {needed}, or have the environment say less"
+    )
+
+
+BUILT_IN = {
+    "trajectory": "roll.agentic.manager:TrajectoryManager",
+    "step": "roll.agentic.manager:StepManager",
+}
+
+
+class EnvManager(Protocol):
+    """A manager that runs episodes; it may run many at once."""
+
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run one episode with the session, and close the session."""
+
+
+class EnvManagerFactory(Protocol):
+    """The class or function behind a name. It takes three arguments."""
+
+    def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
+
+
+def manager_factory(name: str, path: str = "env_manager_cls") -> EnvManagerFactory:
+    """Return the manager called ``name``: `trajectory`, `step`, or ``package.module:Class``.
+
+    ``path`` is the configuration key that named it. Raises `ConfigError`.
+    """
+    import_path = BUILT_IN.get(name, name)
+    if ":" not in import_path:
+        remedy = f"{nearest_name_hint(name, BUILT_IN)}; or use an import path `package.module:Class`"
+        raise ConfigError([ConfigProblem(path, f"`{name}` is no environment manager", remedy)])
+    try:
+        found = import_object(import_path)
+    except ImportError as cause:
+        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
+        raise ConfigError([ConfigProblem(path, str(cause), remedy)]) from cause
+    if not callable(found):
+        message = f"`{import_path}` is a {type(found).__name__}"
+        raise ConfigError([ConfigProblem(path, message, "name a class that takes settings, template and decoder")])
+    return found
+
+
+def make_manager(
+    name: str, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder, path: str = "env_manager_cls"
+) -> EnvManager:
+    """Return a manager; see `manager_factory`. Raises `ConfigError`."""
+    return manager_factory(name, path)(settings, template, decoder)
+
+
+@dataclass(frozen=True)
+class StepManager:
+    """A manager for episodes whose turns are read and trained on separately."""
+
+    settings: ManagerSettings
+    template: TurnTemplate
+    decoder: Decoder
+
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run one episode and close the session, whatever happens.
+
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        """
+        prompter = HistoryWindow(self.template, self.settings)
+        played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
+        return episode_of(played, turn_samples(played))
+
+
+@dataclass(frozen=True)
+class HistoryWindow:
+    """The prompts of one episode: system messages, first observation, last turns, current observation."""
+
+    template: TurnTemplate
+    settings: ManagerSettings
+
+    def first(self, observation: Observation) -> np.ndarray:
+        """Return the observation as the template renders it."""
+        return self.template.prompt(observation.messages, observation.tools)
+
+    def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
+        """Return the prompt of the longest window that fits; None if none does."""
+        tools = turns[0].observation.tools
+        for messages in self._windows(turns):
+            prompt = self.template.prompt(messages, tools)
+            if len(prompt) <= self.settings.prompt_limit:
+                return prompt
+        return None
+
+    def _windows(self, turns: Sequence[PlayedTurn]) -> Iterator[list[Message]]:
+        """Yield the messages of each window, from the longest one to the current observation alone."""
+        system, first = _without_system(turns[0].observation.messages)
+        present = turns[-1].answer.messages
+        for length in range(min(self.settings.history_length, len(turns)), -1, -1):
+            shown = turns[len(turns) - length :]
+            keeps_first = self.settings.keep_first_observation and length < len(turns)
+            rest = [*_history(shown), *present]
+            yield [*system, *(_joined(first, rest) if keeps_first else rest)]
+        if self.settings.keep_first_observation:
+            yield [*system, *present]
+
+
+def _history(turns: Sequence[PlayedTurn]) -> Iterator[Message]:
+    for turn in turns:
+        yield from _without_system(turn.observation.messages)[1] if turn.number == 0 else turn.observation.messages
+        yield {"role": "assistant", "content": turn.text}
+
+
+def _without_system(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Return the leading system messages, and the others."""
+    count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return list(messages[:count]), list(messages[count:])
+
+
+def _joined(first: list[Message], rest: list[Message]) -> list[Message]:
+    """Return both lists in order, merging a user message with a user message that follows it.
+
+    Many chat templates require that user and assistant alternate.
+    """
+    if not first or not (_is_user_text(first[-1]) and _is_user_text(rest[0])):
+        return [*first, *rest]
+    meeting = {**rest[0], "content": f"{first[-1]['content']}\n\n{rest[0]['content']}"}
+    return [*first[:-1], meeting, *rest[1:]]
+
+
+def _is_user_text(message: Message) -> bool:
+    return message["role"] == "user" and isinstance(message["content"], str)
+
+
+@dataclass(frozen=True)
+class TrajectoryManager:
+    """A manager for episodes whose context only grows. Needs an append-only template."""
+
+    settings: ManagerSettings
+    template: TurnTemplate
+    decoder: Decoder
+
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run one episode and close the session, whatever happens.
+
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        """
+        prompter = GrowingContext(self.template, self.settings.sequence_length)
+        played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
+        return episode_of(played, [trajectory_sample(played, self.decoder)])
+
+
+class GrowingContext:
+    """The prompts of one episode. Each one is the beginning of the next.
+
+    They are views of one buffer, so an episode costs the memory of its longest prompt, not of all prompts.
+    """
+
+    def __init__(self, template: TurnTemplate, sequence_length: int) -> None:
+        self._template = template
+        self._sequence_length = sequence_length
+        self._conversation: Conversation | None = None
+        self._tokens = np.zeros(0, dtype=np.int32)
+
+    def first(self, observation: Observation) -> np.ndarray:
+        """Return the observation as the template renders it."""
+        conversation = self._conversation = self._template.begin(observation.messages, observation.tools)
+        return conversation.prompt_token_ids
+
+    def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
+        """Return the last prompt, the sampled tokens and the glue before the policy's next turn; None if too long."""
+        if self._conversation is None:
+            raise RuntimeError("a prompt follows the first one: call `first` before `following`")
+        last = turns[-1]
+        glue = self._conversation.glue(last.sampled.token_ids, last.answer.messages)
+        pieces = (last.sampled.token_ids, glue)
+        end = len(last.prompt)
+        if end + sum(map(len, pieces)) >= self._sequence_length:
+            return None
+        if len(turns) == 1:
+            self._tokens = np.empty(self._sequence_length, dtype=np.int32)
+            self._tokens[:end] = last.prompt
+        for piece in pieces:
+            self._tokens[end : end + len(piece)] = piece
+            end += len(piece)
+        return self._tokens[:end]

@@ -1,0 +1,489 @@
+"""Adapter that turns any gymnasium environment with discrete actions and a text rendering into a text environment.
+
+The rendering is the observation. Gymnasium's own small games need more than that: names of actions, a text where there
+is no rendering, a criterion of success. Each has one entry in `KNOWN_GAMES`. A text without an action does not reach
+the game: the policy is told so, and the reward is 0.
+
+Environments by name, import path, entry point or gymnasium id, checked against their signature before creation.
+
+A new built-in environment is one file and one line in `BUILT_IN`. Any other environment is named by its import path, by
+a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id.
+
+Environments: text in, text out, through gymnasium's interface (`base`).
+
+Importing this package registers the built-in ones with gymnasium (`gymnasium.make("roll/FrozenLake-v0")`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any
+
+import gymnasium
+from gymnasium.envs import registration
+from gymnasium.envs.registration import parse_env_id
+
+from roll.agentic.base import ActionFormat, AnyText, BadOption, action_reader
+from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint
+from roll.runtime.plugins import converted_arguments, import_object, look_in_working_folder
+
+COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Game:
+    """Everything the adapter knows about one game."""
+
+    action_names: tuple[str, ...]
+    rules: str
+    describe: Callable[[Any, Any], str]
+    """Function from the bare environment and its observation to text. Equal states give equal texts."""
+    is_success: Callable[[float, bool], bool]
+    """Function from a step's reward, and whether the step terminated the episode, to success."""
+
+
+class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
+    """A text environment around one with discrete actions. Rewards are the game's own."""
+
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any],
+        action_format: ActionFormat = "answer_tag",
+        action_names: Sequence[str] | None = None,
+        instructions: bool = True,
+    ) -> None:
+        """Wrap ``env``, which must have a `Discrete` action space and be a known game or render as text (`ansi`).
+
+        ``action_names`` are in the order of the game's actions; by default a known game's names, else numbers. Raises
+        `BadOption`, and `TypeError` for an environment that cannot be written as text.
+        """
+        super().__init__(env)
+        self._game_env = env
+        space = env.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise TypeError(f"{env} has the action space {space}, which is not discrete")
+        self._game = _known_game(env)
+        if self._game is None and env.render_mode != "ansi":
+            raise TypeError(f"{env} cannot be written as text: its render mode is {env.render_mode}, not `ansi`")
+        numbers = tuple(str(int(space.start) + index) for index in range(int(space.n)))
+        names = numbers if self._game is None else self._game.action_names
+        self._reader = action_reader(names, action_names, action_format)
+        self._first_action = int(space.start)
+        self._instructions = instructions
+        self._seen: Any = None
+        self._has_begun = False
+        self._is_over = True
+        self.observation_space = AnyText()
+        self.action_space = AnyText()
+
+    @property
+    def render_mode(self) -> str | None:  # type: ignore[override]  # a property in gymnasium's own wrapper, too
+        """`ansi`, whatever the game's own mode is."""
+        return "ansi"
+
+    @property
+    def example_actions(self) -> tuple[str, ...]:
+        """An answer for each action, in the requested format."""
+        return self._reader.examples()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self._seen, info = self.env.reset(seed=seed, options=options)
+        self._has_begun, self._is_over = True, False
+        text = self.render()
+        told = {"state": text}
+        if self._instructions:
+            rules = "You play a game." if self._game is None else self._game.rules
+            told["system"] = f"{rules} {self._reader.instructions()}"
+        return text, dict(info) | told
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._is_over:
+            raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
+        chosen = self._reader.read(action)
+        if chosen is None:
+            text = self.render()
+            note = f"{self._reader.complaint()}\n" if self._instructions else ""
+            return note + text, 0.0, False, False, {"action_is_valid": False, "state": text}
+        self._seen, reward, terminated, truncated, info = self._game_env.step(self._first_action + chosen)
+        self._is_over = bool(terminated or truncated)
+        text = self.render()
+        told: dict[str, Any] = {"action_is_valid": True, "state": text}
+        if self._game is not None:
+            told["success"] = self._game.is_success(float(reward), bool(terminated))
+        return text, float(reward), terminated, truncated, dict(info) | told
+
+    def render(self) -> str:
+        """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
+        if not self._has_begun:
+            raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
+        if self._game is not None:
+            return self._game.describe(self.env.unwrapped, self._seen)
+        return without_colours(str(self.env.render()))
+
+
+def without_colours(text: str) -> str:
+    """Return the text without terminal escapes and trailing spaces, with coloured parts in brackets."""
+    plain = ESCAPE.sub("", COLOURED.sub(r"[\1]", text))
+    return "\n".join(line.rstrip() for line in plain.split("\n")).strip("\n")
+
+
+def accepted_options() -> dict[str, inspect.Parameter]:
+    """Return the adapter's own options by name."""
+    parameters = dict(inspect.signature(TextAdapter.__init__, eval_str=True).parameters)
+    return {name: each for name, each in parameters.items() if name not in ("self", "env")}
+
+
+def _known_game(env: gymnasium.Env[Any, Any]) -> Game | None:
+    if env.spec is None:
+        return None
+    namespace, name, _ = parse_env_id(env.spec.id)
+    return KNOWN_GAMES.get(name) if namespace is None else None
+
+
+def _frozen_lake(game: Any, observation: Any) -> str:
+    rows = [[letter.decode() for letter in row] for row in game.desc]
+    row, column = divmod(int(observation), len(rows[0]))
+    rows[row][column] = "X" if rows[row][column] == "H" else "P"
+    return "\n".join("".join(each) for each in rows)
+
+
+def _taxi(game: Any, observation: Any) -> str:
+    places = [f"{letter} ({row}, {column})" for letter, (row, column) in zip("RGYB", game.locs, strict=True)]
+    row, column, passenger, destination = (int(each) for each in game.decode(int(observation)))
+    waiting = "in the taxi" if passenger == len(places) else f"at {places[passenger]}"
+    board = "\n".join(b"".join(line).decode() for line in game.desc)
+    return f"{board}\nTaxi: ({row}, {column}). Passenger: {waiting}. Destination: {places[destination]}."
+
+
+def _cliff_walking(game: Any, observation: Any) -> str:
+    rows, columns = game.shape
+    cells = [["o"] * columns for _ in range(rows)]
+    cells[-1][1:] = ["C"] * (columns - 2) + ["T"]
+    row, column = divmod(int(observation), columns)
+    cells[row][column] = "x"
+    return "\n".join("".join(each) for each in cells)
+
+
+def _blackjack(game: Any, observation: Any) -> str:
+    total, dealer, has_usable_ace = (int(each) for each in observation)
+    ace = "with" if has_usable_ace else "without"
+    return f"Your cards sum to {total}, {ace} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
+
+
+def _won(reward: float, terminated: bool) -> bool:
+    return terminated and reward > 0
+
+
+def _ended(reward: float, terminated: bool) -> bool:
+    return terminated
+
+
+_LAKE = Game(
+    ("left", "down", "right", "up"),
+    "You (P) walk over a frozen lake of safe cells (S, F) to the goal (G). A hole (H) ends the game.",
+    _frozen_lake,
+    _won,
+)
+_CLIFF = Game(
+    ("up", "right", "down", "left"),
+    "You (x) walk from the bottom left to the target (T). The cliff (C) costs 100 and takes you back to the start.",
+    _cliff_walking,
+    _ended,
+)
+KNOWN_GAMES = {
+    "FrozenLake": _LAKE,
+    "FrozenLake8x8": _LAKE,
+    "CliffWalking": _CLIFF,
+    "CliffWalkingSlippery": _CLIFF,
+    "Taxi": Game(
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        "You drive a taxi: pick up the passenger and drop them at their destination. Places are (row, column) from "
+        "(0, 0), top left; | is a wall, : is none.",
+        _taxi,
+        _won,
+    ),
+    "Blackjack": Game(
+        ("stick", "hit"),
+        "You play blackjack against the dealer: come nearer to 21 than the dealer, but not above it.",
+        _blackjack,
+        _won,
+    ),
+}
+"""Known games by gymnasium's name, without the version."""
+
+ENTRY_POINTS = "roll.environments"
+GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
+GYMNASIUM_OPTIONS = ("max_episode_steps",)
+"""Options that `gymnasium.make` accepts for every environment."""
+NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Sequence", "Tuple")
+"""Gymnasium's action spaces that contain no text."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The import path and the requirements of a built-in environment."""
+
+    import_path: str
+    gymnasium_id: str
+    requires: str | None = None
+    """A module that is not installed with `roll`."""
+
+
+BUILT_IN = {
+    "frozen_lake": BuiltIn("roll.agentic.library.frozen_lake:FrozenLakeEnv", "roll/FrozenLake-v0"),
+    "math_tools": BuiltIn("roll.agentic.library.math_tools:MathToolsEnv", "roll/MathTools-v0"),
+    "number_guessing": BuiltIn("roll.agentic.library.number_guessing:NumberGuessingEnv", "roll/NumberGuessing-v0"),
+    "reasoning_gym": BuiltIn(
+        "roll.agentic.library.reasoning_gym:ReasoningGymEnv", "roll/ReasoningGym-v0", "reasoning_gym"
+    ),
+    "sokoban": BuiltIn("roll.agentic.library.sokoban:SokobanEnv", "roll/Sokoban-v0"),
+    "textarena": BuiltIn("roll.agentic.library.textarena:TextArenaEnv", "roll/TextArena-v0", "textarena"),
+}
+
+
+def register_built_ins() -> None:
+    """Register the built-in environments with gymnasium. Calling it twice is harmless."""
+    for built_in in BUILT_IN.values():
+        if built_in.gymnasium_id not in registration.registry:
+            gymnasium.register(built_in.gymnasium_id, entry_point=built_in.import_path, disable_env_checker=True)
+
+
+def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
+    """Make a text environment. One with discrete actions is wrapped (`TextAdapter`).
+
+    Raises `ConfigError` with the paths `env_type` and `env_config.<key>`. Names and signatures are checked before any
+    code of the environment runs, except its module's. The environment may still refuse a value or turn out not to be a
+    text environment.
+    """
+    return _checked(env_type, env_config, _Paths("env_type", "env_config")).made()
+
+
+def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Return the problems of ``custom_envs.<tag>``.
+
+    Built-in environments and gymnasium's own are made for this check (they are small). For others, only the name and
+    the signature are checked.
+    """
+    paths = _Paths(f"custom_envs.{tag}.env_type", f"custom_envs.{tag}.env_config")
+    try:
+        ready = _checked(env_type, env_config, paths)
+        if ready.source.is_small:
+            ready.made().close()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@dataclass(frozen=True)
+class _Paths:
+    env_type: str
+    env_config: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Origin of an environment."""
+
+    env_type: str
+    create: Callable[..., Any]
+    """The class or factory whose signature is checked."""
+    call: Callable[..., Any]
+    """Function that makes the environment: `create`, or gymnasium's `make`."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that gymnasium's registration sets."""
+    extra_options: tuple[str, ...] = ()
+    is_small: bool = False
+    """True if making it is fast and uses nothing but memory."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An environment whose options have been checked."""
+
+    source: _Source
+    options: dict[str, Any]
+    adapter_options: dict[str, Any]
+    paths: _Paths
+
+    def made(self) -> gymnasium.Env[str, str]:
+        try:
+            return self._as_text(self.source.call(**self.options))
+        except BadOption as bad:
+            path = f"{self.paths.env_config}.{bad.option}"
+            raise ConfigError([ConfigProblem(path, bad.message, bad.remedy)]) from bad
+
+    def _as_text(self, env: Any) -> gymnasium.Env[str, str]:
+        if not isinstance(env, gymnasium.Env):
+            made = f"`{self.source.env_type}` made a {type(env).__name__}"
+            raise _error(self.paths.env_type, made, "name a class of, or a function that returns, a `gymnasium.Env`")
+        space = getattr(env, "action_space", None)
+        if isinstance(space, gymnasium.spaces.Discrete):
+            return self._adapted(env)
+        if type(space).__name__ in NOT_TEXT and type(space).__module__.startswith("gymnasium."):
+            message = f"`{self.source.env_type}` takes actions of {space}, which are no texts"
+            raise _error(self.paths.env_type, message, "wrap it into an environment that takes and gives text")
+        if self.adapter_options:
+            key = next(iter(self.adapter_options))
+            hint = nearest_name_hint(key, _options_of(self.source))
+            message = f"`{self.source.env_type}` has no option `{key}`, and it takes text already"
+            raise _error(f"{self.paths.env_config}.{key}", message, hint)
+        return env
+
+    def _adapted(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[str, str]:
+        try:
+            return TextAdapter(env, **self.adapter_options)
+        except TypeError as cause:
+            remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
+            raise _error(self.paths.env_type, str(cause), remedy) from cause
+
+
+def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Ready:
+    source = _find(env_type, paths.env_type)
+    try:
+        parameters = inspect.signature(source.create, eval_str=True).parameters
+    except NameError:  # annotations that only a type checker can resolve: their values are not converted
+        parameters = inspect.signature(source.create).parameters
+    except (TypeError, ValueError) as cause:
+        message = f"the signature of `{env_type}` cannot be read ({cause})"
+        raise _error(paths.env_type, message, "wrap it in a Python function") from cause
+    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    named = _named(parameters)
+    of_adapter = {} if takes_anything or env_type in BUILT_IN else _without(accepted_options(), named)
+    settable = {*named, *of_adapter, *source.extra_options}
+    problems = [] if takes_anything else _unknown(env_type, env_config, settable, paths)
+    problems += _missing(env_type, {**source.given, **env_config}, parameters, paths)
+    values, value_problems = converted_arguments(env_config, {**named, **of_adapter}, paths.env_config)
+    if problems or value_problems:
+        raise ConfigError(problems + value_problems)
+    options = _without(values, of_adapter)
+    if "render_mode" in named and "render_mode" not in options and "ansi" in _render_modes(source.create):
+        options["render_mode"] = "ansi"
+    return _Ready(source, options, {key: value for key, value in values.items() if key in of_adapter}, paths)
+
+
+def _find(env_type: str, path: str) -> _Source:
+    if env_type in BUILT_IN:
+        return _find_built_in(env_type, BUILT_IN[env_type], path)
+    look_in_working_folder()  # the console command does not add the working folder
+    module, _, name = env_type.partition(":")
+    if name and GYMNASIUM_ID.fullmatch(name):
+        _imported(module, path)
+        return _registered(env_type, name, path)
+    if name:
+        return _imported_source(env_type, env_type, path)
+    own = {each.name: each.value for each in entry_points(group=ENTRY_POINTS)}
+    if env_type in own:
+        return _imported_source(env_type, own[env_type], path)
+    return _registered(env_type, env_type, path, own)
+
+
+def _find_built_in(env_type: str, built_in: BuiltIn, path: str) -> _Source:
+    if built_in.requires and importlib.util.find_spec(built_in.requires) is None:
+        package = built_in.requires.replace("_", "-")
+        raise _error(path, f"`{env_type}` needs the package `{package}`", f"pip install {package}")
+    return replace(_imported_source(env_type, built_in.import_path, path), is_small=True)
+
+
+def _imported(module: str, path: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as cause:
+        message = f"module {module!r} cannot be imported: {type(cause).__name__}: {cause}"
+        raise _error(path, message, _IMPORT_REMEDY) from cause
+
+
+def _imported_source(env_type: str, import_path: str, path: str) -> _Source:
+    try:
+        found = import_object(import_path)
+    except ImportError as cause:
+        raise _error(path, str(cause), _IMPORT_REMEDY) from cause
+    if not callable(found):
+        raise _error(path, f"`{import_path}` is a {type(found).__name__}", "name a class or a function")
+    return _Source(env_type, found, found)
+
+
+def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | None = None) -> _Source:
+    """Return an environment of gymnasium's registry by its id. Without a version, the newest one is used."""
+    try:
+        spec = gymnasium.spec(env_id)
+    except gymnasium.error.Error as cause:
+        ours = {*BUILT_IN, *(own or {})}
+        near = nearest(env_type, {*ours, *registration.registry})
+        hint = f"did you mean `{near}`?" if near else f"{nearest_name_hint(env_type, ours)}."
+        remedy = f"{hint} Or use a gymnasium id, or an import path `package.module:Class`"
+        raise _error(path, f"`{env_type}` is no environment", remedy) from cause
+    try:
+        if spec.entry_point is None:
+            raise ImportError("it has no entry point")
+        create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)
+    except Exception as cause:  # any error of its module, such as gymnasium's own error for a missing package
+        message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
+        raise _error(path, message, "install what it needs, or correct its entry point") from cause
+
+    def call(**options: Any) -> gymnasium.Env[Any, Any]:
+        return gymnasium.make(spec, disable_env_checker=True, **options)
+
+    is_small = create.__module__.startswith("gymnasium.")
+    return _Source(env_type, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
+
+
+def _render_modes(create: Callable[..., Any]) -> tuple[str, ...]:
+    metadata = getattr(create, "metadata", None)
+    return tuple(metadata.get("render_modes", ())) if isinstance(metadata, Mapping) else ()
+
+
+def _without(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in others}
+
+
+def _named(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {key: each for key, each in parameters.items() if each.kind in by_name}
+
+
+def _options_of(source: _Source) -> set[str]:
+    return {*_named(inspect.signature(source.create).parameters), *source.extra_options}
+
+
+def _unknown(env_type: str, env_config: Mapping[str, Any], settable: set[str], paths: _Paths) -> list[ConfigProblem]:
+    problems = []
+    for key in env_config:
+        if key not in settable:
+            listed = ", ".join(f"`{each}`" for each in sorted(settable)) or "none"
+            message = f"`{env_type}` has no option `{key}`"
+            hint = nearest_name_hint(str(key), settable)
+            remedy = hint if hint.startswith("known") else f"{hint} known: {listed}"
+            problems.append(ConfigProblem(f"{paths.env_config}.{key}", message, remedy))
+    return problems
+
+
+def _missing(
+    env_type: str, given: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], paths: _Paths
+) -> list[ConfigProblem]:
+    problems = []
+    for key, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty or parameter.kind in _OPEN_KINDS:
+            continue
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            message = f"`{env_type}` takes `{key}` by position only"
+            problems.append(ConfigProblem(paths.env_type, message, "options are given by name"))
+        elif key not in given:
+            path = f"{paths.env_config}.{key}"
+            problems.append(ConfigProblem(path, f"`{env_type}` needs `{key}`, which is not set", f"set `{path}`"))
+    return problems
+
+
+def _error(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+_OPEN_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
+
+register_built_ins()

@@ -1,0 +1,264 @@
+"""Reward shaping before advantages: from raw scores to rewards, and the choice of samples to train on.
+
+The order is fixed: scores are clipped, the length penalty is added, the sum is normalised. The samples to keep are
+chosen by their raw scores, so that no setting above changes the choice. Nothing is changed in place; the only state is
+the caller's `RunningMoments`. All tensors cover a whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.advantages.moments import (
+    Groups,
+    RunningMoments,
+    group_deviation,
+    group_mean,
+    group_range,
+    group_tensor,
+)
+from roll.algorithms.aggregation import needed
+
+MomentsOf = Literal["none", "batch", "group", "tag", "running"]
+"""The samples whose mean or deviation normalises the rewards."""
+
+
+@dataclass(frozen=True)
+class LengthPenalty:
+    """A length term that is added to the score."""
+
+    kind: Literal["overlong", "relative"]
+    """`overlong_penalty` or `relative_length_reward`."""
+    weight: float = 1.0
+    """Its size, in units of the reward."""
+    max_length: int | None = None
+    """Longest possible response, in tokens; `overlong` only."""
+    buffer: int | None = None
+    """Number of tokens below ``max_length`` over which the penalty grows; `overlong` only."""
+    correct_above: float = 0.0
+    """The raw score above which a response is correct; `relative` only."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("overlong", "relative"):
+            raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
+        if self.kind == "overlong" and (self.max_length is None or self.buffer is None):
+            raise ValueError("the overlong penalty needs max_length and buffer")
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """The shaping of a batch's scores; by default nothing changes."""
+
+    clip: float | None = None
+    """Scores are clipped to plus and minus this value."""
+    length_penalty: LengthPenalty | None = None
+    mean: MomentsOf = "none"
+    """The samples whose mean is subtracted."""
+    std: MomentsOf = "none"
+    """The samples whose deviation is the divisor."""
+    eps: float = 1e-6
+    """Added to the deviation, in units of the reward."""
+    drop_truncated: bool = False
+    """True to leave out responses that were cut at their maximum length."""
+    difficulty: tuple[float, float] | None = None
+    """The range of the mean raw score, ends included; groups outside it are left out."""
+    drop_zero_variance: bool = False
+    """True to leave out groups of equal raw scores."""
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """The result of `shape_rewards`."""
+
+    rewards: Tensor
+    """``[batch]``."""
+    keep: Tensor
+    """bool ``[batch]``: samples to train on."""
+    metrics: dict[str, float]
+    """Metrics of the settings that are on: ``clipped_share``, ``length_penalty`` (mean), ``running_mean``,
+    ``running_std``, ``kept_share``."""
+
+
+def shape_rewards(
+    scores: Tensor,
+    groups: Groups,
+    lengths: Tensor,
+    truncated: Tensor,
+    settings: RewardShaping,
+    running: RunningMoments | None = None,
+    tags: Groups | None = None,
+    penalties: Tensor | None = None,
+) -> ShapedRewards:
+    """Clip, add the length penalty and normalise; choose the samples to keep by raw scores. All tensors ``[batch]``.
+
+    ``lengths`` are in response tokens, ``truncated`` is bool; ``penalties`` are added to the clipped scores. Rewards
+    are float64 if the scores are, else float32. With a running mean or deviation, ``running`` first learns the rewards
+    of this batch, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is
+    not finite, or if running moments are missing.
+    """
+    _check_finite(scores)
+    numbers = group_tensor(groups, scores)
+    metrics: dict[str, float] = {}
+    rewards = scores.detach().to(torch.float64, copy=True)
+    if settings.clip is not None:
+        rewards = clip_rewards(rewards, settings.clip)
+        metrics["clipped_share"] = _mean(rewards != scores)
+    if penalties is not None:
+        rewards = rewards + penalties.detach()
+    if settings.length_penalty is not None:
+        penalty = _length_penalty(scores, numbers, lengths, settings.length_penalty)
+        rewards = rewards + penalty
+        metrics["length_penalty"] = _mean(penalty)
+    if "running" in (settings.mean, settings.std) and running is not None:
+        running.update(rewards)
+        metrics |= {"running_mean": running.mean, "running_std": running.deviation}
+    rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, settings.eps, tags)
+    keep = _kept(scores, numbers, truncated, settings)
+    if settings.drop_truncated or settings.drop_zero_variance or settings.difficulty is not None:
+        metrics["kept_share"] = _mean(keep)
+    return ShapedRewards(rewards.to(_result_dtype(scores)), keep, metrics)
+
+
+def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
+    """Clip rewards (any shape) to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
+    if not limit > 0:
+        raise ValueError(f"rewards are clipped to a limit above 0, not {limit}")
+    return rewards.to(_result_dtype(rewards)).clamp(-limit, limit)
+
+
+def normalize_rewards(
+    rewards: Tensor,
+    groups: Groups,
+    mean: MomentsOf = "none",
+    std: MomentsOf = "none",
+    running: RunningMoments | None = None,
+    eps: float = 1e-6,
+    tags: Groups | None = None,
+) -> Tensor:
+    """Return (reward - mean) / (deviation + eps), ``[batch]``; ``mean`` and ``std`` each name their own source.
+
+    ``none`` subtracts 0, or does not divide. Deviations are unbiased (n - 1). If the deviation is 0 (a group of one,
+    equal rewards) the result is exactly 0 whatever the mean: there is nothing to compare. ``running`` is only read;
+    ``tag`` uses the samples with equal ``tags``. The result is float64 if the rewards are, else float32. ``ValueError``
+    for an unknown source, for running moments that are missing or empty, for missing tags, or ``eps`` <= 0.
+    """
+    if not eps > 0:
+        raise ValueError(f"eps must be above 0, not {eps}")
+    numbers = group_tensor(groups, rewards)
+    values = rewards.detach().double()
+    result = values
+    if mean != "none":
+        result = values - _moments(mean, values, numbers, running, tags)[0]
+    if std != "none":
+        deviation = _moments(std, values, numbers, running, tags)[1]
+        result = torch.where(deviation > 0, result / (deviation + eps), torch.zeros_like(result))
+    return result.to(_result_dtype(rewards))
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """Return 0 up to ``max_length - buffer`` tokens, falling linearly to -factor at ``max_length`` and beyond.
+
+    This is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13). ``lengths`` ``[batch]`` are in
+    response tokens. Returns ``[batch]``, to be added to the reward; float64 if the lengths are, else float32.
+    ``ValueError`` unless 0 < buffer <= max_length and factor >= 0.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"the buffer must lie in (0, max_length = {max_length}], not be {buffer}")
+    if not factor >= 0:
+        raise ValueError(f"the factor of a penalty must be at least 0, not {factor}")
+    excess = (lengths.double() - (max_length - buffer)) / buffer
+    return (-factor * excess.clamp(0, 1)).to(_result_dtype(lengths))
+
+
+def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, weight: float = 1.0) -> Tensor:
+    """Return weight x l for a correct response and weight x min(0, l) for a wrong one, with l from 1/2 to -1/2.
+
+    l = 1/2 - (length - shortest) / (longest - shortest) within the group, and 0 if all are equally long (Kimi k1.5,
+    arXiv 2501.12599, section 2.3.3). ``lengths`` in response tokens and ``correct`` (bool) are ``[batch]``. Returns
+    ``[batch]``, to be added to the reward; float64 if the lengths are, else float32. ``ValueError`` unless weight >= 0.
+    """
+    if not weight >= 0:
+        raise ValueError(f"the weight of a penalty must be at least 0, not {weight}")
+    values = lengths.double()
+    shortest, longest = group_range(values, group_tensor(groups, lengths))
+    span = longest - shortest
+    place = torch.where(span > 0, 0.5 - (values - shortest) / span, torch.zeros_like(span))
+    return (weight * torch.where(correct, place, place.clamp(max=0))).to(_result_dtype(lengths))
+
+
+def truncated_mask(truncated: Tensor) -> Tensor:
+    """Keep a response unless it was cut at its maximum length (finish reason ``length``); bool ``[batch]``."""
+    return ~truncated.bool()
+
+
+def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> Tensor:
+    """Keep groups whose mean score lies in [low, high]; bool ``[batch]``. ``ValueError`` if low is above high."""
+    if not low <= high:
+        raise ValueError(f"the difficulty range [{low}, {high}] is empty")
+    mean = group_mean(scores.detach().double(), group_tensor(groups, scores))
+    return (mean >= low) & (mean <= high)
+
+
+def zero_variance_mask(scores: Tensor, groups: Groups) -> Tensor:
+    """Keep groups with at least two different scores; bool ``[batch]``. A group of one is left out."""
+    lowest, highest = group_range(scores.detach(), group_tensor(groups, scores))
+    return lowest < highest
+
+
+def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, settings: LengthPenalty) -> Tensor:
+    if settings.kind == "overlong":
+        return overlong_penalty(
+            lengths.double(),
+            needed(settings.max_length, "max_length"),
+            needed(settings.buffer, "buffer"),
+            settings.weight,
+        )
+    return relative_length_reward(lengths.double(), scores > settings.correct_above, groups, settings.weight)
+
+
+def _kept(scores: Tensor, groups: Tensor, truncated: Tensor, settings: RewardShaping) -> Tensor:
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if settings.drop_truncated:
+        keep = keep & truncated_mask(truncated)
+    if settings.difficulty is not None:
+        keep = keep & difficulty_mask(scores, groups, *settings.difficulty)
+    if settings.drop_zero_variance:
+        keep = keep & zero_variance_mask(scores, groups)
+    return keep
+
+
+def _moments(
+    of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None, tags: Groups | None
+) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation for each value, ``[batch]``."""
+    if of == "running":
+        if running is None or running.count == 0:
+            raise ValueError("running moments are asked for, but there are none yet")
+        return torch.full_like(values, running.mean), torch.full_like(values, running.deviation)
+    if of not in ("batch", "group", "tag"):
+        raise ValueError(f"unknown moments {of!r}; valid: none, batch, group, tag, running")
+    if of == "tag":
+        if tags is None:
+            raise ValueError("moments by tag are asked for, but no tags are given")
+        together = group_tensor(tags, values)
+    else:
+        together = group_tensor(groups if of == "group" else torch.zeros_like(groups), values)
+    return group_mean(values, together), group_deviation(values, together)
+
+
+def _check_finite(scores: Tensor) -> None:
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(f"the score of sample {wrong[0]} is {scores[wrong[0]].item()} ({len(wrong)} are not finite)")
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0
+
+
+def _result_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -1,0 +1,158 @@
+"""Checks that a configuration can work, run before anything loads.
+
+The loader checks types. The rules here check ranges and relations: between keys, between roles and devices, and with
+the file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that
+would have no effect is a problem too. Rules are plain functions in the `rules_*` modules; a new one is one line below.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from roll.check import data, devices, rewards, rules, training
+from roll.check.memory import estimate_memory
+from roll.configs.derived import rlvr
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+
+COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
+    rules.unread_keys_are_left_alone,
+    rules.inert_keys_are_left_alone,
+    rules.roll_names_fit,
+    rules.names_are_known,
+    rules.output_can_be_written,
+    rules.trackers_are_known,
+    rules.options_are_known,
+    data.models_are_named,
+    devices.cluster_can_be_reached,
+    devices.devices_exist,
+    devices.roles_share_devices_whole,
+    devices.engines_divide_devices,
+    devices.weights_can_travel,
+    devices.weights_can_be_pushed,
+    devices.engine_reads_its_model_arguments,
+    devices.vllm_samples_at_the_temperature,
+    training.trainers_pack,
+    rules.adapters_are_trained,
+    rules.base_reference_sets_nothing,
+    training.gradients_are_added_up_in_float32,
+    rules.states_can_leave_shared_devices,
+    devices.sglang_has_gpus,
+    devices.sglang_records_what_it_samples,
+    training.staleness_is_possible,
+    training.batches_divide,
+    training.lengths_fit,
+    training.sampling_varies,
+    training.kl_has_a_reference,
+    training.kl_controller_can_move,
+    training.rewards_keep_a_meaning,
+    training.schedule_is_clear,
+    training.mismatch_can_be_measured,
+    rules.restarts_can_help,
+    rules.chaos_is_wanted,
+    rules.chaos_can_happen,
+)
+RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
+    rules.inert_rlvr_keys_are_left_alone,
+    data.prompts_are_named,
+    data.prompt_settings_fit,
+    data.rewards_are_complete,
+    rewards.keys_fit_the_kind,
+    rewards.reward_models_are_complete,
+    rewards.verdicts_come_before_a_stall,
+    rewards.judges_are_complete,
+    rewards.verdicts_can_be_read,
+    data.validation_is_complete,
+)
+AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = (
+    rules.inert_agentic_keys_are_left_alone,
+    data.environments_are_named,
+    data.tags_are_known,
+    data.groups_are_enough,
+    data.turns_fit,
+    data.environment_validation_is_complete,
+)
+MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": (
+        data.models_exist,
+        data.prompts_exist,
+        devices.gpus_are_visible,
+        rules.trackers_are_here,
+    ),
+    "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
+}
+"""Rules about the machine of the run; the machine where a configuration is written need not pass them."""
+OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": RLVR_RULES,
+    "agentic": AGENTIC_RULES,
+}
+
+
+def check_config(config: PipelineConfig) -> PipelineConfig:
+    """Return the configuration if it can work; else raise `ConfigError` with every reason.
+
+    Only files and the environment are read.
+    """
+    problems = [*_faults(config), *missing_here(config)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check_elsewhere(config: PipelineConfig) -> list[ConfigProblem]:
+    """Return what the machine of the run must have and this one lacks.
+
+    Raises `ConfigError` with every reason that does not depend on the machine.
+    """
+    problems = _faults(config)
+    if problems:
+        raise ConfigError(problems)
+    return missing_here(config)
+
+
+def missing_here(config: PipelineConfig) -> list[ConfigProblem]:
+    """Return a problem for each model, file or device that is missing on this machine."""
+    return [problem for rule in MACHINE_RULES[config.pipeline] for problem in rule(config)]
+
+
+def _faults(config: PipelineConfig) -> list[ConfigProblem]:
+    """Return every reason why the configuration cannot work on any machine."""
+    problems = [*rules.numbers_are_in_range(config), *rules.options_are_usable(config)]
+    reported = [problem.path for problem in problems]
+    sane = _with_defaults_at(config, reported)
+    applied = (*COMMON_RULES, *OWN_RULES[config.pipeline])
+    return problems + [problem for rule in applied for problem in rule(sane) if not _is_within(problem.path, reported)]
+
+
+def _is_within(path: str, others: list[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in others)
+
+
+def config_warnings(config: PipelineConfig) -> list[str]:
+    """Warn about settings that work but are often not intended; the configuration has passed `check_config`."""
+    if isinstance(config, AgenticConfig):
+        own = data.env_warnings(config)
+    else:
+        own = data.data_warnings(rlvr(config))
+    return [
+        *devices.device_warnings(config),
+        *own,
+        *data.model_warnings(config),
+        *training.training_warnings(config),
+        *_memory_warnings(config),
+    ]
+
+
+def _memory_warnings(config: PipelineConfig) -> Iterator[str]:
+    if config.cluster.device_memory_gib is not None:
+        yield from (f"memory: {misfit} (estimated; see `roll check`)" for misfit in estimate_memory(config).misfits)
+
+
+def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:
+    """Return a copy with the numbers at ``paths`` at their defaults, so that the other rules can do arithmetic."""
+    sane = copy.deepcopy(config)
+    for path in paths:
+        rules.reset(sane, path)
+    return sane

@@ -1,0 +1,394 @@
+"""Rules about external inputs: models, prompts, rewards, validation.
+
+Rules about environments: their kinds, number and length, and their use in validation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from roll.configs.derived import groups_ahead, model_path, present_roles, reward_models, sequence_length
+from roll.configs.environments import EnvManagerConfig
+from roll.configs.errors import ConfigProblem, choose_among, count, shown
+from roll.configs.fields import IMPORT_PATH
+from roll.configs.roles import BUILTIN_VERIFIERS, MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
+from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+
+TRAIN_DATA = "actor_train.data_args"
+VALIDATION_DATA = "validation.data_args"
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Patterns of the files that tokenizers are read from."""
+
+
+def files_of(data: DataArguments) -> list[str]:
+    """Return the JSONL files of a data section as a list."""
+    return [data.file_name] if isinstance(data.file_name, str) else data.file_name
+
+
+def tags_of(name: str, tag_included: list[str]) -> list[str]:
+    """Return the domain tags that a reward scores."""
+    return tag_included or [name]
+
+
+def models_are_named(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject a run with a role without a model."""
+    if not config.pretrain and not all(model_path(config, role) for role in present_roles(config).values()):
+        yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
+
+
+def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
+    loads."""
+    paths = {"pretrain": config.pretrain}
+    for name, role in present_roles(config).items():
+        paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
+    paths["reward_pretrain"] = config.reward_pretrain or ""
+    for name, reward in reward_models(config).items():
+        paths[f"{name}.model_args.model_name_or_path"] = reward.model_args.model_name_or_path or ""
+    for path, model in paths.items():
+        reason = _model_fault(model)
+        if reason:
+            remedy = "give a folder that has a config.json and the weights, or a hub name `owner/name`"
+            yield ConfigProblem(path, f"{shown(model)} {reason}", remedy)
+    own = config.actor_train.model_args.model_name_or_path
+    policy = Path(own or config.pretrain)
+    if is_local(str(policy)) and not _model_fault(str(policy)) and not _has_tokenizer(policy):
+        path = "actor_train.model_args.model_name_or_path" if own else "pretrain"
+        remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
+        yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def _model_fault(model: str) -> str | None:
+    if not is_local(model):
+        return None
+    if not Path(model).is_dir():
+        return "is no folder"
+    if not (Path(model) / "config.json").is_file():
+        return "is a folder without a config.json"
+    return None
+
+
+def is_local(model: str) -> bool:
+    """Return True if a model's name can only be a path: a hub name is ``name`` or ``owner/name``."""
+    if not model:
+        return False
+    first, _, rest = model.partition("/")
+    looks_local = model.startswith((".", "/", "~")) or "\\" in model or "/" in rest or model.endswith("/")
+    return looks_local or Path(model).exists() or (bool(rest) and Path(first).is_dir())
+
+
+def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject a data section without a source."""
+    yield from _sources_are_named(TRAIN_DATA, config.actor_train.data_args, "training")
+    if config.validation is not None:
+        yield from _sources_are_named(VALIDATION_DATA, config.validation.data_args, "validation")
+
+
+def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject a file of prompts that is missing or empty."""
+    yield from _files_exist(TRAIN_DATA, config.actor_train.data_args)
+    if config.validation is not None:
+        yield from _files_exist(VALIDATION_DATA, config.validation.data_args)
+
+
+def _files_exist(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
+    for index, name in enumerate(files_of(data)):
+        where = f"{path}.file_name" if isinstance(data.file_name, str) else f"{path}.file_name[{index}]"
+        reason = _file_fault(Path(name))
+        if reason:
+            yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
+
+
+def _sources_are_named(path: str, data: DataArguments, use: str) -> Iterator[ConfigProblem]:
+    files = files_of(data)
+    if not files and not data.reasoning_gym:
+        remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
+        yield ConfigProblem(path, f"there are no {use} prompts", remedy)
+    for name, times in Counter(files).items():
+        if times > 1:
+            yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")
+    for index, source in enumerate(data.reasoning_gym):
+        if not source.dataset:
+            remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
+            yield ConfigProblem(f"{path}.reasoning_gym[{index}].dataset", "no dataset is named", remedy)
+
+
+def _file_fault(path: Path) -> str | None:
+    if path.is_dir():
+        return "is a folder"
+    if not path.is_file():
+        return "is no file"
+    if path.stat().st_size == 0:
+        return "is empty"
+    return None
+
+
+def prompt_settings_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject templates and domain shares that cannot work."""
+    yield from _settings_fit(TRAIN_DATA, config.actor_train.data_args)
+    if config.validation is not None:
+        yield from _settings_fit(VALIDATION_DATA, config.validation.data_args)
+
+
+def _settings_fit(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
+    if data.template == "raw" and data.system_prompt is not None:
+        message = f"{shown(data.system_prompt)} has no effect: `template: raw` has no system message"
+        yield ConfigProblem(f"{path}.system_prompt", message, "set `template: chat`, or remove this key")
+    if data.domain_interleave_probs is not None:
+        yield from _shares_fit(f"{path}.domain_interleave_probs", data, data.domain_interleave_probs)
+
+
+def _shares_fit(path: str, data: DataArguments, shares: dict[str, float]) -> Iterator[ConfigProblem]:
+    wrong = {domain: share for domain, share in shares.items() if not (math.isfinite(share) and share >= 0)}
+    for domain, share in wrong.items():
+        yield ConfigProblem(f"{path}.{domain}", f"{share} is no share", "write a number of at least 0")
+    if not wrong and sum(shares.values()) == 0:
+        yield ConfigProblem(path, f"{shown(shares)} adds up to 0", "give at least one domain a share above 0")
+    domains = gym_domains(data)
+    if not files_of(data) and domains:
+        for domain in sorted(set(shares) - domains):
+            remedy = choose_among(domain, sorted(domains))
+            yield ConfigProblem(f"{path}.{domain}", "no prompt has this domain", remedy)
+        for domain in sorted(domains - set(shares)):
+            yield ConfigProblem(path, f"says nothing about the domain `{domain}`", f"give `{domain}` a share, or 0")
+
+
+def gym_domains(data: DataArguments) -> set[str]:
+    """Return the domain tags of the procedural tasks of a data section."""
+    return {_domain(source) for source in data.reasoning_gym if source.dataset}
+
+
+def _domain(source: ReasoningGymSource) -> str:
+    return source.domain or source.dataset
+
+
+def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require a verifier for each reward, and exactly one reward for each domain known in advance."""
+    if not config.rewards:
+        remedy = "add one, for example `rewards: {math: {verifier: math}}`"
+        yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
+        return
+    known = (*BUILTIN_VERIFIERS, *MODEL_REWARDS)
+    owners: dict[str, str] = {}
+    for name, reward in config.rewards.items():
+        if not reward.verifier:
+            remedy = f"write one of {', '.join(known)}, or `package.module:function`"
+            yield ConfigProblem(f"rewards.{name}.verifier", "no verifier is named", remedy)
+        elif reward.verifier not in known and not IMPORT_PATH.fullmatch(reward.verifier):
+            message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
+            remedy = choose_among(reward.verifier, known)
+            yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
+        for tag in tags_of(name, reward.tag_included):
+            if tag in owners:
+                message = f"the domain `{tag}` is judged by rewards.{owners[tag]} already"
+                remedy = "let each domain be judged by one reward"
+                yield ConfigProblem(f"rewards.{name}.tag_included", message, remedy)
+            owners[tag] = name
+    yield from _unjudged(f"{TRAIN_DATA}.reasoning_gym", config.actor_train.data_args, owners)
+    if config.validation is not None:
+        yield from _unjudged(f"{VALIDATION_DATA}.reasoning_gym", config.validation.data_args, owners)
+
+
+def _unjudged(path: str, data: DataArguments, owners: dict[str, str]) -> Iterator[ConfigProblem]:
+    for index, source in enumerate(data.reasoning_gym):
+        if source.dataset and _domain(source) not in owners:
+            remedy = f"add it to the `tag_included` of a reward; judged now: {', '.join(f'`{tag}`' for tag in owners)}"
+            yield ConfigProblem(f"{path}[{index}]", f"no reward judges its domain `{_domain(source)}`", remedy)
+
+
+def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require prompts, `eval_steps` and meaningful sampling for validation."""
+    if config.validation is None:
+        if config.eval_steps > 0:
+            message = f"{config.eval_steps} asks for validation, but there are no validation prompts"
+            yield ConfigProblem("eval_steps", message, "add `validation.data_args`, or set 0")
+        return
+    if config.eval_steps == 0:
+        yield ConfigProblem(
+            "validation",
+            "has no effect: eval_steps is 0",
+            "set `eval_steps` to how often, or remove this section (on the command line: `validation=null`)",
+        )
+    yield from greedy_is_plain(config.validation.generating_args)
+    trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
+    for index, source in enumerate(config.validation.data_args.reasoning_gym):
+        if source.dataset and (source.dataset, source.config, source.seed) in trained:
+            message = f"{source.seed} makes the very tasks of training"
+            remedy = "give validation another seed"
+            yield ConfigProblem(f"{VALIDATION_DATA}.reasoning_gym[{index}].seed", message, remedy)
+
+
+def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
+    """Reject settings that need a distribution in greedy validation."""
+    if sampling.temperature != 0:
+        return
+    neutral = GeneratingArguments()
+    for key in ("num_return_sequences", "top_p", "top_k"):
+        if vars(sampling)[key] != vars(neutral)[key]:
+            message = f"{vars(sampling)[key]} has no effect: temperature 0 is greedy and gives one and the same sample"
+            remedy = "set `validation.generating_args.temperature` above 0, or remove this key"
+            yield ConfigProblem(f"validation.generating_args.{key}", message, remedy)
+
+
+def model_warnings(config: PipelineConfig) -> Iterator[str]:
+    """Warn about models that work but may not be intended."""
+    if config.actor_infer.model_args.model_name_or_path not in (None, model_path(config, config.actor_train)):
+        yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"
+
+
+def data_warnings(config: RLVRConfig) -> Iterator[str]:
+    """Warn about data that works but may not be intended."""
+    train = config.actor_train.data_args
+    if config.validation is not None:
+        for name in sorted(set(files_of(train)) & set(files_of(config.validation.data_args))):
+            yield f"{name} is used for training and for validation: validation will not show over-fitting"
+    shares = train.domain_interleave_probs
+    if shares is not None and not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+        yield f"{TRAIN_DATA}.domain_interleave_probs adds up to {sum(shares.values()):g}; each is divided by the sum"
+    if train.max_samples is not None and train.max_samples < config.rollout_batch_size:
+        prompts = count(train.max_samples, "prompt")
+        yield f"{TRAIN_DATA}.max_samples keeps {prompts}: a step of {config.rollout_batch_size} repeats them"
+
+
+ENV_MANAGERS = ("trajectory", "step")
+_TAG = re.compile(r"[\w.-]+")
+"""Pattern of a tag, which is part of metric names and of file names."""
+
+
+def managers(config: AgenticConfig) -> dict[str, EnvManagerConfig]:
+    """Return the sets of environments of a run by their key."""
+    sets = {"train_env_manager": config.train_env_manager}
+    return sets if config.val_env_manager is None else sets | {"val_env_manager": config.val_env_manager}
+
+
+def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Require an environment and a known environment manager for each tag."""
+    if not config.custom_envs:
+        remedy = "add one, for example `custom_envs: {lake: {env_type: frozen_lake}}`"
+        yield ConfigProblem("custom_envs", "there is no environment", remedy)
+    for tag, env in config.custom_envs.items():
+        path = f"custom_envs.{tag}"
+        if not _TAG.fullmatch(tag):
+            message = f"{shown(tag)} is part of metric and file names"
+            yield ConfigProblem(path, message, "use letters, digits, '-', '_' and '.'")
+        if not env.env_type:
+            yield ConfigProblem(f"{path}.env_type", "no environment is named", "write one, for example `frozen_lake`")
+        if env.env_manager_cls not in ENV_MANAGERS and not IMPORT_PATH.fullmatch(env.env_manager_cls):
+            message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
+            remedy = choose_among(env.env_manager_cls, ENV_MANAGERS)
+            yield ConfigProblem(f"{path}.env_manager_cls", message, remedy)
+
+
+def tags_are_known(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Reject unknown, repeated and unused tags, and shares that do not match the tags."""
+    used: set[str] = set()
+    for path, manager in managers(config).items():
+        used |= set(manager.tags or config.custom_envs)
+        for index, tag in enumerate(manager.tags):
+            if tag not in config.custom_envs:
+                remedy = choose_among(tag, list(config.custom_envs))
+                yield ConfigProblem(f"{path}.tags[{index}]", f"{shown(tag)} is no key of `custom_envs`", remedy)
+        for tag, times in Counter(manager.tags).items():
+            if times > 1:
+                yield ConfigProblem(f"{path}.tags", f"{shown(tag)} is named {times} times", "name each tag once")
+        yield from _partition_fits(path, manager, len(manager.tags or config.custom_envs))
+    for tag in config.custom_envs:
+        if tag not in used:
+            message = "has no effect: neither training nor validation uses this tag"
+            yield ConfigProblem(f"custom_envs.{tag}", message, "add it to `train_env_manager.tags`, or remove it")
+
+
+def _partition_fits(path: str, manager: EnvManagerConfig, tags: int) -> Iterator[ConfigProblem]:
+    shares = manager.num_groups_partition
+    if not shares:
+        return
+    path = f"{path}.num_groups_partition"
+    if len(shares) != tags:
+        message = f"{shown(shares)} has {count(len(shares), 'number')} for {count(tags, 'tag')}"
+        yield ConfigProblem(path, message, "write one number per tag")
+    elif min(shares) < 0 or sum(shares) == 0:
+        yield ConfigProblem(path, f"{shown(shares)} leaves no groups", "write numbers of at least 0, one above it")
+    elif manager.num_env_groups is not None and sum(shares) != manager.num_env_groups:
+        message = f"{shown(shares)} adds up to {sum(shares)}, and num_env_groups is {manager.num_env_groups}"
+        yield ConfigProblem(path, message, "let the numbers add up to `num_env_groups`")
+
+
+def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Require environments for all groups of a step, and room for all episodes of a group at once."""
+    train = config.train_env_manager
+    if train.max_traj_per_env is not None:
+        path = "train_env_manager.max_traj_per_env"
+        if train.num_env_groups is None:
+            message = f"{train.max_traj_per_env} has no effect: num_env_groups is not set"
+            yield ConfigProblem(path, message, "set `train_env_manager.num_env_groups`, or remove this key")
+        elif train.num_env_groups * train.max_traj_per_env < config.rollout_batch_size:
+            message = (
+                f"{count(train.num_env_groups, 'group')} x {train.max_traj_per_env} = "
+                f"{train.num_env_groups * train.max_traj_per_env} a step, and a step needs {config.rollout_batch_size}"
+            )
+            yield ConfigProblem(path, message, "raise it or `num_env_groups`, or lower `rollout_batch_size`")
+    for path, manager in managers(config).items():
+        if manager.group_size > config.env_workers.max_sessions:
+            message = f"{manager.group_size} episodes, and only {config.env_workers.max_sessions} may be in progress"
+            yield ConfigProblem(f"{path}.group_size", message, "lower it, or raise `env_workers.max_sessions`")
+
+
+def turns_fit(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Reject a turn that is longer than a sequence allows."""
+    room = sequence_length(config) - 1
+    for tag, env in config.custom_envs.items():
+        if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
+            message = f"{env.max_tokens_per_step} is more than a sequence of {room + 1} tokens has room for"
+            path = f"custom_envs.{tag}.max_tokens_per_step"
+            yield ConfigProblem(path, message, "lower it, or raise `response_length` or `sequence_length`")
+
+
+def environment_validation_is_complete(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Require environments, their number, `eval_steps` and meaningful sampling for validation."""
+    manager = config.val_env_manager
+    if manager is None:
+        if config.eval_steps > 0:
+            message = f"{config.eval_steps} asks for validation, but there are no validation environments"
+            yield ConfigProblem("eval_steps", message, "add `val_env_manager`, or set 0")
+        return
+    if config.eval_steps == 0:
+        remedy = "set `eval_steps` to how often, or remove this section"
+        yield ConfigProblem("val_env_manager", "has no effect: eval_steps is 0", remedy)
+    if manager.num_env_groups is None:
+        remedy = "set it, for example 64"
+        yield ConfigProblem("val_env_manager.num_env_groups", "the size of the validation set is not given", remedy)
+    elif manager.num_env_groups < len(manager.tags or config.custom_envs):
+        tags = count(len(manager.tags or config.custom_envs), "tag")
+        message = f"{manager.num_env_groups} is less than the {tags}: not every tag would be validated"
+        yield ConfigProblem("val_env_manager.num_env_groups", message, "raise it, or name fewer `tags`")
+    sampling = config.validation.generating_args
+    yield from greedy_is_plain(sampling)
+    if sampling.temperature > 0 and sampling.num_return_sequences != 1:
+        path = "validation.generating_args.num_return_sequences"
+        message = f"{sampling.num_return_sequences} has no effect on episodes"
+        yield ConfigProblem(path, message, "set `val_env_manager.group_size` instead")
+
+
+def env_warnings(config: AgenticConfig) -> Iterator[str]:
+    """Warn about environments that work but may not be intended."""
+    train = config.train_env_manager
+    wanted = config.rollout_batch_size + groups_ahead(config)
+    if train.num_env_groups is not None and train.num_env_groups < wanted:
+        yield (
+            f"train_env_manager.num_env_groups {train.num_env_groups} is below the {wanted} groups that may be in "
+            "flight: the others wait for a place"
+        )
+    val = config.val_env_manager
+    if val is not None and val.group_size > 1 and config.validation.generating_args.temperature == 0:
+        yield (
+            f"val_env_manager.group_size {val.group_size} with greedy sampling: episodes of a group differ only where "
+            "their environment is random beyond its seed"
+        )

@@ -1,0 +1,231 @@
+"""Rules about devices: they exist, each role has some, and two roles share all of the smaller one's or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+
+from roll.configs.derived import (
+    device_mappings,
+    publication_nodes,
+    roles_and_reward_models,
+    total_devices,
+    validation_settings,
+)
+from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
+from roll.configs.engine_options import Options
+from roll.configs.errors import ConfigProblem, count, shown
+from roll.configs.roles import GeneratingArguments, ModelArguments
+from roll.configs.run import PipelineConfig
+
+_ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
+
+
+def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
+    """Return the devices of each role whose mapping can be read."""
+    mappings = {}
+    for name, mapping in device_mappings(config).items():
+        try:
+            mappings[name] = parse_device_mapping(mapping)
+        except DeviceMappingError:
+            continue
+    return mappings
+
+
+def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject several nodes without a cluster address, malformed addresses, and settings that do not fit the devices."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1 and cluster.address is None:
+        message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
+        yield ConfigProblem("cluster.num_nodes", message, "run `ray start` on the nodes and set `cluster.address`")
+    if total_devices(config) > MAX_DEVICES:
+        message = f"{cluster.num_nodes} x {cluster.num_devices_per_node} devices; at most {MAX_DEVICES} can be used"
+        yield ConfigProblem("cluster.num_devices_per_node", message, "write the devices that one node really has")
+    if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
+        message = f"{shown(cluster.address)} is no address of a Ray cluster"
+        yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
+    if cluster.device == "cpu" and cluster.device_memory_gib is not None:
+        message = f"{cluster.device_memory_gib:g} has no effect: it is the memory of a GPU, and cluster.device is cpu"
+        yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
+    for name, role in roles_and_reward_models(config).items():
+        path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
+        if role.strategy_args.strategy_name == "megatron_train" and chosen != ModelArguments().attn_implementation:
+            message = f"{shown(chosen)} has no effect: megatron-core has its own attention"
+            yield ConfigProblem(path, message, "remove this key, or use another trainer")
+            continue
+        if chosen != "flash_attention_2":
+            continue
+        if cluster.device == "cpu":
+            yield ConfigProblem(path, "flash_attention_2 needs GPUs, and cluster.device is cpu", "write `sdpa`")
+        elif role.model_args.dtype == "float32":
+            yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
+
+
+def gpus_are_visible(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require an NVIDIA driver here for a run that starts its own cluster on GPUs."""
+    cluster = config.cluster
+    if cluster.device == "cuda" and cluster.address is None and not sees_gpus(os.environ, Path("/dev")):
+        message = "cuda, but no NVIDIA GPU is visible here (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
+        remedy = "set `cluster.device: cpu`, or give the `cluster.address` of a Ray cluster with GPUs"
+        yield ConfigProblem("cluster.device", message, remedy)
+
+
+def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
+    """Return True if a process could use an NVIDIA GPU, by `CUDA_VISIBLE_DEVICES` or else by the driver's files."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return chosen.strip() not in ("", "-1")
+    return any(device_files.glob("nvidia[0-9]*")) or (device_files / "dxg").exists()
+
+
+def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject devices that the cluster does not have."""
+    total = total_devices(config)
+    for name, mapping in device_mappings(config).items():
+        path = f"{name}.device_mapping"
+        try:
+            devices = parse_device_mapping(mapping)
+        except DeviceMappingError as error:
+            remedy = f"name devices of this run: 0 to {total - 1}, each once"
+            yield ConfigProblem(path, f"{shown(mapping)}: {error}", remedy)
+            continue
+        outside = [device for device in devices if device >= total]
+        if outside:
+            cluster = config.cluster
+            nodes = f"{count(cluster.num_nodes, 'node')} x {count(cluster.num_devices_per_node, 'device')}"
+            named = f"{shown(mapping)} names device {compact(outside)}"
+            message = f"{named}, but there are {total} ({nodes}), counted from 0"
+            remedy = f"name devices 0 to {total - 1}, or raise `cluster.num_devices_per_node` or `cluster.num_nodes`"
+            yield ConfigProblem(path, message, remedy)
+
+
+def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject partial overlaps: two roles are separate, or one role's devices contain the other's.
+
+    Roles that share a device share one lock.
+    """
+    for (first, owned), (second, others) in combinations(readable_mappings(config).items(), 2):
+        shared = set(owned) & set(others)
+        if shared and shared not in (set(owned), set(others)):
+            message = (
+                f"devices {compact(others)} overlap in part with {first}'s {compact(owned)} (shared: {compact(shared)})"
+            )
+            remedy = "give the roles the same devices, separate ones, or one a part of the other's"
+            yield ConfigProblem(f"{second}.device_mapping", message, remedy)
+
+
+def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject shared memory that cannot reach every engine, and `checkpoint_dir` without the transport `checkpoint`."""
+    update, path = config.weight_update, "weight_update.transport"
+    mappings = readable_mappings(config)
+    if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
+        nodes = publication_nodes(config)
+        if len(nodes) > 1:
+            message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(sorted(nodes))}"
+            yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
+    if update.transport == "shared_memory" and sys.platform != "linux":
+        yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")
+    if update.checkpoint_dir is not None and update.transport != "checkpoint":
+        message = f"{shown(update.checkpoint_dir)} has no effect: only the transport `checkpoint` writes files"
+        remedy = "set `weight_update.transport: checkpoint`, or remove this key"
+        yield ConfigProblem("weight_update.checkpoint_dir", message, remedy)
+
+
+def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Check vLLM's own transfer from GPU to GPU: NCCL needs different devices, CUDA IPC the same ones."""
+    transport, path = config.weight_update.transport, "weight_update.transport"
+    if transport not in ("nccl", "cuda_ipc"):
+        return
+    strategy = config.actor_infer.strategy_args.strategy_name
+    if config.cluster.device != "cuda" or strategy != "vllm":
+        message = f"{shown(transport)} is vLLM's way between GPUs; this run has {strategy} on {config.cluster.device}"
+        yield ConfigProblem(path, message, "write `auto`, or use vLLM on GPUs")
+        return
+    mappings = readable_mappings(config)
+    trainer, engine = set(mappings.get("actor_train", [])), set(mappings.get("actor_infer", []))
+    if transport == "nccl" and trainer & engine:
+        message = f"'nccl' needs different devices; both roles have {compact(sorted(trainer & engine))}"
+        yield ConfigProblem(path, message, "write `cuda_ipc`, or `auto`")
+    if transport == "cuda_ipc" and engine - trainer:
+        message = f"'cuda_ipc' stays on a device, but device {compact(sorted(engine - trainer))} has no trainer"
+        yield ConfigProblem(path, message, "write `nccl`, or `auto`")
+
+
+def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject `attn_implementation` for vLLM and SGLang, which choose their attention themselves."""
+    chosen = config.actor_infer.model_args.attn_implementation
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(config.actor_infer.strategy_args.strategy_name)
+    if engine is not None and chosen != ModelArguments().attn_implementation:
+        yield ConfigProblem(
+            "actor_infer.model_args.attn_implementation",
+            f"{shown(chosen)} has no effect: {engine} chooses its attention itself",
+            "remove this key, or set `attention_backend` in `actor_infer.strategy_args.strategy_config`",
+        )
+
+
+def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject small temperatures: vLLM raises them to 0.01 and would record log-probabilities of another
+    distribution."""
+    if config.actor_infer.strategy_args.strategy_name != "vllm":
+        return
+    for path, generating in _generating_arguments(config).items():
+        if 0 < generating.temperature < 0.01:
+            message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
+            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+
+
+def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject SGLang without GPUs."""
+    if config.actor_infer.strategy_args.strategy_name == "sglang" and config.cluster.device != "cuda":
+        message = f"sglang needs GPUs; this run computes on {config.cluster.device}"
+        remedy = "write `cluster.device: cuda`, or use hf_infer or vllm"
+        yield ConfigProblem("actor_infer.strategy_args.strategy_name", message, remedy)
+
+
+def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject truncated sampling that SGLang cannot record: it needs a top-k within its server's limit."""
+    if config.actor_infer.strategy_args.strategy_name != "sglang":
+        return
+    limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
+    for path, generating in _generating_arguments(config).items():
+        if generating.temperature > 0 and generating.top_p < 1 and generating.top_k == 0:
+            message = f"{generating.top_p}: SGLang records what it samples from under top-p only together with a top-k"
+            yield ConfigProblem(f"{path}.top_p", message, f"write 1, or set `top_k` to at most {limit}")
+        if generating.temperature > 0 and generating.top_k > limit:
+            message = f"{generating.top_k}: SGLang records what it samples from for at most {limit} tokens"
+            remedy = "write 0 (all), less, or raise `sampling_mask_max_tokens` in `strategy_config`"
+            yield ConfigProblem(f"{path}.top_k", message, remedy)
+
+
+def _generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
+    """Return the sampling arguments by path: of training, and of validation if there is one."""
+    arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
+    validation = validation_settings(config)
+    if validation is not None:
+        arguments["validation.generating_args"] = validation.generating_args
+    return arguments
+
+
+def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that the devices of generation divide into whole engines."""
+    path, size = "actor_infer.num_gpus_per_engine", config.actor_infer.num_gpus_per_engine
+    devices = readable_mappings(config).get("actor_infer", [])
+    if len(devices) % size:
+        message = f"{size} devices per engine do not divide the {count(len(devices), 'device')} of actor_infer"
+        divisors = [number for number in range(1, len(devices) + 1) if len(devices) % number == 0]
+        yield ConfigProblem(path, message, f"write one of {', '.join(map(str, divisors))}")
+    strategy = config.actor_infer.strategy_args.strategy_name
+    if config.cluster.device == "cuda" and strategy == "hf_infer" and size > 1:
+        yield ConfigProblem(path, f"{size}: hf_infer computes on one GPU, the others would idle", "write 1")
+
+
+def device_warnings(config: PipelineConfig) -> Iterator[str]:
+    """Warn about devices that no role uses."""
+    used = {device for devices in readable_mappings(config).values() for device in devices}
+    idle = set(range(total_devices(config))) - used
+    if idle:
+        yield f"no role uses device {compact(idle)}"

@@ -1,0 +1,536 @@
+"""The trained elements: all weights, or adapters (LoRA) beside frozen weights.
+
+One rank of a trainer: the records and helpers of the trainers' memory arithmetic.
+
+The records of a memory estimate: parts with their arithmetic, phases (only the largest counts), roles.
+
+Sizes of models, from the `config.json` of a folder or from a table of published models, which need not be present.
+
+Only sizes that decide memory are kept: matrices are counted, positions and tokens are not.
+
+Bytes that a layer keeps for its backward pass, tensor by tensor, per token of a micro-batch.
+
+The counts follow what autograd saves, with attention that never holds scores (`sdpa`, `flash_attention_2`); `eager`
+does. For layers of transformers the counts are exact to a percent, and a test compares them with what torch saves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from roll.configs.engine_options import Options
+from roll.configs.errors import count
+from roll.configs.roles import ModelArguments, WorkerConfig
+
+EVERYWHERE = "all-linear"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Number of elements that have gradients and moments."""
+
+    parameters: int
+    """All elements."""
+    in_layer: int
+    """In one layer."""
+    outside: int
+    """Elements outside the layers: embedding, last norm, output layer."""
+    head: int
+    """In the output layer's weight."""
+    largest: int
+    """In the largest matrix."""
+
+    @classmethod
+    def all_weights(cls, shape: ModelShape) -> Learned:
+        """Count the whole model."""
+        head = 0 if shape.value_head else shape.embedding_parameters
+        return cls(shape.parameters, shape.layer_parameters, shape.root_parameters, head, shape.largest_matrix)
+
+    @classmethod
+    def adapters(cls, shape: ModelShape, arguments: ModelArguments) -> Learned:
+        """Count two matrices beside each named linear layer: ``[rank, inputs]`` and ``[outputs, rank]``."""
+        rank, layers = arguments.lora_rank, adapted_layers(shape, arguments.lora_target)
+        in_layer = sum(rank * (inputs + outputs) for inputs, outputs in layers)
+        largest = max((rank * max(sizes) for sizes in layers), default=0)
+        return cls(shape.layers * in_layer, in_layer, 0, 0, largest)
+
+
+def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequence[tuple[int, int]]:
+    """Return inputs and outputs of the linear layers of one layer that are named, by the end of their names.
+
+    Experts are kept in one tensor and have none. Another rule reports a name that the model does not have.
+    """
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    known = {
+        "q_proj": (shape.hidden, queries),
+        "k_proj": (shape.hidden, keys),
+        "v_proj": (shape.hidden, keys),
+        "o_proj": (queries, shape.hidden),
+    }
+    if not shape.experts:
+        known |= {
+            "gate_proj": (shape.hidden, shape.intermediate),
+            "up_proj": (shape.hidden, shape.intermediate),
+            "down_proj": (shape.intermediate, shape.hidden),
+        }
+    names = wanted.split(",") if isinstance(wanted, str) else wanted or []
+    ends = {name.strip().rpartition(".")[2] for name in names}
+    return list(known.values()) if ends == {EVERYWHERE} else [known[name] for name in known if name in ends]
+
+
+BACKWARD_BEGINS, BACKWARD_ENDS, UPDATE = "the backward pass begins", "the backward pass ends", "the optimizer steps"
+LOG_PROBABILITIES, PUBLICATION = "log-probabilities", "weights are gathered"
+STATE_BYTES = 12
+"""Bytes per parameter in a training state: the weight and two moments in float32."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One rank, with the facts that decide its memory."""
+
+    config: WorkerConfig
+    shape: ModelShape
+    ranks: int
+    on_gpu: bool
+    learns: bool
+    train: MicroBatch
+    infer: MicroBatch
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in computing."""
+        return ELEMENT_BYTES[self.config.model_args.dtype]
+
+    @property
+    def options(self) -> Options:
+        """Options of the strategy."""
+        return Options.of(self.config)
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if only adapters learn."""
+        return self.learns and self.config.model_args.lora_target is not None
+
+    @cached_property
+    def learned(self) -> Learned:
+        """The elements that learn; meaningful only if ``learns``."""
+        if self.has_adapters:
+            return Learned.adapters(self.shape, self.config.model_args)
+        return Learned.all_weights(self.shape)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a number of the model when loaded: weights that learn are float32."""
+        return self.element if self.has_adapters or not self.learns else 4
+
+    @property
+    def adapted(self) -> Sequence[tuple[int, int]]:
+        """Inputs and outputs of the linear layers of one layer that have adapters."""
+        return adapted_layers(self.shape, self.config.model_args.lora_target) if self.has_adapters else ()
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes that a layer keeps for its backward pass, per token."""
+        attention, packs = self.config.model_args.attn_implementation, self.config.use_sequence_packing
+        width = self.train.width if attention == "eager" else 0
+        one = layer_bytes(self.shape, self.element, eager_width=width)
+        if packs and attention == "sdpa" and not (self.on_gpu and self.element == 2):
+            one += joined_bytes(self.shape, self.element)
+        if self.has_adapters:
+            rank = self.config.model_args.lora_rank
+            one += adapter_bytes(self.shape, len(self.adapted), rank, self.element)
+        return one
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Memory of one rank."""
+
+    always: tuple[Part, ...]
+    phases: tuple[Phase, ...]
+    elsewhere: tuple[Part, ...] = ()
+    """States of each rank that are kept on the host."""
+    state: float = 0.0
+    """Bytes of the rank's part of a training state in a checkpoint."""
+
+    @property
+    def peak(self) -> float:
+        """Largest number of bytes on the device."""
+        return sum(part.size for part in self.always) + max(phase.size for phase in self.phases)
+
+
+def states(name: str, parameters: int, ranks: int, size: float, what: str) -> Part:
+    """Return a part of ``size`` bytes per parameter, split over ranks."""
+    share = f" / {count(ranks, 'rank')}" if ranks > 1 else ""
+    return Part(name, parameters * size / ranks, f"{billions(parameters)} x {size} bytes ({what}){share}")
+
+
+def billions(parameters: float) -> str:
+    """Format a number of parameters in words."""
+    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
+
+
+def one_matrix(shape: ModelShape) -> Phase:
+    """Return the weight update of a trainer that sends weights tensor by tensor."""
+    return Phase(PUBLICATION, (Part("one matrix", 4 * shape.largest_matrix, "whole, in float32"),))
+
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+"""`model_args.dtype` -> bytes of a number."""
+CONTEXT = 0.6 * GIB
+"""Memory of a process on a GPU: CUDA's context and cuBLAS's workspace."""
+COMMUNICATION = 0.5 * GIB
+"""NCCL's buffers of a process that communicates with others."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the estimate."""
+
+    name: str
+    size: float
+    """Bytes."""
+    how: str
+    """The arithmetic in words."""
+
+
+def driver(ranks: int) -> Part:
+    """Return the driver's memory of a process on a GPU; with several ``ranks``, NCCL's buffers are added."""
+    talks = COMMUNICATION if ranks > 1 else 0.0
+    return Part("driver", CONTEXT + talks, "CUDA's context" + (", NCCL's buffers" if talks else ""))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A moment of a step, with the memory that exists only then."""
+
+    name: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def size(self) -> float:
+        """Size in bytes."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """The memory of one process of a role, at the maximum lengths that the configuration allows."""
+
+    role: str
+    title: str
+    """Engine, model and number of parameters."""
+    devices: list[int]
+    always: tuple[Part, ...]
+    """Parts that exist as long as the role has its devices."""
+    phases: tuple[Phase, ...] = ()
+    processes: int = 1
+    """Ranks, or engine replicas."""
+    host: tuple[Part, ...] = ()
+    """Host memory of each process."""
+    host_of_first: tuple[Part, ...] = ()
+    """Additional host memory of the first process."""
+    start: Part | None = None
+    """Host memory while the process loads its model."""
+    stays: float = 0.0
+    """Bytes that stay on a shared device while another role has it."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def largest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.size, default=Phase(""))
+
+    @property
+    def peak(self) -> float:
+        """Largest number of bytes on a device."""
+        return sum(part.size for part in self.always) + self.largest.size
+
+    @property
+    def host_bytes(self) -> float:
+        """Host bytes during the run, of the process that needs most."""
+        return sum(part.size for part in (*self.host, *self.host_of_first))
+
+
+class ShapeUnknown(ValueError):
+    """Raised if the sizes of a model are unknown. The message says what would help."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes in elements. A decoder with gated feed-forward layers and grouped-query attention (Qwen, Llama, ...)."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    """Width of the feed-forward part of a dense layer."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    tied: bool
+    """True if the output layer is the embedding."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    """Number of experts; 0: every layer is dense."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    value_head: bool = False
+    """True for a critic: a number per token replaces the output layer."""
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention: queries, keys, values and output, with their biases and norms."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        biases = queries + 2 * keys if self.qkv_bias else 0
+        norms = 2 * self.head_size if self.qk_norm else 0
+        return 2 * self.hidden * queries + 2 * self.hidden * keys + biases + norms
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer."""
+        return self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of one layer's feed-forward part, or of the router that chooses experts."""
+        return self.hidden * self.experts if self.experts else 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, with its two norms."""
+        return self.attention_parameters + self.expert_parameters + self.dense_parameters + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding: a row for each token of the vocabulary."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside the layers: embedding, last norm, and the output layer if it is separate."""
+        if self.value_head:
+            return self.embedding_parameters + 2 * self.hidden + 1
+        return self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest parameter."""
+        experts = self.expert_parameters * 2 // 3  # gate and up projections of all experts are one tensor
+        return max(self.embedding_parameters, self.hidden * self.intermediate, experts)
+
+    def cache_bytes_per_token(self, element_bytes: int) -> int:
+        """Return the bytes of keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
+
+
+def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
+    vocabulary = 151_936 if tied else 152_064
+    size = hidden // heads
+    return ModelShape(vocabulary, hidden, intermediate, layers, heads, kv_heads, size, tied, qkv_bias=True)
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelShape:
+    return ModelShape(151_936, hidden, intermediate, layers, heads, 8, 128, tied, qk_norm=True)
+
+
+def _llama3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelShape:
+    return ModelShape(128_256, hidden, intermediate, layers, heads, 8, hidden // heads, tied)
+
+
+KNOWN: dict[str, ModelShape] = {
+    "qwen2.5-0.5b": _qwen25(896, 4864, 24, 14, 2, tied=True),
+    "qwen2.5-1.5b": _qwen25(1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-3b": _qwen25(2048, 11008, 36, 16, 2, tied=True),
+    "qwen2.5-7b": _qwen25(3584, 18944, 28, 28, 4, tied=False),
+    "qwen2.5-14b": _qwen25(5120, 13824, 48, 40, 8, tied=False),
+    "qwen2.5-32b": _qwen25(5120, 27648, 64, 40, 8, tied=False),
+    "qwen2.5-72b": _qwen25(8192, 29568, 80, 64, 8, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
+    "qwen3-30b-a3b": ModelShape(
+        151_936, 2048, 6144, 48, 32, 4, 128, False,
+        qk_norm=True, experts=128, experts_per_token=8, expert_intermediate=768,
+    ),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, tied=False),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, tied=False),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, tied=True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, tied=True),
+}  # fmt: skip
+"""Published sizes: the `config.json` of the repositories Qwen/Qwen2.5-*, Qwen/Qwen3-* and meta-llama/Llama-3.*."""
+
+_VARIANT = re.compile(r"-(instruct|base|it|chat|thinking|\d{4})$")
+_BIASED_FAMILIES = ("qwen2", "qwen2_moe")
+_NORMED_FAMILIES = ("qwen3", "qwen3_moe")
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return the sizes of a model by its folder or hub name. Raises `ShapeUnknown`."""
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return _from_folder(folder)
+    name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    while _VARIANT.search(name):
+        name = _VARIANT.sub("", name)
+    if name not in KNOWN:
+        raise ShapeUnknown(
+            f"the sizes of {model} are not known: give a folder with its config.json, or a hub name of Qwen2.5, Qwen3 "
+            "or Llama 3"
+        )
+    return KNOWN[name]
+
+
+def _from_folder(folder: Path) -> ModelShape:
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return _from_facts(facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShapeUnknown(f"{folder / 'config.json'} does not tell the sizes of a decoder: {error!r}") from error
+
+
+def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
+    family, heads, hidden = facts["model_type"], int(facts["num_attention_heads"]), int(facts["hidden_size"])
+    return ModelShape(
+        vocabulary=int(facts["vocab_size"]),
+        hidden=hidden,
+        intermediate=int(facts["intermediate_size"]),
+        layers=int(facts["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(facts.get("num_key_value_heads") or heads),
+        head_size=int(facts.get("head_dim") or hidden // heads),
+        tied=bool(facts.get("tie_word_embeddings", family in _BIASED_FAMILIES)),
+        qkv_bias=bool(facts.get("attention_bias", False)) or family in _BIASED_FAMILIES,
+        qk_norm=family in _NORMED_FAMILIES,
+        experts=int(facts.get("num_experts") or facts.get("num_local_experts") or 0),
+        experts_per_token=int(facts.get("num_experts_per_tok") or 0),
+        expert_intermediate=int(facts.get("moe_intermediate_size") or 0),
+    )
+
+
+HEAD_CHUNK = 2**25
+"""Logits that the output layer computes at a time: `roll.algorithms.logprobs.LINEAR_CHUNK_ELEMENTS`."""
+MEGATRON_HEAD_CHUNK = 2**26
+"""Logits that `megatron_train` computes at a time, of a rank's share of the vocabulary."""
+HEAD_COPIES = 3
+"""float32 tensors of a chunk's size that exist at a time: logits, their gradient or exponentials, and a temporary."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of a rank."""
+
+    tokens: int
+    """Number of tokens, padding included."""
+    width: int
+    """Tokens of its longest sample."""
+    per_step: int
+    """Number of micro-batches of this size in an optimizer step."""
+
+
+def norm_bytes(shape: ModelShape, element: int) -> int:
+    """Return the bytes of one norm: its input in float32, the normalised values, and the result that the next layer
+    keeps."""
+    return shape.hidden * (4 + 2 * element)
+
+
+def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> float:
+    """Return the bytes of one layer of transformers, per token; ``eager_width`` is the sample length if scores are
+    held."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    attention = element * (2 * queries + 2 * keys) + 4 * shape.heads
+    if eager_width:
+        scores = 4 if element == 4 else 4 + element  # float32 softmax, and its copy that multiplies the values
+        attention += shape.heads * eager_width * scores + element * (queries - keys) * 2
+    if shape.qk_norm:
+        attention += (4 + element) * (queries + keys)
+    return 2 * norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
+
+
+def joined_bytes(shape: ModelShape, element: int) -> int:
+    """Return the bytes that a packed row adds to a layer if attention runs sample by sample.
+
+    The joined results exist besides the parts that attention keeps for itself.
+    """
+    return element * shape.heads * shape.head_size
+
+
+def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
+    """Return the change in a layer's bytes if only adapters on ``adapted`` of its linear layers learn.
+
+    The few numbers between the two matrices of an adapter are added. The inputs of frozen weights of norms and experts
+    are not kept.
+    """
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    frozen = 2 * shape.hidden + (queries + keys if shape.qk_norm else 0)
+    if shape.experts:
+        frozen += shape.experts_per_token * (shape.hidden + shape.expert_intermediate) + shape.hidden
+    return element * (adapted * rank - frozen)
+
+
+def feed_forward_bytes(shape: ModelShape, element: int) -> int:
+    """Return the bytes of gate, activation, up and their product; for each chosen expert also its input and output."""
+    if not shape.experts:
+        return 4 * shape.intermediate * element
+    chosen = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden) * element
+    return chosen + 4 * shape.experts
+
+
+def backward_bytes(shape: ModelShape, element: int) -> int:
+    """Return the bytes of the gradients that exist within one layer at a time, per token.
+
+    These are the gradients of the product, the activation, up and the residual stream.
+    """
+    width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
+    return (3 * width + 2 * shape.hidden) * element + 4 * shape.hidden
+
+
+def forward_only_bytes(shape: ModelShape, element: int) -> int:
+    """Return the bytes of one layer if nothing is kept, per token: gate, activation, up; or a norm in float32."""
+    width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
+    return 3 * width * element + 2 * shape.hidden * element + 8 * shape.hidden
+
+
+def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_shared: bool) -> float:
+    """Return the bytes of one megatron-core layer on one of ``tensor`` ranks, per token.
+
+    Counted are inputs and results of the norms and the residual sum, rotated queries, keys and values with the result
+    of attention, gate and up with their product.
+    """
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    shared = element * (3 * queries + 4 * keys) + 4 * shape.heads
+    if shape.experts:
+        shared += shape.experts_per_token * (3 * shape.expert_intermediate + 2 * shape.hidden) * element
+    else:
+        shared += 3 * shape.intermediate * element
+    return 6 * shape.hidden * element / (tensor if norms_shared else 1) + shared / tensor
+
+
+def head_bytes(shape: ModelShape, tokens: int) -> int:
+    """Return the bytes of the output layer besides its weight and its gradient: one float32 chunk of logits, three
+    times."""
+    if shape.value_head:
+        return 0
+    return HEAD_COPIES * 4 * min(tokens * shape.vocabulary, HEAD_CHUNK)
+
+
+def head_how(shape: ModelShape) -> str:
+    """Return the arithmetic of `head_bytes` in words."""
+    chunk = HEAD_CHUNK * 4 // MIB
+    return f"{HEAD_COPIES} x {chunk} MiB: logits are made in chunks, never all {shape.vocabulary:,} for each token"

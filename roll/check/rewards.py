@@ -1,0 +1,224 @@
+"""Rules about rewards that use a model: reward models on devices, and judges behind an address.
+
+A key that another kind of reward reads is an error, so that no run trains on scores that ignore it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from roll.check.rules import own_classes_have_their_form
+from roll.configs.derived import reward_models, reward_timeout
+from roll.configs.errors import ConfigProblem, choose_among, shown
+from roll.configs.fields import default_of, differs_from_default
+from roll.configs.rewards import JudgeConfig, RewardConfig
+from roll.configs.roles import ADAPTER_KEYS, SCORE_STRATEGIES
+from roll.configs.run import RLVRConfig
+
+JUDGE_FIELDS = ("prompt", "response", "ground_truth")
+"""Names that a judge's template may contain, in braces."""
+REQUEST_FIELDS = ("model", "messages", "temperature", "max_tokens", "stream", "n")
+"""Fields of a request that the judge fills itself."""
+
+_MODEL_KEYS = ("model_args", "strategy_args", "device_mapping", "infer_batch_size", "worker_cls", "reward_model")
+_NAME_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
+_KINDS = {"reward_model": "a reward model", "judge": "a judge"}
+
+
+def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
+    """Return the judge sections of rewards whose verifier is `judge`, by path."""
+    return {
+        f"rewards.{name}.judge": reward.judge
+        for name, reward in config.rewards.items()
+        if reward.verifier == "judge" and reward.judge is not None
+    }
+
+
+def keys_fit_the_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject keys that this kind of reward does not read."""
+    for name, reward in config.rewards.items():
+        if not reward.verifier:
+            continue
+        kind = _KINDS.get(reward.verifier, f"the verifier {shown(reward.verifier)}")
+        for key in _unread_keys(reward.verifier):
+            for path, value in _settings(reward, key):
+                message = f"{shown(value)} has no effect: {kind} does not read this key"
+                yield ConfigProblem(f"rewards.{name}.{path}", message, _remedy(key))
+
+
+def _unread_keys(verifier: str) -> tuple[str, ...]:
+    if verifier == "reward_model":
+        return ("verifier_args", "num_workers", "judge")
+    return (*_MODEL_KEYS, "verifier_args") if verifier == "judge" else (*_MODEL_KEYS, "judge")
+
+
+def _remedy(key: str) -> str:
+    if key == "verifier_args":
+        return "remove it; the settings of this kind of reward have keys of their own (docs/rewards.md)"
+    if key == "num_workers":
+        return "remove it; there is one process for each device of `device_mapping`"
+    return f"set `verifier: {'judge' if key == 'judge' else 'reward_model'}`, or remove this key"
+
+
+def _settings(section: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings at or below a key that differ from their default, as (path, value)."""
+    value = vars(section)[key]
+    if not differs_from_default(section, key):
+        return
+    item = next(item for item in fields(section) if item.name == key)
+    if not is_dataclass(value) or default_of(item) is None:
+        yield key, value
+        return
+    for below in fields(value):
+        yield from ((f"{key}.{path}", inner) for path, inner in _settings(value, below.name))
+
+
+def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require a model, a known engine, no adapters and a well-formed worker class for each reward model.
+
+    Devices have rules of their own.
+    """
+    for path, reward in reward_models(config).items():
+        if not (reward.model_args.model_name_or_path or config.reward_pretrain):
+            remedy = "set `reward_pretrain`, or the model of this reward here"
+            yield ConfigProblem(f"{path}.model_args.model_name_or_path", "no reward model is given", remedy)
+        strategy = reward.strategy_args.strategy_name
+        for key in ADAPTER_KEYS:
+            if differs_from_default(reward.model_args, key):
+                message = f"{shown(vars(reward.model_args)[key])} has no effect: a reward model is not trained"
+                yield ConfigProblem(f"{path}.model_args.{key}", message, "remove it; merge adapters into the model")
+        if strategy not in SCORE_STRATEGIES:
+            message = f"{shown(strategy)} is no engine of reward models"
+            remedy = choose_among(strategy, SCORE_STRATEGIES)
+            yield ConfigProblem(f"{path}.strategy_args.strategy_name", message, remedy)
+        yield from own_classes_have_their_form(path, reward)
+
+
+def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject a verifier timeout above the stall timeout.
+
+    A verdict counts as progress; a run with a shorter stall timeout would be stopped while it waits for one.
+    """
+    for name, reward in config.rewards.items():
+        seconds, limit = reward_timeout(reward), config.stall_timeout_seconds
+        if seconds > limit:
+            message = f"{seconds:g} s for one verdict are more than the {limit:g} s for which a run may stall"
+            remedy = "lower it, or raise `stall_timeout_seconds`"
+            yield ConfigProblem(f"rewards.{name}.timeout_seconds", message, remedy)
+
+
+def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require an address, a model, an existing key and consistent time limits for each judge."""
+    for name, reward in config.rewards.items():
+        if reward.verifier == "judge" and reward.judge is None:
+            remedy = "add `judge: {base_url: http://..., model: ...}`"
+            yield ConfigProblem(f"rewards.{name}.judge", "a judge needs an address and a model", remedy)
+    for path, judge in _judges(config).items():
+        yield from _address_problems(path, judge)
+        if not judge.model:
+            yield ConfigProblem(f"{path}.model", "no model is named", "write the name that the address has for it")
+        yield from _key_problems(path, judge, os.environ)
+        for key in judge.extra_body:
+            if key in REQUEST_FIELDS:
+                remedy = "use the judge's own key for it" if key in vars(judge) else "leave it out"
+                yield ConfigProblem(f"{path}.extra_body.{key}", "the judge fills this field itself", remedy)
+    yield from _limits_fit(config.rewards)
+
+
+def _limits_fit(rewards: Mapping[str, RewardConfig]) -> Iterator[ConfigProblem]:
+    for name, reward in rewards.items():
+        if reward.verifier != "judge" or reward.judge is None:
+            continue
+        seconds, whole = reward.judge.request_timeout_seconds, reward_timeout(reward)
+        if seconds > whole:
+            message = f"{seconds:g} s for one answer are more than the {whole:g} s for all attempts"
+            path = f"rewards.{name}.judge.request_timeout_seconds"
+            yield ConfigProblem(path, message, f"raise `rewards.{name}.timeout_seconds`, or lower this")
+
+
+def _address(url: str) -> SplitResult | None:
+    """Return the parts of an address; None if it is malformed."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return None
+    return parts if good else None
+
+
+def _address_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
+    path, form = f"{path}.base_url", "write it like `http://127.0.0.1:8000/v1`"
+    if not judge.base_url:
+        yield ConfigProblem(path, "no address is given", form)
+        return
+    parts = _address(judge.base_url)
+    if parts is None:
+        yield ConfigProblem(path, f"{shown(judge.base_url)} is no address", form)
+    elif "@" in parts.netloc:
+        remedy = "put the key into an environment variable and name that in `api_key_env`"
+        yield ConfigProblem(path, "the address contains a user or a password", remedy)
+    elif parts.query or parts.fragment:
+        yield ConfigProblem(path, f"{shown(judge.base_url)} goes on after the path", form)
+    elif parts.path.rstrip("/").endswith("/completions"):
+        remedy = "leave `/chat/completions` out: it is added"
+        yield ConfigProblem(path, f"{shown(judge.base_url)} is the address of one call", remedy)
+
+
+def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str]) -> Iterator[ConfigProblem]:
+    """Check the key's variable. Messages do not show the value: it may be the key itself, in the wrong place."""
+    path = f"{path}.api_key_env"
+    if judge.api_key_env is None:
+        return
+    if not _ENVIRONMENT_NAME.fullmatch(judge.api_key_env):
+        remedy = "write the name of the variable, not the key: `OPENAI_API_KEY`"
+        yield ConfigProblem(path, "the value is no name of an environment variable", remedy)
+    elif not environment.get(judge.api_key_env):
+        remedy = "write the name of the variable, and `export` it where the run is started"
+        yield ConfigProblem(path, "no environment variable of this name is set", remedy)
+
+
+def verdicts_can_be_read(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require a template that shows the response, and an answer that can become a score."""
+    for path, judge in _judges(config).items():
+        yield from _template_problems(path, judge)
+        if judge.score_min >= judge.score_max:
+            message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"
+            yield ConfigProblem(f"{path}.score_max", message, "give the judge's worst and best score")
+        if judge.score_pattern is not None and judge.score_field is not None:
+            message = f"{shown(judge.score_field)}, but `score_pattern` is set, too"
+            yield ConfigProblem(f"{path}.score_field", message, "keep one of the two")
+        if judge.score_pattern is not None:
+            yield from _pattern_problems(f"{path}.score_pattern", judge.score_pattern)
+
+
+def _template_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
+    path = f"{path}.template"
+    if judge.template is None:
+        if judge.score_pattern is not None or judge.score_field is not None:
+            message = "the built-in question asks for a line `Score: N`, and the score is looked for elsewhere"
+            yield ConfigProblem(path, message, "write a template that asks for what is looked for")
+        return
+    names = _NAME_IN_BRACES.findall(judge.template)
+    for name in dict.fromkeys(names):
+        if name not in JUDGE_FIELDS:
+            message = f"`{{{name}}}` is nothing that a template can contain"
+            yield ConfigProblem(path, message, choose_among(name, JUDGE_FIELDS))
+    if "response" not in names:
+        yield ConfigProblem(path, "the response is not shown to the judge", "write `{response}` where it belongs")
+
+
+def _pattern_problems(path: str, pattern: str) -> Iterator[ConfigProblem]:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield ConfigProblem(path, f"{shown(pattern)} is no regular expression ({error})", "correct it")
+        return
+    if groups == 0:
+        remedy = r"put parentheses around the number: `Score: (\d+)`"
+        yield ConfigProblem(path, f"{shown(pattern)} has no group that would be the score", remedy)

@@ -1,0 +1,260 @@
+"""Rules about the arithmetic of a run: staleness, batches, lengths, sampling, KL, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from roll.check.devices import readable_mappings
+from roll.configs.derived import (
+    canary_length,
+    counts_steps,
+    data_parallel_ranks,
+    group_size,
+    group_size_key,
+    least_staleness,
+    max_new_tokens,
+    optimizer_batch_size,
+    present_roles,
+    samples_per_step,
+    sequence_length,
+    total_optimizer_steps,
+    trained_roles,
+    truncates_sampling,
+    uses_kl,
+    validation_settings,
+    warmup_steps,
+)
+from roll.configs.engine_options import Options
+from roll.configs.errors import ConfigProblem, count
+from roll.configs.roles import PACKING_STRATEGIES, TRAIN_STRATEGIES, UNREAD_KEYS, GeneratingArguments
+from roll.configs.run import PipelineConfig
+
+
+def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject sequence packing for trainers that cannot separate samples in one row."""
+    for name, role in present_roles(config).items():
+        strategy = role.strategy_args.strategy_name
+        if role.use_sequence_packing and strategy in set(TRAIN_STRATEGIES) - set(PACKING_STRATEGIES):
+            message = f"true, but {strategy} computes on padded rows only"
+            remedy = f"set it to false, or use {' or '.join(f'`{able}`' for able in PACKING_STRATEGIES)}"
+            yield ConfigProblem(f"{name}.use_sequence_packing", message, remedy)
+
+
+def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject bfloat16 with DeepSpeed's stage 0, which keeps no float32 gradients or master weights."""
+    for name, role in trained_roles(config).items():
+        if role.strategy_args.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
+            continue
+        if Options.of(role).get("zero_optimization.stage", 0) == 0:
+            path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
+            message = "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones"
+            remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
+            yield ConfigProblem(path, message, remedy)
+
+
+def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject a bound below what the ratio generates ahead, and an update interval longer than the run."""
+    interval, least = config.weight_update.interval_steps, least_staleness(config)
+    if config.max_staleness is not None and config.max_staleness < least:
+        ahead = math.ceil(config.async_generation_ratio)
+        message = (
+            f"{config.max_staleness} is impossible: a group may start ceil({config.async_generation_ratio:g}) = "
+            f"{count(ahead, 'step')} ahead, with weights up to {interval} - 1 = {count(interval - 1, 'version')} old, "
+            f"so tokens reach a lag of {ahead} + {interval - 1} = {least}"
+        )
+        remedy = f"set at least {least}, or lower `async_generation_ratio` or `weight_update.interval_steps`"
+        yield ConfigProblem("max_staleness", message, remedy)
+    if interval > config.max_steps:
+        steps = count(config.max_steps, "step")
+        message = f"{interval} is more than the {steps} of the run: no weights would be published"
+        yield ConfigProblem("weight_update.interval_steps", message, f"set at most {config.max_steps}")
+
+
+def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require samples for every rank, and optimizer steps that divide the batch."""
+    samples, mappings = samples_per_step(config), readable_mappings(config)
+    batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
+    for role, section in present_roles(config).items():
+        if role == "actor_infer" or role not in mappings:
+            continue
+        ranks = data_parallel_ranks(section)
+        if samples < ranks:
+            message = f"a step has {batch}, fewer than the {ranks} ranks of {role} that share it"
+            yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
+    for name, section in trained_roles(config).items():
+        accumulation = section.training_args.gradient_accumulation_steps
+        if accumulation is None or name not in mappings:
+            continue
+        path = f"{name}.training_args.gradient_accumulation_steps"
+        if counts_steps(config):
+            message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
+            yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
+            continue
+        size = optimizer_batch_size(config, section)
+        if samples % size:
+            message = (
+                f"an optimizer step takes {section.training_args.per_device_train_batch_size} "
+                f"(per_device_train_batch_size) x {accumulation} x {data_parallel_ranks(section)} (ranks) = "
+                f"{count(size, 'sample')}, which does not divide {batch}"
+            )
+            remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
+            yield ConfigProblem(path, message, remedy)
+
+
+def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that prompts and responses fit into sequences."""
+    if config.sequence_length is not None and config.sequence_length <= config.prompt_length:
+        message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
+        remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
+        yield ConfigProblem("sequence_length", message, remedy)
+    yield from _response_fits("actor_infer.generating_args", config.actor_infer.generating_args, config)
+    validation = validation_settings(config)
+    if validation is not None:
+        yield from _response_fits("validation.generating_args", validation.generating_args, config)
+
+
+def _response_fits(path: str, sampling: GeneratingArguments, config: PipelineConfig) -> Iterator[ConfigProblem]:
+    tokens = sampling.max_new_tokens
+    if tokens is not None and tokens > config.response_length:
+        message = f"{tokens} is more than response_length {config.response_length}"
+        yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
+
+
+def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that the samples of a group can differ, and that equal groups are dropped or masked once, not twice."""
+    sampling, size, key = config.actor_infer.generating_args, group_size(config), group_size_key(config)
+    if sampling.temperature == 0:
+        message = "0 is greedy: all samples of a group are equal and nothing can be learned"
+        yield ConfigProblem("actor_infer.generating_args.temperature", message, "set it above 0, for example 1.0")
+    if sampling.num_return_sequences != 1:
+        path = "actor_infer.generating_args.num_return_sequences"
+        message = f"{sampling.num_return_sequences} has no effect in training"
+        yield ConfigProblem(path, message, f"set `{key}` instead")
+    if size == 1 and config.group_filter == "zero_variance":
+        message = "zero_variance would drop every group: each has 1 sample"
+        yield ConfigProblem("group_filter", message, f"set `{key}` to at least 2, or `none`")
+    if config.zero_variance_mask and size == 1:
+        message = "true would leave every group out of the loss: each has 1 sample"
+        yield ConfigProblem("zero_variance_mask", message, f"set `{key}` to at least 2, or false")
+    elif config.zero_variance_mask and config.group_filter == "zero_variance":
+        message = "true has no effect: `group_filter: zero_variance` drops such groups before training"
+        yield ConfigProblem("zero_variance_mask", message, "keep one of the two")
+
+
+def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require a reference for a KL term, and a KL term for a reference."""
+    if config.reference is None:
+        for key in ("use_kl_loss", "add_token_level_kl"):
+            if vars(config)[key]:
+                message = "true, but there is no `reference` to measure the divergence from"
+                yield ConfigProblem(key, message, "add `reference: {device_mapping: ...}`, or set false")
+    elif not uses_kl(config):
+        message = "has no effect: no KL term uses it, yet it would be loaded"
+        yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
+
+
+def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject reward shaping that leaves nothing to learn from."""
+    if config.difficulty_mask and config.difficulty_low_threshold > config.difficulty_high_threshold:
+        low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
+        message = f"{low:g} is above difficulty_high_threshold {high:g}: every group would be left out"
+        yield ConfigProblem("difficulty_low_threshold", message, f"set at most {high:g}")
+    if config.difficulty_mask and (config.difficulty_low_threshold, config.difficulty_high_threshold) == (0, 1):
+        message = "true, but the thresholds 0 and 1 keep every group whose scores lie between them"
+        remedy = "set `difficulty_low_threshold` or `difficulty_high_threshold`, for example 0.1 and 0.95"
+        yield ConfigProblem("difficulty_mask", message, remedy)
+    penalty = config.length_penalty
+    if penalty is not None and penalty.buffer is not None and penalty.buffer > max_new_tokens(config):
+        message = f"{penalty.buffer} is more than the longest response of {count(max_new_tokens(config), 'token')}"
+        yield ConfigProblem("length_penalty.buffer", message, f"set at most {max_new_tokens(config)}")
+    if group_size(config) == 1:
+        key = group_size_key(config)
+        if penalty is not None and penalty.kind == "relative":
+            message = "relative compares the lengths of a group, and a group has 1 sample"
+            remedy = f"set `{key}` to at least 2, or `kind: overlong`"
+            yield ConfigProblem("length_penalty.kind", message, remedy)
+        for norm in ("norm_mean_type", "norm_std_type"):
+            if vars(config)[norm] == "group":
+                message = "group, but a group has 1 sample: nothing to compare"
+                yield ConfigProblem(norm, message, f"set `{key}` to at least 2, or `batch`")
+
+
+def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject an adaptive controller that starts at 0: it multiplies, so it would stay there."""
+    if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
+        message = "0 with an adaptive controller, which multiplies it: it would stay 0"
+        yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
+
+
+def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require one way to set the warm-up, and a step in which the policy learns."""
+    for name, role in trained_roles(config).items():
+        arguments = role.training_args
+        if arguments.warmup_steps and arguments.warmup_ratio:
+            message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
+            yield ConfigProblem(f"{name}.training_args.warmup_ratio", message, "keep one of the two")
+    if config.critic_warmup >= config.max_steps:
+        message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
+        yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
+
+
+def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require comparable log-probabilities for the mismatch alarm and the parity check."""
+    if config.mismatch_alarm is not None and truncates_sampling(config):
+        message = (
+            f"{config.mismatch_alarm:g} would compare unlike things: with top_p or top_k the engine records the "
+            "log-probabilities of the truncated distribution, which the trainer does not know"
+        )
+        remedy = "remove it (the canaries of `weight_update.canary_interval` still compare), or set top_p 1 and top_k 0"
+        yield ConfigProblem("mismatch_alarm", message, remedy)
+    if config.weight_update.canary_interval > 0 and canary_length(config) < 2:
+        message = f"sequences of {count(sequence_length(config), 'token')} leave no token for canaries to compare"
+        yield ConfigProblem("weight_update.canary_interval", message, "set 0, or allow longer sequences")
+
+
+def training_warnings(config: PipelineConfig) -> Iterator[str]:
+    """Warn about arithmetic that works but may not be intended."""
+    if truncates_sampling(config):
+        yield (
+            "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "
+            "the trainer's own have no truncation, so the importance ratio is biased, and the train/inference mismatch "
+            "is not reported"
+        )
+    infer = config.actor_infer
+    if infer.silence_timeout_seconds >= infer.request_timeout_seconds:
+        yield (
+            f"actor_infer.silence_timeout_seconds {infer.silence_timeout_seconds:g} is not below "
+            f"request_timeout_seconds {infer.request_timeout_seconds:g}: the requests of a stuck engine fail before it "
+            "is replaced"
+        )
+    if config.sequence_length is not None:
+        left = config.sequence_length - config.prompt_length
+        if left < max_new_tokens(config):
+            yield f"sequence_length leaves {count(left, 'token')} for the response to a prompt of full length"
+        if config.sequence_length > config.prompt_length + config.response_length:
+            yield "sequence_length is never reached: prompt_length + response_length is less"
+    if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least_staleness(config):
+        yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least_staleness(config)}"
+    yield from _budget_warnings(config)
+    for name, role in trained_roles(config).items():
+        if warmup_steps(config, role) >= total_optimizer_steps(config, role):
+            yield f"warm-up of {name} lasts the whole run: its learning rate never reaches its peak"
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        yield "kl_loss_coef is 0: the KL divergence is measured but weighs nothing"
+    if config.use_kl_loss and config.kl_estimator == "k1":
+        yield "kl_estimator k1 as a loss has a gradient of mean 0; k2 and k3_straight_through have that of the KL"
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        yield "init_kl_coef is 0: the KL divergence is measured but weighs nothing"
+
+
+def _budget_warnings(config: PipelineConfig) -> Iterator[str]:
+    for name, role in present_roles(config).items():
+        for mode, dynamic, budget in (
+            ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),
+            ("infer", role.use_dynamic_batching_in_infer, role.max_tokens_per_microbatch_in_infer),
+        ):
+            key = f"max_tokens_per_microbatch_in_{mode}"
+            if dynamic and key not in UNREAD_KEYS[name] and budget < sequence_length(config):
+                longest = sequence_length(config)
+                yield f"{name}.{key} {budget} is less than one sequence of {longest}, which goes beyond it alone"

@@ -1,0 +1,204 @@
+"""`roll init FILE`: a working configuration from a few answers, or from flags alone.
+
+The command loads and checks the file it has written, and removes it again if it cannot work. Anything still missing
+(the prompts, GPUs, a user's own function) is named, so `roll check` reports nothing new. The file is a starting point:
+few keys, in the order in which a reader needs them, with reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.check.config import check_elsewhere
+from roll.check.needs import missing_packages
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.loader import load_config
+from roll.configs.run import PipelineConfig
+
+WRITTEN, FAILED, BAD_ANSWERS = 0, 1, 2
+
+_EPILOG = """\
+examples:
+  roll init my_run.yaml
+  roll init my_run.yaml --model Qwen/Qwen2.5-7B --data data/train.jsonl --devices 8 --async
+  roll init my_run.yaml --model my_model --data data/train.jsonl --device cpu --verifier exact --yes
+
+Without --yes, what no flag says is asked for.
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to the user, and the default that holds without an answer."""
+
+    flag: str
+    text: str
+    default: str
+
+
+QUESTIONS = (
+    Question("model", "model: a folder, or a hub name", "Qwen/Qwen2.5-0.5B-Instruct"),
+    Question("data", "prompts: a JSONL file (`prompt`, `ground_truth`, `domain`)", "data/train.jsonl"),
+    Question("domain", "domain of these prompts", "math"),
+    Question("verifier", "verifier: math, exact, numeric, code, or my_module:my_function", "math"),
+    Question("device", "devices: cuda or cpu", "cuda"),
+    Question("devices", "how many of them", "2"),
+)
+
+_TEMPLATE = """\
+# roll check {path}
+# roll train {path}
+pipeline: rlvr
+exp_name: {name}
+pretrain: {model}
+
+cluster: {{device: {device}, num_devices_per_node: {devices}}}
+
+# 32 prompts x 8 samples = 256 samples a step. Lengths are in tokens.
+max_steps: 100
+rollout_batch_size: 32
+num_return_sequences_in_group: 8
+prompt_length: 512
+response_length: {response}
+
+# {ratio_reason}
+async_generation_ratio: {ratio}
+
+actor_train:
+  device_mapping: {trainers}
+  model_args: {{dtype: {dtype}}}
+  training_args: {{learning_rate: 1.0e-6, warmup_steps: 5}}
+  data_args:
+    file_name: {data}
+    template: {template}
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config: {{gradient_checkpointing: true}}
+actor_infer:
+  device_mapping: {engines}
+  model_args: {{dtype: {dtype}}}
+  strategy_args: {{strategy_name: {engine}}}
+
+# How responses are judged: the key is a name, the tags are the `domain` of prompts.
+rewards:
+  {reward}: {{verifier: {verifier}, tag_included: [{domain}]}}
+"""
+
+
+def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
+    """Ask, write and check; return the exit code. ``ask`` shows a text and returns the answer."""
+    options = _parser().parse_args(arguments)
+    path = Path(options.file)
+    if path.exists():
+        print(f"{path} is there already; name another file, or remove it", file=sys.stderr)
+        return FAILED
+    try:
+        text = _text(path, _answers(options, ask), overlapped=options.overlapped)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        config = load_config(path)
+        missing = [*check_elsewhere(config), *_not_found(config)]
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        path.unlink(missing_ok=True)
+        print("\ninterrupted; nothing was written", file=sys.stderr)
+        return FAILED
+    except EOFError:
+        print("nobody answers; give flags and --yes", file=sys.stderr)
+        return BAD_ANSWERS
+    except ConfigError as error:
+        path.unlink(missing_ok=True)
+        print("\n\n".join(["these answers cannot work", *map(str, error.problems)]), file=sys.stderr)
+        return BAD_ANSWERS
+    print(f"written: {path}")
+    for problem in missing:
+        print(f"still needed: {problem.path}: {problem.message}")
+    print(f"next: roll check {path}")
+    return WRITTEN
+
+
+def _not_found(config: PipelineConfig) -> list[ConfigProblem]:
+    """Return the problems of names that cannot be found here, such as a module of the user's own."""
+    from roll.pipeline.preflight import look_up
+
+    try:
+        look_up(config, with_model=False, without=missing_packages(config))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roll init",
+        description="Write a working configuration for prompts with checkable answers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file to write; it must not be there yet")
+    for question in QUESTIONS:
+        parser.add_argument(f"--{question.flag}", help=f"{question.text} (default {question.default})")
+    parser.add_argument(
+        "--async", dest="overlapped", action="store_true", help="generate one step ahead, on devices of its own"
+    )
+    parser.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
+    return parser
+
+
+def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str, str]:
+    given = {question.flag: vars(options)[question.flag] for question in QUESTIONS}
+    for question in QUESTIONS:
+        if given[question.flag] is None:
+            answer = "" if options.yes else ask(f"{question.text} [{question.default}]: ").strip()
+            given[question.flag] = answer or question.default
+    return given
+
+
+def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
+    """Return the configuration as YAML. Impossible answers are left for the checks to name."""
+    devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
+    trainers, engines = _shares(devices, overlapped)
+    gpus = answers["device"] != "cpu"
+    reasons = {
+        True: "Generation runs one training step ahead, so both work all the time; 0 takes turns.",
+        False: "Generation and training take turns on the same devices; 1 generates a step ahead, on its own.",
+    }
+    return _TEMPLATE.format(
+        path=path,
+        name=_quoted(path.stem),
+        model=_quoted(answers["model"]),
+        device=_quoted(answers["device"]),
+        devices=_quoted(answers["devices"]) if not devices else devices,
+        response=1024,
+        ratio=int(overlapped),
+        ratio_reason=reasons[overlapped],
+        trainers=trainers,
+        engines=engines,
+        dtype="bfloat16" if gpus else "float32",
+        data=_quoted(answers["data"]),
+        template="chat" if "instruct" in answers["model"].lower() or "qwen3" in answers["model"].lower() else "raw",
+        engine="vllm" if gpus else "hf_infer",
+        reward=_quoted(answers["domain"]),
+        domain=_quoted(answers["domain"]),
+        verifier=_quoted(answers["verifier"]),
+    )
+
+
+def _shares(devices: int, overlapped: bool) -> tuple[str, str]:
+    """Return the device mappings of trainer and engine: one half each, or all devices for both."""
+    if not overlapped:
+        return (f'"0-{max(0, devices - 1)}"',) * 2
+    half = max(1, devices // 2)
+    return f'"0-{half - 1}"', f'"{half}-{max(half, devices - 1)}"'
+
+
+def _quoted(text: str) -> str:
+    """Return the text as a quoted YAML string, whatever it contains."""
+    return json.dumps(text, ensure_ascii=False)

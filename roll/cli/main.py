@@ -1,0 +1,438 @@
+"""The commands of `roll`. Their modules are imported when called, so that each command answers at once.
+
+The command line: check everything, print what will happen, run, and return a reliable exit code.
+
+Exit code 0: the run reached its last step. 2: the configuration cannot work (printed before Ray or a model starts,
+without a traceback). 1: any other failure, with its cause in one line and its traceback in the run's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from roll.check.config import check_config
+from roll.check.plan import plan, render
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
+from roll.configs.loader import dump_config, load_config
+from roll.configs.run import PipelineConfig
+from roll.tracking.files import printed, say
+from roll.tracking.run_directory import RunDirectory, RunExists, RunUnusable
+from roll.tracking.status import DriverWatch, StatusFile
+from roll.tracking.summary import describe_error, fail_unfinished
+
+if TYPE_CHECKING:
+    from roll.pipeline.preflight import Prepared
+    from roll.pipeline.recorder import FinalStatus, RunRecorder
+    from roll.pipeline.resume import ResumePoint
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `roll`."""
+
+    usage: str
+    """Argument shown after the command's name."""
+    help: str
+    module: str | None
+    """Module with ``main(arguments) -> exit code``; None: the command that trains."""
+
+
+COMMANDS = {
+    "train": Command("FILE", "run the training that a file describes; `roll --config FILE` is the same", None),
+    "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check"),
+    "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init"),
+    "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check_env"),
+    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.cli.doctor"),
+    "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page"),
+    "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion"),
+}
+
+
+def other_command(name: str) -> Callable[[Sequence[str]], int] | None:
+    """Return the entry point of a command that does not train; None if ``name`` is no such command."""
+    command = COMMANDS.get(name)
+    if command is None or command.module is None:
+        return None
+    return import_module(command.module).main
+
+
+SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
+DRIVER = "driver"
+LAST_WORDS_SECONDS = 10.0
+"""Longest wait for the last messages of a process that is about to be killed. The disk itself may hang."""
+
+_COMMANDS = "\n".join(f"  roll {f'{name} {command.usage}':<18}  {command.help}" for name, command in COMMANDS.items())
+_EPILOG = f"""\
+commands:
+{_COMMANDS}
+  roll --version
+
+examples:
+  roll train examples/quickstart/rlvr.yaml
+  roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
+  roll check-env frozen_lake size=8
+  roll doctor output/quickstart/latest
+  roll report output/quickstart/latest
+  roll train run.yaml max_steps=20 actor_train.training_args.learning_rate=1e-4 'rewards.math.tag_included=[gsm8k]'
+
+The configuration is checked as a whole and its arithmetic printed before anything starts.
+exit codes: 0 the run reached its last step; 2 the configuration cannot work, every problem named with a remedy;
+1 anything else, the cause in one line and its traceback in the run's log.
+"""
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `roll` or `examples/start_pipeline.py`; return the exit code."""
+    started = time.monotonic()
+    _leave_without_a_search()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    other = other_command(arguments[0]) if arguments else None
+    if other is not None:
+        return printed(partial(other, arguments[1:]))
+    if arguments == ["--version"]:
+        say(f"roll {_version()}")
+        return SUCCESS
+    if (wrong := _no_command(arguments)) is not None:
+        say(wrong, error=True)
+        return BAD_CONFIGURATION
+    options = _parser(arguments).parse_args(arguments)
+    attempt = partial(_attempt, options.config)
+    ended = attempt(lambda: load_config(options.config, options.overrides), started)
+    if ended.failed is None:
+        return ended.exit_code
+    return begin_again(*ended.failed, lambda config: attempt(lambda: config, time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The outcome of an attempt to run."""
+
+    exit_code: int
+    failed: tuple[PipelineConfig, RunDirectory] | None = None
+    """Configuration and folder of a run that failed after it had begun and was not interrupted."""
+    refused: bool = False
+    """True if nothing was started, for a reason that may pass."""
+
+
+def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[PipelineConfig], Ended]) -> int:
+    """Retry a failed run from its newest checkpoint, as often as `restarts` allows; return the exit code.
+
+    An attempt that is refused (because a cluster, a judge or a disk is still away) counts as a failure.
+    """
+    from roll.pipeline.resume import Restarts
+
+    restarts = Restarts()
+    while (again := restarts.after_failure(config, run)) is not None:
+        try:
+            _end_in_order_on_signals()
+            say(again.words)
+            time.sleep(again.delay_seconds)
+        except KeyboardInterrupt:
+            say("interrupted before it began again", error=True)
+            return FAILURE
+        config = again.config
+        ended = attempt(config)
+        if ended.failed is not None:
+            config, run = ended.failed
+        elif not ended.refused:
+            return ended.exit_code
+    return FAILURE
+
+
+def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
+    """Check the configuration that ``load`` returns and run it to its end. ``path``: the user's name for it."""
+    try:
+        prepared, run, point = _check(load)
+    except ConfigError as error:
+        say(_refusal(path, error), error=True)
+        return Ended(BAD_CONFIGURATION, refused=True)
+    except (KeyboardInterrupt, SystemExit) as error:
+        say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
+        return Ended(FAILURE)
+    if point is not None and _has_ended(point, prepared.config):
+        return Ended(SUCCESS)
+    try:
+        with run.held():
+            if point is not None:
+                point = _look_again(point, prepared)
+                if _has_ended(point, prepared.config):
+                    return Ended(SUCCESS)
+                _go_back(point, prepared.config)
+            watch = DriverWatch(prepared.config.stall_timeout_seconds)
+            with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
+                outcome = _run(prepared, run, status, point, started)
+    except ConfigError as error:  # another process changed the run in the meantime
+        say(_refusal(path, error), error=True)
+        return Ended(BAD_CONFIGURATION, refused=True)
+    except (RunExists, RunUnusable) as error:
+        say(str(error), error=True)
+        return Ended(FAILURE, refused=isinstance(error, RunUnusable))
+    if outcome == "success":
+        return Ended(SUCCESS)
+    return Ended(FAILURE, (prepared.config, run) if outcome == "failed" else None)
+
+
+def _no_command(arguments: Sequence[str]) -> str | None:
+    """Return an error message for a command line without a command or an option; None if it has one."""
+    if not arguments:
+        return f"what is `roll` to do?\n\ncommands:\n{_COMMANDS}\n\nroll --help says more"
+    first = arguments[0]
+    if first in COMMANDS or first.startswith("-") or "=" in first:
+        return None
+    if first.endswith((".yaml", ".yml")):
+        return f"`{first}` is no command; to train as it says: roll train {first}"
+    return f"`{first}` is no command; {choose_among(first, COMMANDS)}"
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser for `roll train FILE`, or for `roll --config FILE`, which means the same."""
+    trains = arguments[:1] == ["train"]
+    parser = argparse.ArgumentParser(
+        prog="roll",
+        usage="roll train FILE [key=value ...]" if trains else "roll COMMAND ... | roll --config FILE [key=value ...]",
+        description="Train a language model by reinforcement learning, as a YAML file describes it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if trains:
+        parser.add_argument("command", choices=["train"], help="run the training that FILE describes")
+        parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    else:
+        parser.add_argument("--config", required=True, metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="dotted keys that replace values of the file"
+    )
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("roll")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, ResumePoint | None]:
+    """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
+    with _garbage_collection_off():
+        config = check_config(load())
+        say(render(plan(config)))
+        from roll.pipeline.preflight import prepare
+        from roll.pipeline.resume import find_resume_point
+
+        prepared = prepare(config)
+        point = find_resume_point(config, prepared.source)
+        return prepared, _create_run_directory(config) if point is None else point.run, point
+
+
+@contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    """Pause garbage collection. Scanning the objects of imports again and again takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _leave_without_a_search() -> None:
+    """Freeze all objects at exit. Otherwise a last garbage collection scans all imports, for two seconds."""
+    atexit.unregister(gc.freeze)  # from an earlier call
+    atexit.register(gc.freeze)
+
+
+def _refusal(path: str, error: ConfigError) -> str:
+    """Return the text that the user reads: every problem, with an empty line before each."""
+    problems = count(len(error.problems), "problem")
+    return "\n\n".join([f"{path} cannot run ({problems}); nothing was started", *map(str, error.problems)])
+
+
+def _create_run_directory(config: PipelineConfig) -> RunDirectory:
+    try:
+        run = RunDirectory.create(config.output_dir, config.exp_name)
+    except (OSError, ValueError) as error:
+        path = "output_dir" if config.output_dir is not None else "exp_name"
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        remedy = "name a new or empty folder that can be written"
+        raise ConfigError([ConfigProblem(path, message, remedy)]) from error
+    run.write_config(dump_config(config))
+    return run
+
+
+def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
+    """Return True, and say so, if nothing is left to do."""
+    if not point.has_ended(config.max_steps):
+        return False
+    say("\n".join([*point.notes, f"the run in {point.run.root} has all its {config.max_steps} steps"]))
+    return True
+
+
+def _look_again(point: ResumePoint, prepared: Prepared) -> ResumePoint:
+    from roll.pipeline.resume import look_again
+
+    return look_again(point, prepared.config, prepared.source)
+
+
+def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
+    from roll.pipeline.resume import take_out_of_the_way
+
+    try:
+        take_out_of_the_way(point, config.max_ckpt_to_keep)
+    except (OSError, ValueError) as error:
+        raise RunUnusable(f"the run in {point.run.root} cannot go on: {error}") from error
+
+
+def _run(
+    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
+) -> FinalStatus:
+    from roll.tracking.logs import native_output_kept
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(native_output_kept(run.logs, DRIVER))
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {run.root}: {error}") from error
+        return _run_quietly(prepared, run, status_file, point, started)
+
+
+def _run_quietly(
+    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
+) -> FinalStatus:
+    from roll.pipeline.main import run_pipeline
+    from roll.pipeline.recorder import RunRecorder
+    from roll.runtime.placement import RaySession, local_cpu_slots
+    from roll.tracking.logs import configure_logging
+
+    try:
+        configure_logging(run.logs, DRIVER, console=True)
+        recorder = RunRecorder(
+            prepared.config,
+            run,
+            started=started,
+            decoder=prepared.tokenizer,
+            after_step=None if point is None else point.last_record,
+        )
+    except OSError as error:
+        raise RunUnusable(f"cannot write to {run.root}: {error}") from error
+    if point is not None:
+        recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
+    cluster = prepared.config.cluster
+    try:
+        with RaySession(cluster, local_cpus=local_cpu_slots(cluster), link=run.logs / "ray"):
+            _end_in_order_on_signals()
+            running = run_pipeline(prepared, recorder, status_file, point)
+            outcome = asyncio.run(to_its_end(running, recorder, status_file))
+    except (KeyboardInterrupt, Exception) as error:
+        outcome = _outcome(error, status_file)
+    status_file.ending()
+    status = recorder.close(*outcome)
+    say(f"files and logs of the run: {run.root}")
+    if status == "interrupted":
+        say(how_to_go_on(run))
+    return status
+
+
+def how_to_go_on(run: RunDirectory) -> str:
+    """Return what the user of an interrupted run can do, given the checkpoints that are whole."""
+    from roll.pipeline.checkpoints import newest_whole
+
+    again = f"the same command with resume_from_checkpoint={run.root}"
+    newest, damages = newest_whole(run.checkpoints)
+    if newest is not None:
+        return f"to go on after step {newest.step}: {again}"
+    if damages:
+        return "no checkpoint is whole: begin a new run in another folder"
+    return f"no checkpoint was saved (`save_steps`): {again} begins again there"
+
+
+async def to_its_end(
+    run: Awaitable[None], recorder: RunRecorder, status_file: StatusFile
+) -> tuple[FinalStatus, BaseException | str | None]:
+    """Await the run and return how it ended.
+
+    A failure is recorded before the event loop is closed, because closing waits for threads and one of them may hang.
+    The run has a task of its own: in Python 3.11 a failed task group leaves its owner marked as cancelled, and here
+    that mark must mean only that the run was interrupted.
+    """
+    running = asyncio.ensure_future(run)
+    try:
+        await running
+    except (asyncio.CancelledError, Exception) as error:
+        task = asyncio.current_task()
+        outcome = _outcome(error, status_file, interrupted=task is not None and task.cancelling() > 0)
+        recorder.ended(*outcome)
+        return outcome
+    finally:
+        status_file.ending()
+    return "success", None
+
+
+def _outcome(
+    error: BaseException, status_file: StatusFile, interrupted: bool = False
+) -> tuple[FinalStatus, BaseException | str]:
+    """Return the final status and its cause. ``interrupted``: a signal came before the error was raised."""
+    stuck = status_file.stuck_because
+    if isinstance(error, Exception):
+        logger.info("the run failed", exc_info=error)
+        if interrupted and stuck is None:
+            return "interrupted", f"interrupted by a signal; then {describe_error(error)}"
+        return "failed", error
+    if stuck is None:
+        return "interrupted", "interrupted by a signal"
+    logger.error("%s; the run is ended", stuck)
+    return "failed", stuck
+
+
+def end_process(run: RunDirectory, reason: str) -> None:
+    """Kill this process, whatever its threads do. This is the last resort. Worker processes end with it."""
+    words = threading.Thread(target=_last_words, args=(run, reason), daemon=True)
+    words.start()
+    words.join(LAST_WORDS_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _last_words(run: RunDirectory, reason: str) -> None:
+    say(f"{reason}; the process is ended", error=True)
+    fail_unfinished(run.summary, reason)
+    logger.error("%s; the process is ended", reason)
+
+
+def _interrupt() -> None:
+    """Send SIGINT, as Ctrl-C does.
+
+    The first one asks the event loop to end; a stuck loop does not react. The second one is raised in the code that is
+    stuck. Native code reacts to neither and ends with the process.
+    """
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _end_in_order_on_signals() -> None:
+    """Let SIGTERM end a run in the same orderly way as Ctrl-C. Ray has installed a handler of its own before.
+
+    Background jobs of a shell ignore SIGINT by default. Here it is handled, since it was sent on purpose.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

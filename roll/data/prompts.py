@@ -1,0 +1,504 @@
+"""The prompts of a run, rendered and checked before anything else starts.
+
+`load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
+its result depends only on the files, the configuration and the seed.
+
+Sources of prompts: JSONL files and reasoning-gym's procedural tasks.
+
+Each reader returns all rows it could read and all problems it met, so that a user sees every broken line at once. Files
+are untrusted: a line that is not UTF-8, JSON or a prompt is reported with its file and number.
+
+Rendering: from a row of a data set to the text and the token ids that a policy starts from.
+
+The text that is tokenised is exactly the text in the logs. No special token is added to the data: a raw prompt that
+needs a leading token contains it, and a chat template writes its own.
+
+Loading of tokenizers: fast, and with a plain message if there is none.
+
+The configuration check renders the prompts before anything heavy starts. A folder whose tokenizer needs no class of its
+own is therefore read without importing torch (under a second). Every other tokenizer goes through `AutoTokenizer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.roles import DataArguments, ReasoningGymSource
+from roll.data.records import Prompt, derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_OFFENDERS = 5
+"""Number of prompts named in a message about many."""
+
+
+def load_prompts(
+    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int, path: str, seed: int
+) -> list[Prompt]:
+    """Read, render, check and select the prompts of one `data_args`.
+
+    ``path`` is the configuration path of ``data_args`` and begins the path of each problem. ``prompt_length`` counts
+    tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
+    in the order of the data. Raises `ConfigError`.
+    """
+    problems = _template_problems(data_args, tokenizer, path)
+    rows, source_problems = _read_sources(data_args, path)
+    problems += source_problems
+    if problems:
+        raise ConfigError(problems)
+    rows = _select(rows, data_args.max_samples, data_args.shuffle, seed, path)
+    prompts, problems = _render(rows, data_args, tokenizer, path)
+    prompts, length_problems = _check_lengths(prompts, data_args, prompt_length, path)
+    problems += length_problems
+    if not prompts and not problems:
+        message = f"all {len(rows)} prompts are longer than {prompt_length} tokens"
+        problems.append(ConfigProblem(path, message, "raise `prompt_length`"))
+    problems = problems or _share_problems(data_args.domain_interleave_probs, prompts, path)
+    if problems:
+        raise ConfigError(problems)
+    return prompts
+
+
+def _template_problems(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str) -> list[ConfigProblem]:
+    if data_args.template == "raw" and data_args.system_prompt is not None:
+        message = "a system prompt has no effect with `template: raw`"
+        return [ConfigProblem(f"{path}.system_prompt", message, "use `template: chat`, or write it into the prompts")]
+    if data_args.template == "chat" and not tokenizer.chat_template:
+        message = "the tokenizer has no chat template"
+        return [ConfigProblem(f"{path}.template", message, "use `template: raw`, or a model with a chat template")]
+    return []
+
+
+def _read_sources(data_args: DataArguments, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
+    file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
+    if not file_names and not data_args.reasoning_gym:
+        return [], [ConfigProblem(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")]
+    rows: list[PromptRow] = []
+    problems: list[ConfigProblem] = []
+    for file_name in file_names:
+        new_rows, new_problems = read_jsonl(file_name, f"{path}.file_name")
+        rows += new_rows
+        problems += new_problems
+    for position, source in enumerate(data_args.reasoning_gym):
+        new_rows, new_problems = read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}")
+        rows += new_rows
+        problems += new_problems
+    return rows, problems + _duplicate_problems(rows, path)
+
+
+def _duplicate_problems(rows: Sequence[PromptRow], path: str) -> list[ConfigProblem]:
+    origins: dict[str, str] = {}
+    for row in rows:
+        if row.prompt_id in origins:
+            message = f"two prompts would be called `{row.prompt_id}` ({origins[row.prompt_id]} and {row.origin})"
+            return [ConfigProblem(f"{path}.file_name", message, "name each file once, and give files different names")]
+        origins[row.prompt_id] = row.origin
+    return []
+
+
+def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int, path: str) -> list[PromptRow]:
+    if max_samples is None:
+        return rows
+    if max_samples < 1:
+        raise ConfigError([ConfigProblem(f"{path}.max_samples", f"{max_samples} leaves no prompts", "at least 1")])
+    if not shuffle:
+        return rows[:max_samples]
+    chosen = np.random.default_rng(derive_seed(seed, "max_samples")).permutation(len(rows))[:max_samples]
+    return [rows[index] for index in np.sort(chosen)]
+
+
+def _render(
+    rows: Sequence[PromptRow], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str
+) -> tuple[list[Prompt], list[ConfigProblem]]:
+    problems: list[ConfigProblem] = []
+    rendered: list[tuple[PromptRow, str]] = []
+    for row in rows:
+        try:
+            rendered.append((row, render_text(row, data_args.template, tokenizer, data_args.system_prompt)))
+        except RenderError as cause:
+            remedy = "correct the row, or choose the other `template`"
+            problems.append(ConfigProblem(f"{path}.template", f"{row.origin}: {cause}", remedy))
+            if len(problems) == SHOWN_OFFENDERS:
+                break
+    prompts = [
+        Prompt(
+            row.prompt_id,
+            row.domain,
+            token_ids,
+            text,
+            row.ground_truth,
+            row.metadata,
+            conversation(row, data_args.system_prompt),
+        )
+        for (row, text), token_ids in zip(rendered, tokenise([text for _, text in rendered], tokenizer), strict=True)
+    ]
+    empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]
+    if empty:
+        message = f"no token is left of {_named(empty)}"
+        problems.append(ConfigProblem(path, message, "correct these prompts, or use the tokenizer they were made for"))
+    return prompts, problems
+
+
+def _check_lengths(
+    prompts: list[Prompt], data_args: DataArguments, prompt_length: int, path: str
+) -> tuple[list[Prompt], list[ConfigProblem]]:
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= prompt_length]
+    if data_args.overlong_prompts == "drop" or len(fitting) == len(prompts):
+        return fitting, []
+    overlong = [prompt for prompt in prompts if len(prompt.token_ids) > prompt_length]
+    longest = max(len(prompt.token_ids) for prompt in overlong)
+    named = _named([f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in overlong])
+    return fitting, [
+        ConfigProblem(
+            f"{path}.overlong_prompts",
+            f"{len(overlong)} of {len(prompts)} prompts are longer than `prompt_length: {prompt_length}`: {named}",
+            f"set `overlong_prompts: drop` to leave them out, or `prompt_length` to at least {longest}",
+        )
+    ]
+
+
+def _named(names: Sequence[str]) -> str:
+    rest = len(names) - SHOWN_OFFENDERS
+    return ", ".join(names[:SHOWN_OFFENDERS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _share_problems(shares: dict[str, float] | None, prompts: Sequence[Prompt], path: str) -> list[ConfigProblem]:
+    """Require a share for each domain that has prompts, and for no other."""
+    if shares is None:
+        return []
+    path = f"{path}.domain_interleave_probs"
+    domains = {prompt.domain for prompt in prompts}
+    problems = [
+        ConfigProblem(f"{path}.{domain}", f"{share} is no share", "use a number of at least 0; they are normalised")
+        for domain, share in shares.items()
+        if not (math.isfinite(share) and share >= 0)
+    ]
+    problems += [
+        ConfigProblem(f"{path}.{domain}", f"no prompt has the domain `{domain}`", nearest_name_hint(domain, domains))
+        for domain in shares
+        if domain not in domains
+    ]
+    problems += [
+        ConfigProblem(path, f"the prompts of domain `{domain}` get no share", f"add `{domain}`; 0 leaves them out")
+        for domain in sorted(domains - set(shares))
+    ]
+    if not problems and sum(shares.values()) <= 0:
+        problems.append(ConfigProblem(path, "the shares add up to 0", "give at least one domain a share above 0"))
+    return problems
+
+
+DEFAULT_DOMAIN = "default"
+MAX_PROBLEMS_PER_FILE = 8
+
+REASONING_GYM_KEY = "reasoning_gym"
+"""Metadata key of a procedural task: ``{"dataset": name, "config": arguments}``, which the verifier needs to score."""
+
+
+class _BadRow(ValueError):
+    """Raised for a line that is no prompt; the message is the reason."""
+
+
+def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
+    """Return all prompts of a JSONL file, and the problems of the other lines.
+
+    ``path`` is the configuration key of the file.
+    """
+    file = Path(file_name)
+    try:
+        content = file.read_bytes()
+    except OSError as cause:
+        reason = cause.strerror or type(cause).__name__
+        return [], [
+            ConfigProblem(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
+        ]
+    rows: list[PromptRow] = []
+    problems: list[ConfigProblem] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_parse_line(line, f"{file.name}:{number}", f"{file_name}:{number}"))
+        except _BadRow as bad:
+            problems.append(ConfigProblem(path, f"{file_name}:{number}: {bad}", "correct or delete the line"))
+    if not rows and not problems:
+        remedy = "give a file with one JSON object per line"
+        problems.append(ConfigProblem(path, f"`{file_name}` has no prompts", remedy))
+    return rows, _shortened(problems, file_name, path)
+
+
+def _shortened(problems: list[ConfigProblem], file_name: str, path: str) -> list[ConfigProblem]:
+    if len(problems) <= MAX_PROBLEMS_PER_FILE:
+        return problems
+    rest = len(problems) - MAX_PROBLEMS_PER_FILE
+    return problems[:MAX_PROBLEMS_PER_FILE] + [
+        ConfigProblem(path, f"{rest} more lines of `{file_name}` are wrong", "check the format of the whole file")
+    ]
+
+
+def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise _BadRow(f"not UTF-8 (byte {cause.start} of the line)") from cause
+    except json.JSONDecodeError as cause:
+        raise _BadRow(f"not JSON ({cause.msg} at column {cause.colno})") from cause
+    except (RecursionError, ValueError) as cause:  # nested too deeply, or a number of thousands of digits
+        raise _BadRow(f"not JSON that can be read ({cause})") from cause
+    if not isinstance(row, dict):
+        raise _BadRow(f"a line must be a JSON object, this one is a {type(row).__name__}")
+    text, messages = _take_text(row), _take_messages(row)
+    if text is None and messages is None:
+        raise _BadRow("neither `prompt` nor `messages`")
+    return PromptRow(
+        prompt_id=prompt_id,
+        origin=origin,
+        text=text,
+        messages=messages,
+        ground_truth=_take_first(row, "ground_truth", "answer"),
+        domain=_take_domain(row),
+        metadata=row,
+    )
+
+
+def _take_first(row: dict[str, Any], *keys: str) -> Any:
+    """Remove and return the first key that has a value in the row; later keys stay in the row."""
+    for key in keys:
+        if row.get(key) is not None:
+            return row.pop(key)
+    return None
+
+
+def _take_text(row: dict[str, Any]) -> str | None:
+    text = row.pop("prompt", None)
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise _BadRow(f"`prompt` must be text, not a {type(text).__name__} (a list of messages goes under `messages`)")
+    if not text:
+        raise _BadRow("`prompt` is empty")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise _BadRow("`prompt` has half of a surrogate pair, which is no text")
+    return text
+
+
+def _take_messages(row: dict[str, Any]) -> list[Message] | None:
+    messages = row.pop("messages", None)
+    if isinstance(messages, str):  # some data sets keep the list as JSON text
+        try:
+            messages = json.loads(messages)
+        except json.JSONDecodeError as cause:
+            raise _BadRow(f"`messages` is text, but not JSON ({cause.msg})") from cause
+    if messages is None:
+        return None
+    if not isinstance(messages, list) or not messages:
+        raise _BadRow("`messages` must be a list with at least one message")
+    for message in messages:
+        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not is_message:
+            raise _BadRow("each of `messages` must be an object with the texts `role` and `content`")
+    return messages
+
+
+def _take_domain(row: dict[str, Any]) -> str:
+    domain = _take_first(row, "domain", "tag")
+    if domain is None:
+        return DEFAULT_DOMAIN
+    if not isinstance(domain, str) or not domain:
+        raise _BadRow(f"`domain` must be text, not {domain!r}")
+    return domain
+
+
+def read_reasoning_gym(
+    source: ReasoningGymSource, position: int, path: str
+) -> tuple[list[PromptRow], list[ConfigProblem]]:
+    """Return the tasks of one procedural data set, with the entry itself as ground truth, and the problems.
+
+    ``position`` is the data set's place in the list.
+    """
+    problems = _reasoning_gym_problems(source, path)
+    if problems:
+        return [], problems
+    from reasoning_gym import create_dataset
+
+    try:
+        entries = list(create_dataset(source.dataset, size=source.size, seed=source.seed, **source.config))
+    except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
+        reason = f"{type(cause).__name__}: {cause}"
+        return [], [
+            ConfigProblem(
+                f"{path}.config",
+                f"`{source.dataset}` refuses its arguments ({reason})",
+                "use values that this data set accepts",
+            )
+        ]
+    task_set = {"dataset": source.dataset, "config": dict(source.config)}
+    return [
+        PromptRow(
+            prompt_id=f"reasoning_gym[{position}].{source.dataset}:{index}",
+            origin=f"{path}, task {index}",
+            text=entry["question"],
+            messages=None,
+            ground_truth=entry,
+            domain=source.domain or source.dataset,
+            metadata={REASONING_GYM_KEY: task_set},
+        )
+        for index, entry in enumerate(entries)
+    ], []
+
+
+def _reasoning_gym_problems(source: ReasoningGymSource, path: str) -> list[ConfigProblem]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        return [ConfigProblem(path, "the package `reasoning-gym` is not installed", "pip install reasoning-gym")]
+    if source.dataset not in DATASETS:
+        hint = nearest_name_hint(source.dataset, DATASETS)
+        return [ConfigProblem(f"{path}.dataset", f"reasoning-gym has no data set `{source.dataset}`", hint)]
+    problems = []
+    if source.size < 1:
+        problems.append(ConfigProblem(f"{path}.size", f"{source.size} tasks are no data set", "at least 1"))
+    known = {each.name for each in dataclasses.fields(DATASETS[source.dataset][1])} - {"size", "seed"}
+    for key in source.config:
+        if key in ("size", "seed"):
+            problems.append(ConfigProblem(f"{path}.config.{key}", "is set in two places", f"use `{path}.{key}`"))
+        elif key not in known:
+            message = f"`{source.dataset}` has no argument `{key}`"
+            problems.append(ConfigProblem(f"{path}.config.{key}", message, nearest_name_hint(key, known)))
+    return problems
+
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt as its source has it: as text, as chat messages, or as both."""
+
+    prompt_id: str
+    origin: str
+    """Place it was read from, for error messages: ``data/train.jsonl:17``."""
+    text: str | None
+    messages: list[Message] | None
+    ground_truth: Any = None
+    domain: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class RenderError(ValueError):
+    """Raised for a row that the template cannot render; the message is the reason."""
+
+
+def conversation(row: PromptRow, system_prompt: str | None = None) -> list[Message]:
+    """Return a prompt as messages; a text becomes one user message.
+
+    ``system_prompt`` comes first unless the row has a system message of its own.
+    """
+    messages = row.messages or [{"role": "user", "content": row.text or ""}]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def render_text(
+    row: PromptRow,
+    template: Literal["raw", "chat"],
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None = None,
+) -> str:
+    """Return the text of a prompt.
+
+    ``raw`` returns the row's text unchanged. ``chat`` passes the row's messages (or its text, as one user message) to
+    the tokenizer's chat template with a generation prompt; ``system_prompt`` comes first unless the row has a system
+    message of its own. Raises `RenderError`.
+    """
+    if template == "raw":
+        if row.text is None:
+            raise RenderError("the row has `messages` but no `prompt`, and `template: raw` needs text")
+        return row.text
+    messages = conversation(row, system_prompt)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as cause:  # a template is a program and may raise anything
+        raise RenderError(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
+
+
+def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """Return token ids of each text, int32 ``[length]``, without added special tokens."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    return [np.asarray(token_ids, dtype=np.int32) for token_ids in encoded["input_ids"]]
+
+
+GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Tokenizer classes that `tokenizer.json` describes completely."""
+
+HUB_PROBE_SECONDS = 3.0
+
+
+def load_tokenizer(
+    name_or_path: str, *, trust_remote_code: bool = False, config_path: str = "pretrain"
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder, or of a name on the model hub.
+
+    ``config_path`` is the key that named the model. Raises `ConfigError` if the folder or name does not exist, or has
+    no readable tokenizer.
+    """
+    folder = Path(name_or_path)
+    if not name_or_path:
+        raise _error(config_path, "no model is named", "give the folder or the hub name of a model")
+    if not folder.is_dir():
+        _require_on_hub(name_or_path, config_path)
+    try:
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(name_or_path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except Exception as cause:  # the tokenizer libraries raise bare Exception for a broken file
+        first_line = str(cause).strip().split("\n")[0]
+        raise _error(
+            config_path,
+            f"`{name_or_path}` has no tokenizer that can be read ({type(cause).__name__}: {first_line})",
+            "name a model folder with `tokenizer.json` and `tokenizer_config.json`, as `save_pretrained` writes them",
+        ) from cause
+
+
+def _error(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+def _is_generic(folder: Path) -> bool:
+    config_file = folder / "tokenizer_config.json"
+    if not config_file.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    settings = json.loads(config_file.read_text(encoding="utf-8"))
+    return settings.get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in settings
+
+
+def _require_on_hub(name: str, config_path: str) -> None:
+    """Raise unless a name is cached or on the hub. One short probe: the libraries' retries take a minute."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
+            model_info(name, timeout=HUB_PROBE_SECONDS)
+    except Exception as cause:  # no valid name, not found, not allowed or offline: each HTTP library has its own types
+        first_line = str(cause).strip().split("\n")[0]
+        raise _error(
+            config_path,
+            f"`{name}` is no folder, and cannot be had from the hub ({type(cause).__name__}: {first_line})",
+            "give an existing folder, or the name of a model on the hub that this machine can reach",
+        ) from cause

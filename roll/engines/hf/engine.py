@@ -1,0 +1,749 @@
+"""The engine behind `hf_infer`: continuous batching over a transformers model, one synchronous `step` at a time.
+
+Each step gives every running request one token; requests join and leave between steps. Promise: on a CPU with SDPA, the
+tokens and log-probabilities of a request have the same bits whatever runs beside it and whenever it arrives. To keep
+it, a prompt is prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to
+multiples for which the kernels' sums do not depend on the shape. All methods must be called from one thread.
+
+Keys and values of the running requests, one row per request, in rows 0 to n.
+
+The running rows are a compact prefix, so a decoding step attends to plain views ``[:rows, :, :kv_length]`` and gathers
+nothing. The buffers grow geometrically in rows and length, and never shrink until `release`.
+
+The running requests as a table: one row per request, arrays instead of objects, so a step needs no loop over
+requests.
+
+Rows 0 to n are in use. The last row takes the place of a row that ends, in the table and in the cache alike; the table
+reports which rows moved. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from roll.algorithms.logprobs import token_logprobs
+from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from roll.engines.hf.model import RowSampling, counter_uniforms, sample
+from roll.engines.requests import StopStringMatcher, StopStrings
+from roll.tracking.timeline import BusySpans
+from roll.weights.buckets import WeightBucket, WeightMismatch, WeightReceipt, copy_with_checksum, tensor_checksum, views
+
+_ROW_MULTIPLE = 8
+"""A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
+safe."""
+_ADMISSION_INTERVAL = 4
+"""While requests run, new ones join only at every fourth step, so that their prompts share a forward pass."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Size limits of an engine."""
+
+    max_length: int
+    """Longest prompt plus response."""
+    max_running_requests: int
+    max_prefill_tokens: int
+    """Most prompt tokens, padding included, in one forward pass. A longer prompt gets a pass of its own."""
+
+
+@dataclass
+class EngineOutput:
+    """Completions and chunks since the last `take_output`."""
+
+    completions: list[tuple[int, Completion]] = field(default_factory=list)
+    chunks: list[tuple[int, TokenChunk]] = field(default_factory=list)
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed; a prompt shared by several requests counts once."""
+    busy_seconds: float = 0.0
+    busy_spans: BusySpans = field(default_factory=BusySpans)
+
+    def worked(self, seconds: float) -> None:
+        """Add ``seconds`` of work that ended now."""
+        self.busy_seconds += seconds
+        now = time.time()
+        self.busy_spans.add(now - seconds, now)
+
+
+@dataclass
+class StagedWeights:
+    """A complete weight update that fits the model, ready to be loaded."""
+
+    tensors: dict[str, torch.Tensor]
+    """Tensors in the model's precision, on the host. If the model computes on the host too, these tensors become its
+    parameters."""
+    receipt: WeightReceipt
+
+
+class HFEngine:
+    """Runs many independent requests over one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: EngineLimits,
+        eos_token_ids: Sequence[int],
+        stop_strings: StopStrings,
+    ) -> None:
+        self.version = 0
+        self.counters = EngineCounters()
+        self._model = model
+        self._device = model.device
+        self._limits = limits
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._stop_strings = stop_strings
+        config = model.config.get_text_config(decoder=True)
+        self._vocabulary = config.vocab_size
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        self._min_rows = _ROW_MULTIPLE * threads
+        max_rows = max(round_up(limits.max_running_requests, _ROW_MULTIPLE), self._min_rows)
+        self._cache = SlotCache(config.num_hidden_layers, max_rows, limits.max_length)
+        self._table = RequestTable(limits.max_length)
+        self._waiting: deque[ActiveRequest] = deque()
+        self._watched: dict[int, ActiveRequest] = {}
+        self._streaming: dict[int, ActiveRequest] = {}
+        self._output = EngineOutput()
+        self._caches_dropped = False
+        self._steps_since_admission = 0
+        self._asleep = False
+        self._parameters = dict(model.named_parameters())
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have a row."""
+        return len(self._table)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def asleep(self) -> bool:
+        """True between `sleep` and `wake`."""
+        return self._asleep
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the key-value cache."""
+        return self._cache.num_bytes
+
+    def submit(self, key: int, request: GenerateRequest, streaming: bool = False) -> None:
+        """Queue a request under a number that no other request has.
+
+        Raises ``ValueError`` saying what is wrong with the request; other requests are not affected.
+        """
+        check_request(request, self._limits.max_length, self._vocabulary)
+        active = ActiveRequest(key, request, streaming)
+        active.matcher = self._stop_strings.matcher(request)
+        self._waiting.append(active)
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """End these requests with the tokens they have. Unknown keys are ignored."""
+        keys = set(keys)
+        rows = [active.row for active in self._table.requests if active.key in keys]
+        self._finish(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
+        for active in [active for active in self._waiting if active.key in keys]:
+            self._waiting.remove(active)
+            self._finish_waiting(active)
+
+    def abort_all(self) -> None:
+        """End every request with the tokens it has."""
+        self.abort([active.key for active in (*self._table.requests, *self._waiting)])
+
+    def take_output(self) -> EngineOutput:
+        """Return completions and chunks since the last call."""
+        output, self._output = self._output, EngineOutput()
+        return output
+
+    def progress(self, known: Mapping[int, int]) -> dict[int, TokenChunk]:
+        """Return the new tokens of each running request beyond the first ``known[key]`` (absent: 0); omit requests
+        without any."""
+        chunks = {
+            active.key: self._table.chunk(active.row, known.get(active.key, 0), None) for active in self._table.requests
+        }
+        return {key: chunk for key, chunk in chunks.items() if len(chunk.token_ids)}
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the log-probability of each token given those before it, at temperature 1: float32 ``[length]`` per
+        sequence, 0 at the first token.
+
+        Each sequence has its own forward pass, so memory for the logits of one sequence is enough. Raises
+        ``ValueError`` for a sequence that does not fit the model, ``RuntimeError`` while asleep.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; wake it before score")
+        return [self._score(tokens) for tokens in token_ids]
+
+    @torch.inference_mode()
+    def step(self, admit: bool = True) -> None:
+        """Let waiting requests join (if ``admit``) and give every running request one token."""
+        started = time.perf_counter()
+        if self._caches_dropped:
+            self._prefill(range(self.running))
+            self._caches_dropped = False
+        if admit:
+            self._admit()
+        if self.running:
+            self._decode()
+        self.counters.worked(time.perf_counter() - started)
+
+    def drop_caches(self) -> None:
+        """Free all keys and values. The next step recomputes them from prompts and partial tokens, with the weights of
+        that moment."""
+        self._cache.release()
+        self._caches_dropped = True
+
+    def stage_weights(self, buckets: Iterable[WeightBucket], version: int) -> StagedWeights:
+        """Take in a weight update without touching the model. Any thread may call this while another one steps.
+
+        Tensors are cast to the model's precision. On a CPU, tensors that already have that precision and lie in lasting
+        memory are used in place; others are copied. Raises ``WeightMismatch`` naming the tensor, or whatever
+        ``buckets`` raises.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        checksums: dict[str, int] = {}
+        in_place = False
+        for bucket in buckets:
+            for name, tensor in views(bucket):
+                _check_fit(name, tensor, self._parameters, tensors)
+                tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, bucket.lasting)
+                in_place |= tensors[name] is tensor and self._device.type == "cpu"
+        missing = [name for name in self._parameters if name not in tensors]
+        if missing:
+            raise WeightMismatch(
+                f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)"
+            )
+        count = sum(parameter.numel() for parameter in self._parameters.values())
+        return StagedWeights(tensors, WeightReceipt(version, count, checksums, in_place))
+
+    def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
+        """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
+        if tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        elif self._device.type == "cpu" and not lasting:
+            return copy_with_checksum(tensor)
+        return tensor, tensor_checksum(tensor)
+
+    def load_weights(self, staged: StagedWeights) -> WeightReceipt:
+        """Replace all weights by staged ones; later tokens carry their version.
+
+        On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the
+        checksums. Raises ``EngineFailed`` if loading fails halfway.
+        """
+        receipt = staged.receipt
+        try:
+            for name, parameter in self._parameters.items():
+                if self._device.type == "cpu":
+                    parameter.data = staged.tensors[name]
+                else:
+                    parameter.data.copy_(staged.tensors[name])
+        except Exception as error:
+            raise EngineFailed(f"weights of version {receipt.version} were only partly loaded: {error!r}") from error
+        self.version = receipt.version
+        if self._device.type == "cpu":
+            return receipt
+        held = {name: tensor_checksum(parameter) for name, parameter in self._parameters.items()}
+        return replace(receipt, checksums=held)
+
+    def sleep(self) -> None:
+        """Free the caches and move the weights to the host."""
+        self.drop_caches()
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Move the weights back. The next step rebuilds the caches."""
+        self._model.to(self._device)
+        self._asleep = False
+
+    def _score(self, token_ids: np.ndarray) -> np.ndarray:
+        longest = self._limits.max_length
+        if not 0 < len(token_ids) <= longest:
+            raise ValueError(f"a sequence of {len(token_ids)} tokens cannot be scored; 1 to {longest} can")
+        if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
+            raise ValueError(f"a sequence to score has token ids outside the vocabulary of {self._vocabulary}")
+        tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        logprobs[1:] = token_logprobs(logits, tokens[1:]).cpu().numpy()
+        return logprobs
+
+    def _admit(self) -> None:
+        """Give free rows to waiting requests, first come first served, and prefill their prompts together."""
+        self._steps_since_admission += 1
+        free = self._limits.max_running_requests - self.running
+        if not self._waiting or not free:
+            return
+        if self.running and self._steps_since_admission < _ADMISSION_INTERVAL:
+            return
+        self._steps_since_admission = 0
+        first = self.running
+        for _ in range(min(free, len(self._waiting))):
+            active = self._waiting.popleft()
+            self._table.add(active, self._stop_token_ids(active.request.sampling))
+            if active.matcher is not None:
+                self._watched[active.key] = active
+            if active.streaming:
+                self._streaming[active.key] = active
+        self._prefill(range(first, self.running))
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+
+    def _prefill(self, rows: Iterable[int]) -> None:
+        """Compute keys and values of all tokens of these rows except the last. Equal token lists are computed once."""
+        buckets: dict[int, dict[bytes, list[int]]] = {}
+        for row in rows:
+            tokens = self._table.cached_tokens(row)
+            if len(tokens):
+                same_length = buckets.setdefault(prefill_length(len(tokens), self._limits.max_length), {})
+                same_length.setdefault(tokens.tobytes(), []).append(row)
+        for length, rows_of_prompt in sorted(buckets.items()):
+            groups = list(rows_of_prompt.values())
+            per_pass = max(1, self._limits.max_prefill_tokens // length)
+            for start in range(0, len(groups), per_pass):
+                self._prefill_pass(groups[start : start + per_pass], length)
+
+    def _prefill_pass(self, groups: list[list[int]], length: int) -> None:
+        """Run one forward pass over one prompt per group and copy the result to all rows of the group."""
+        prompts = max(len(groups), -(-self._min_rows // length))
+        input_ids = np.zeros((prompts, length), dtype=np.int64)
+        for index, rows in enumerate(groups):
+            tokens = self._table.cached_tokens(rows[0])
+            input_ids[index, : len(tokens)] = tokens
+            self.counters.prefill_tokens += len(tokens)
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        self._model(
+            input_ids=torch.from_numpy(input_ids).to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        sources = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(rows) for rows in groups])).to(self._device)
+        targets = torch.tensor([row for rows in groups for row in rows], device=self._device)
+        self._cache.reserve(self._padded_rows(), length)
+        for layer, states in enumerate(cache.layers):
+            self._cache.store(layer, states.keys, states.values, sources, targets)
+
+    def _padded_rows(self) -> int:
+        return round_up(max(self.running, self._min_rows), _ROW_MULTIPLE)
+
+    def _decode(self) -> None:
+        """Run one forward pass over the last token of every row, then sample and update the records."""
+        count = self.running
+        logits = self._next_logits()[:count]
+        sampling = RowSampling(
+            temperature=self._table.column("temperature"),
+            top_k=self._table.column("top_k"),
+            top_p=self._table.column("top_p"),
+            uniforms=counter_uniforms(self._table.column("seed"), self._table.token_indices()),
+        )
+        chosen, logprobs = sample(logits, sampling)
+        tokens = chosen.cpu().numpy()
+        self._table.append(tokens, logprobs.cpu().numpy(), self.version)
+        self.counters.generated_tokens += count
+        self._finish_ended(tokens)
+        for active in self._streaming.values():
+            self._output.chunks.append((active.key, self._table.next_chunk(active.row, None)))
+
+    def _next_logits(self) -> torch.Tensor:
+        """Return the logits after the last token of every row, ``[padded rows, vocabulary]``.
+
+        Rows beyond the running ones hold token 0 at position 0.
+        """
+        count, rows = self.running, self._padded_rows()
+        input_ids = np.zeros(rows, dtype=np.int64)
+        positions = np.zeros(rows, dtype=np.int64)
+        input_ids[:count] = self._table.last_tokens()
+        positions[:count] = self._table.column("length") - 1
+        kv_length = round_up(int(positions.max()) + 1, LENGTH_MULTIPLE)
+        self._cache.reserve(rows, kv_length)
+        position_ids = torch.from_numpy(positions).to(self._device)
+        self._cache.begin_step(torch.arange(rows, device=self._device), position_ids, kv_length)
+        future = torch.arange(kv_length, device=self._device) > position_ids[:, None]
+        mask = torch.zeros(future.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(future, -torch.inf)
+        output = self._model(
+            input_ids=torch.from_numpy(input_ids).to(self._device)[:, None],
+            attention_mask=mask[:, None, None, :],
+            position_ids=position_ids[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _finish_ended(self, tokens: np.ndarray) -> None:
+        stopped, at_limit = self._table.ended(tokens)
+        for active in self._watched.values():
+            if active.matcher is not None and active.matcher.push([int(tokens[active.row])]):
+                stopped[active.row] = True
+        rows = np.flatnonzero(stopped | at_limit)
+        self._finish(rows, ["stop" if stopped[row] else "length" for row in rows])
+
+    def _finish(self, rows: np.ndarray, reasons: list[FinishReason]) -> None:
+        """Report the requests of these rows as ended and close the gaps."""
+        if not len(rows):
+            return
+        for row, reason in zip(rows, reasons, strict=True):
+            active = self._table.requests[row]
+            if active.streaming:
+                self._output.chunks.append((active.key, self._table.next_chunk(row, reason)))
+            self._output.completions.append((active.key, self._table.completion(row, reason)))
+            self._watched.pop(active.key, None)
+            self._streaming.pop(active.key, None)
+        length = int(self._table.column("length").max())
+        sources, targets = self._table.remove(rows)
+        if len(sources) and not self._caches_dropped:
+            with torch.inference_mode():
+                self._cache.move(sources, targets, length)
+
+    def _finish_waiting(self, active: ActiveRequest) -> None:
+        """Report a request that never had a row as aborted."""
+        empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+        if active.streaming:
+            self._output.chunks.append((active.key, TokenChunk(*empty, finish_reason="abort")))
+        completion = Completion(active.request.request_id, *empty, finish_reason="abort")
+        self._output.completions.append((active.key, completion))
+
+
+def prefill_length(tokens: int, max_length: int) -> int:
+    """Return the padded length of a prompt's forward pass. It depends on the prompt's own length only, with about eight
+    values per doubling."""
+    step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
+    return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
+
+
+def check_request(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
+    """Raise ``ValueError`` naming the request and what is wrong with it."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    problem = None
+    if prompt.ndim != 1 or len(prompt) == 0:
+        problem = "its prompt is empty"
+    elif len(prompt) >= max_length:
+        problem = f"its prompt of {len(prompt)} tokens leaves no room for a response within {max_length} tokens"
+    elif prompt.min() < 0 or prompt.max() >= vocabulary:
+        problem = f"its prompt has token ids outside the vocabulary of {vocabulary}"
+    elif not 0 <= request.first_token_index <= len(prompt):
+        problem = f"first_token_index {request.first_token_index} is not within its prompt of {len(prompt)} tokens"
+    elif sampling.max_new_tokens < 1:
+        problem = f"max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+    elif not 0 <= sampling.temperature < np.inf:
+        problem = f"temperature is {sampling.temperature}; 0 or a positive number is needed"
+    elif not 0 < sampling.top_p <= 1:
+        problem = f"top_p is {sampling.top_p}; a number above 0 and at most 1 is needed"
+    elif sampling.top_k < 0:
+        problem = f"top_k is {sampling.top_k}; 0 (all) or a positive number is needed"
+    elif not all(sampling.stop_strings):
+        problem = "one of its stop strings is empty"
+    if problem is not None:
+        raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
+
+
+def _check_fit(
+    name: str, tensor: torch.Tensor, parameters: dict[str, torch.nn.Parameter], taken: dict[str, torch.Tensor]
+) -> None:
+    """Raise ``WeightMismatch`` unless the tensor fits a parameter of the model and has not come before."""
+    if name not in parameters:
+        raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+    if name in taken:
+        raise WeightMismatch(f"tensor {name!r} came twice")
+    expected = parameters[name]
+    if tensor.shape != expected.shape:
+        raise WeightMismatch(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(expected.shape)}"
+        )
+    if tensor.is_floating_point() != expected.is_floating_point():
+        raise WeightMismatch(f"tensor {name!r} has dtype {tensor.dtype}, the engine's has {expected.dtype}")
+
+
+LENGTH_MULTIPLE = 16
+"""Multiple to which the lengths that a kernel sees are rounded up. Its vectorised loops then never end in a remainder,
+whose sums are ordered differently, so a row's result does not depend on the length of its neighbours."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+class SlotCache(Cache):
+    """A transformers cache in which every row has its own length.
+
+    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` names the rows and positions that the
+    next forward pass writes, one token per row. The model then calls `update` for each layer. New memory is zeroed:
+    masked positions have weight 0, and 0 times an old NaN would be NaN.
+    """
+
+    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._max_rows = max_rows
+        self._max_length = round_up(max_length, LENGTH_MULTIPLE)
+        self._rows_capacity = 0
+        self._length_capacity = 0
+        self._step_rows = torch.zeros(0, dtype=torch.int64)
+        self._step_positions = torch.zeros(0, dtype=torch.int64)
+        self._step_kv_length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(tensor.nbytes for tensor in self._keys + self._values if tensor is not None)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for ``rows`` rows of ``length`` tokens, keeping stored values."""
+        if rows <= self._rows_capacity and length <= self._length_capacity:
+            return
+        if rows > self._rows_capacity:
+            self._rows_capacity = min(max(rows, 2 * self._rows_capacity), max(rows, self._max_rows))
+        if length > self._length_capacity:
+            grown = round_up(max(length, 2 * self._length_capacity), LENGTH_MULTIPLE)
+            self._length_capacity = min(grown, self._max_length)
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):
+                if tensor is not None:
+                    tensors[layer] = self._grown(tensor)
+
+    def begin_step(self, rows: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
+        """Announce a forward pass of one token per row, for rows ``0..n`` at ``positions`` (int64 ``[n]``)."""
+        self._step_rows, self._step_positions, self._step_kv_length = rows, positions, kv_length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the step's keys and values ``[n, kv_heads, 1, head_dim]`` and return the views. Called by the model."""
+        rows, positions = self._step_rows, self._step_positions
+        keys, values = self._allocate(layer_idx, key_states, value_states)
+        keys[rows, :, positions] = key_states[:, :, 0]
+        values[rows, :, positions] = value_states[:, :, 0]
+        count = len(rows)
+        return keys[:count, :, : self._step_kv_length], values[:count, :, : self._step_kv_length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens before the current step, as one number for all rows."""
+        return max(self._step_kv_length - 1, 0)
+
+    def store(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
+        start of ``rows``. One source may go to many rows."""
+        held_keys, held_values = self._allocate(layer, keys, values)
+        length = keys.shape[2]
+        held_keys[rows, :, :length] = keys[sources]
+        held_values[rows, :, :length] = values[sources]
+
+    def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
+        """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets``. The two sets are disjoint."""
+        for tensor in self._keys + self._values:
+            if tensor is not None:
+                source = torch.as_tensor(sources, device=tensor.device)
+                target = torch.as_tensor(targets, device=tensor.device)
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def release(self) -> None:
+        """Free all memory."""
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+        self._rows_capacity = self._length_capacity = 0
+
+    def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's tensors. They are created at the layer's first use, when the number and size of its heads
+        are known."""
+        held_keys, held_values = self._keys[layer], self._values[layer]
+        if held_keys is None or held_values is None:
+            held_keys = self._keys[layer] = self._zeros_like(keys)
+            held_values = self._values[layer] = self._zeros_like(values)
+        return held_keys, held_values
+
+    def _zeros_like(self, states: torch.Tensor) -> torch.Tensor:
+        return states.new_zeros(self._rows_capacity, states.shape[1], self._length_capacity, states.shape[3])
+
+    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
+        grown = self._zeros_like(tensor)
+        grown[: tensor.shape[0], :, : tensor.shape[2]] = tensor
+        return grown
+
+
+_PARAMETERS = np.dtype(
+    [
+        ("length", np.int64),
+        ("prompt_length", np.int64),
+        ("limit", np.int64),
+        ("first_token_index", np.int64),
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+    ]
+)
+_NO_TOKEN = -1
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass
+class ActiveRequest:
+    """Data of a request that is not in its table row."""
+
+    key: int
+    """The engine's own number of the request; unlike request ids, never used again."""
+    request: GenerateRequest
+    streaming: bool = False
+    matcher: StopStringMatcher | None = None
+    streamed: int = 0
+    """Number of new tokens already handed out as chunks."""
+    row: int = field(default=-1)
+
+
+class RequestTable:
+    """Tokens, log-probabilities, versions and parameters of the running requests."""
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self.requests: list[ActiveRequest] = []
+        self._parameters = np.zeros(0, dtype=_PARAMETERS)
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+        self._logprobs = np.zeros((0, 0), dtype=np.float32)
+        self._versions = np.zeros((0, 0), dtype=np.int32)
+        self._stop_ids = np.zeros((0, 0), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return one parameter of all rows, ``[rows]``, as a view."""
+        return self._parameters[name][: len(self)]
+
+    def add(self, active: ActiveRequest, stop_token_ids: tuple[int, ...]) -> None:
+        """Append a row. ``stop_token_ids`` are all token ids that end this request."""
+        prompt, sampling = active.request.prompt_token_ids, active.request.sampling
+        row = len(self)
+        self._reserve(row + 1, len(prompt) + 1, len(stop_token_ids))
+        self._parameters[row] = (
+            len(prompt),
+            len(prompt),
+            min(len(prompt) + sampling.max_new_tokens, self._max_length),
+            active.request.first_token_index,
+            sampling.seed & _SEED_MASK,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+        )
+        self._tokens[row, : len(prompt)] = prompt
+        self._stop_ids[row] = _NO_TOKEN
+        self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
+        active.row = row
+        self.requests.append(active)
+
+    def cached_tokens(self, row: int) -> np.ndarray:
+        """Return the tokens whose keys and values must be in the cache before the next step: all but the last."""
+        return self._tokens[row, : self._parameters["length"][row] - 1]
+
+    def last_tokens(self) -> np.ndarray:
+        """Return the input of the next step, int64 ``[rows]``."""
+        return self._tokens[np.arange(len(self)), self.column("length") - 1]
+
+    def token_indices(self) -> np.ndarray:
+        """Return the index of each row's next response token in its random stream, int64 ``[rows]``."""
+        return self.column("length") - self.column("prompt_length") + self.column("first_token_index")
+
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Add one token to every row."""
+        self._reserve(len(self), int(self.column("length").max()) + 1, 0)
+        lengths = self.column("length")
+        rows = np.arange(len(self))
+        self._tokens[rows, lengths] = tokens
+        self._logprobs[rows, lengths] = logprobs
+        self._versions[rows, lengths] = version
+        lengths += 1
+
+    def ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows end with these last ``tokens``: (sampled a stop token, reached the limit), each bool
+        ``[rows]``."""
+        stopped = (self._stop_ids[: len(self)] == tokens[:, None]).any(axis=1)
+        return stopped, self.column("length") >= self.column("limit")
+
+    def completion(self, row: int, finish_reason: FinishReason) -> Completion:
+        """Return the tokens that the row has produced."""
+        new = slice(self._parameters["prompt_length"][row], self._parameters["length"][row])
+        return Completion(
+            request_id=self.requests[row].request.request_id,
+            token_ids=self._tokens[row, new].astype(np.int32),
+            logprobs=self._logprobs[row, new].copy(),
+            versions=self._versions[row, new].copy(),
+            finish_reason=finish_reason,
+        )
+
+    def next_chunk(self, row: int, finish_reason: FinishReason | None) -> TokenChunk:
+        """Return the row's tokens since its last chunk."""
+        active = self.requests[row]
+        chunk = self.chunk(row, active.streamed, finish_reason)
+        active.streamed += len(chunk.token_ids)
+        return chunk
+
+    def chunk(self, row: int, start: int, finish_reason: FinishReason | None) -> TokenChunk:
+        """Return the row's new tokens from number ``start`` on."""
+        new = slice(int(self._parameters["prompt_length"][row]) + start, int(self._parameters["length"][row]))
+        return TokenChunk(
+            token_ids=self._tokens[row, new].astype(np.int32),
+            logprobs=self._logprobs[row, new].copy(),
+            versions=self._versions[row, new].copy(),
+            finish_reason=finish_reason,
+        )
+
+    def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Remove rows and fill the gaps from the end. Return (sources, targets) of the rows that moved."""
+        remaining = len(self) - len(rows)
+        leaving = np.zeros(len(self), dtype=bool)
+        leaving[rows] = True
+        targets = np.flatnonzero(leaving[:remaining])
+        sources = remaining + np.flatnonzero(~leaving[remaining:])
+        for array in (self._parameters, self._tokens, self._logprobs, self._versions, self._stop_ids):
+            array[targets] = array[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.requests[target] = self.requests[source]
+            self.requests[target].row = int(target)
+        del self.requests[remaining:]
+        return sources, targets
+
+    def _reserve(self, rows: int, length: int, stop_ids: int) -> None:
+        """Grow the arrays where needed, at least doubling those that grow."""
+        row_capacity, length_capacity = self._tokens.shape
+        stop_capacity = self._stop_ids.shape[1]
+        if rows <= row_capacity and length <= length_capacity and stop_ids <= stop_capacity:
+            return
+        if rows > row_capacity:
+            row_capacity = max(rows, 2 * row_capacity, 8)
+        if length > length_capacity:
+            length_capacity = max(length, 2 * length_capacity, 64)
+        self._parameters = _enlarged(self._parameters, (row_capacity,))
+        self._tokens = _enlarged(self._tokens, (row_capacity, length_capacity))
+        self._logprobs = _enlarged(self._logprobs, (row_capacity, length_capacity))
+        self._versions = _enlarged(self._versions, (row_capacity, length_capacity))
+        stop_shape = (row_capacity, max(stop_ids, stop_capacity))
+        self._stop_ids = _enlarged(self._stop_ids, stop_shape, fill=_NO_TOKEN)
+
+
+def _enlarged(array: np.ndarray, shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
+    grown = np.full(shape, fill, dtype=array.dtype)
+    grown[tuple(slice(size) for size in array.shape)] = array
+    return grown

@@ -1,0 +1,273 @@
+"""Attention of a decoding step on a CPU: the query heads of a group share their keys without copying them.
+
+The function is registered with transformers through its public attention interface. Only a single query token per row
+is computed here; everything else goes to transformers' own SDPA function. Promise: a row's output has the same bits for
+any other rows, any padded length (a multiple of 16) and any number of threads. The CPU kernel gives each thread a
+scratch buffer whose alignment depends on the thread, and its sums depend on the alignment, so attention of a decoding
+step runs on one thread.
+
+Loads a transformers causal language model for the engine and refuses models that the engine cannot drive correctly.
+
+The engine promises that a request's tokens do not depend on its neighbours, and it relies on a cache row being a plain
+list of keys and values. Models that break one of the two (sliding windows, state spaces, position encodings that depend
+on the longest sequence) are refused by name before anything is generated.
+
+Token sampling: one distribution per row, one random number per token, nothing shared between rows.
+
+The random number is a hash of (seed, token index), so a request is sampled alike whatever runs beside it and wherever
+it is continued. The recorded log-probability belongs to the distribution that is really sampled from, after
+temperature, top-k and top-p. A token of probability zero is never chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.engines.base import ModelSpec
+from roll.runtime.allocator import keep_blocks_of
+
+SLOT_SDPA = "roll_slot_sdpa"
+"""Name under which the function is registered with transformers."""
+
+
+def register_slot_sdpa() -> None:
+    """Register ``attn_implementation=SLOT_SDPA`` with transformers. Harmless to repeat."""
+    AttentionInterface.register(SLOT_SDPA, slot_sdpa_forward)
+    AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
+
+
+def slot_sdpa_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend with ``query [rows, heads, tokens, head_dim]`` over ``key, value [rows, kv_heads, length, head_dim]`` with
+    an additive mask. Return ``[rows, tokens, heads, head_dim]``."""
+    if query.shape[2] != 1 or attention_mask is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        # The heads of a group are passed to the kernel as query tokens, so it reads their keys once for all of them.
+        rows, heads, _, head_dim = query.shape
+        output = scaled_dot_product_attention(
+            query.reshape(rows, key.shape[1], heads // key.shape[1], head_dim),
+            key,
+            value,
+            attn_mask=attention_mask.expand(rows, 1, heads // key.shape[1], -1),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+    return output.reshape(rows, 1, heads, head_dim), None
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def load_model(spec: ModelSpec) -> PreTrainedModel:
+    """Return the model in evaluation mode on its device. Raises ``ConfigError`` for a model that the engine cannot
+    drive, and ``OSError`` if its files hold no safetensors."""
+    if spec.dtype not in _DTYPES:
+        raise _problem("model_args.dtype", f"{spec.dtype!r} is no known precision", f"one of {', '.join(_DTYPES)}")
+    if spec.attn_implementation not in ("sdpa", "eager"):
+        raise _problem(
+            "model_args.attn_implementation",
+            f"hf_infer cannot use {spec.attn_implementation!r}: its rows have different lengths",
+            "`sdpa` (or `eager`)",
+        )
+    implementation = spec.attn_implementation
+    if implementation == "sdpa" and torch.device(spec.device).type == "cpu":
+        register_slot_sdpa()
+        implementation = SLOT_SDPA
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.model_path,
+        dtype=_DTYPES[spec.dtype],
+        attn_implementation=implementation,
+        trust_remote_code=spec.trust_remote_code,
+        use_safetensors=True,
+    )
+    if torch.device(spec.device).type == "cpu":
+        keep_blocks_of(model.num_parameters())
+    check_supported(model, spec.max_length)
+    model.to(spec.device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        # Weights read from a file keep the file's alignment; those of a weight update lie in memory allocated by torch.
+        # Some kernels' sums depend on the alignment, and equal weights must give equal bits.
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def check_supported(model: PreTrainedModel, max_length: int) -> None:
+    """Raise ``ConfigError`` unless every layer is full attention, positions mean the same at any length, and
+    ``max_length`` fits the model."""
+    config = model.config.get_text_config(decoder=True)
+    path = "model_args.model_name_or_path"
+    layers = DynamicCache(config=config).layers
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if others or len(layers) != config.num_hidden_layers:
+        raise _problem(
+            path,
+            f"hf_infer needs full attention in every layer; this {config.model_type} model has {', '.join(others)}",
+            "a full-attention model (Qwen2, Qwen3, Llama, ...), or another engine",
+        )
+    rope = config.rope_parameters if "rope_parameters" in config.to_dict() else None
+    rope_type = (rope or {}).get("rope_type", "default")
+    if rope_type in _LENGTH_DEPENDENT_ROPE:
+        raise _problem(
+            path,
+            f"position encoding {rope_type!r} changes with the longest running sequence",
+            "a model with another rope type (default, linear, yarn, llama3)",
+        )
+    if max_length > config.max_position_embeddings:
+        raise _problem(
+            "sequence_length",
+            f"{max_length} tokens are more than the model's {config.max_position_embeddings} positions",
+            f"at most {config.max_position_embeddings}",
+        )
+
+
+def _problem(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The model produced NaN or infinite logits: there is no distribution to sample from."""
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling parameters of the rows of one step, each an array ``[rows]``."""
+
+    temperature: np.ndarray
+    """float32; 0 is greedy."""
+    top_k: np.ndarray
+    """int64; 0 keeps all tokens."""
+    top_p: np.ndarray
+    """float64 in (0, 1]."""
+    uniforms: np.ndarray
+    """float64 in [0, 1): one random number per row."""
+
+
+def counter_uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return random numbers in [0, 1) with 53 bits, a pure function of (seed, index).
+
+    ``seeds`` is uint64 ``[rows]``, ``indices`` int64 ``[rows]``; returns float64 ``[rows]``. Both go through the
+    SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The result is
+    output number ``index`` of the generator whose state is the mixed seed.
+    """
+    with np.errstate(over="ignore"):
+        states = _mix(seeds.astype(np.uint64) + _GOLDEN_GAMMA)
+        bits = _mix(states + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose one token per row by inverting the cumulative distribution.
+
+    ``logits`` is float ``[rows, vocabulary]``. Returns tokens int64 ``[rows]`` and their log-probabilities float32
+    ``[rows]``. Greedy rows take the largest logit (the lowest id among equals) with log-probability 0. Raises
+    ``NonFiniteLogits``.
+    """
+    greedy = rows.temperature == 0
+    if greedy.all():
+        tokens = logits.argmax(dim=-1)
+        logprobs = torch.zeros(len(tokens), dtype=torch.float32, device=logits.device)
+    else:
+        distribution = processed_logprobs(logits, rows.temperature, rows.top_k, rows.top_p)
+        tokens = _invert_cdf(distribution, torch.from_numpy(rows.uniforms).to(logits.device))
+        logprobs = distribution.gather(1, tokens[:, None])[:, 0]
+        if greedy.any():
+            is_greedy = torch.from_numpy(greedy).to(logits.device)
+            tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
+            logprobs = torch.where(is_greedy, 0.0, logprobs)
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    if not bool((torch.isfinite(chosen) & torch.isfinite(logprobs)).all()):
+        raise NonFiniteLogits("the model produced NaN or infinite logits")
+    return tokens, logprobs
+
+
+def processed_logprobs(
+    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> torch.Tensor:
+    """Return log-probabilities after temperature, then top-k, then top-p: float32 ``[rows, vocabulary]``, -inf for
+    removed tokens.
+
+    Top-p keeps the smallest set of most likely tokens whose probability reaches ``top_p`` (Holtzman et al., "The
+    curious case of neural text degeneration", 2020). Equal logits are ranked by token id. Greedy rows are treated as
+    temperature 1; the caller overrides them.
+    """
+    scaled = logits.float()
+    if not (temperature == 1).all():
+        divisor = np.where(temperature == 0, np.float32(1), temperature).astype(np.float32)
+        scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]
+    filtered = np.flatnonzero((temperature != 0) & ((top_k > 0) | (top_p < 1)))
+    if len(filtered) == 0:
+        return torch.log_softmax(scaled, dim=-1)
+    index = torch.from_numpy(filtered).to(logits.device)
+    kept = _keep_top(
+        scaled[index],
+        torch.from_numpy(top_k[filtered]).to(logits.device),
+        torch.from_numpy(top_p[filtered]).to(logits.device),
+    )
+    scaled = scaled.index_copy(0, index, kept)
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def _keep_top(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Set the logits outside top-k and then top-p to -inf. ``top_k`` and ``top_p`` are ``[rows]``."""
+    vocabulary = scaled.shape[-1]
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocabulary, device=scaled.device)
+    limit = torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+    probabilities = torch.softmax(ordered.double(), dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    outside = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
+    outside[:, 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, ordered)
+
+
+def _invert_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the first token whose cumulative probability exceeds ``uniform * total``.
+
+    The target stays strictly below the total, and "exceeds" skips tokens that add nothing, so the result always has a
+    positive probability. ``logprobs`` is ``[rows, vocabulary]``, ``uniforms`` float64 ``[rows]``, the result int64
+    ``[rows]``.
+    """
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Apply the SplitMix64 finaliser, a bijection of uint64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,650 @@
+"""All replicas of the generating engine as one engine that survives the death of a replica.
+
+A request goes to the least loaded live replica. The tokens of running requests are fetched every few seconds, and the
+same call is the engine's sign of life. When a replica dies, its requests continue elsewhere from the tokens fetched so
+far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
+last cause. Weights reach the replicas one after the other, and each update is verified by checksums.
+
+A response assembled from the output of several engines. An engine's death loses no token that it had reported.
+
+Each attempt requests what is still missing: the prompt plus the tokens so far, at the next position of the request's
+random stream, from an engine whose weights are at least as new as those of the last token. Versions therefore never
+decrease along a response, every token is at least as new as the request demands, and a continued response is sampled
+exactly like an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRequest, PauseMode, TokenChunk
+from roll.engines.worker import EngineSpec, LoadPlan, RequestFailed
+from roll.rollout.router import Router
+from roll.runtime.actors import StoppableDeadlines, WorkerHandle
+from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
+from roll.weights.buckets import WeightReceipt
+from roll.weights.buffers import WeightBuffers
+from roll.weights.engine_push import EngineCallFailed, PushTarget
+from roll.weights.publisher import Publication, attest
+from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
+
+COLLECT_WAIT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""Grace period of the long poll. A later replica counts as dead: a stopped process does not close connections."""
+PROGRESS_SECONDS = 2.0
+"""Interval between two fetches of new tokens. It bounds how much is generated again after a death. A fetch costs one
+call and the new tokens, a few kilobytes."""
+
+
+class RequestError(RuntimeError):
+    """The engine refused or lost a request for a reason that a retry would not cure."""
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """A request that a replica is working on."""
+
+    response: PartialResponse
+    future: asyncio.Future[Completion]
+
+
+class Replica:
+    """One engine process and the requests it works on."""
+
+    def __init__(
+        self, handle: WorkerHandle, *, silence_seconds: float, on_death: Callable[[Replica, WorkerDied], None]
+    ) -> None:
+        self.handle = handle
+        self.version = -1
+        self.asleep = False
+        self._silence_seconds = silence_seconds
+        self._on_death = on_death
+        self._death: WorkerDied | None = None
+        self._changing = asyncio.Lock()
+        self._changed_at = asyncio.get_running_loop().time()
+        self._numbers = itertools.count()
+        self._pending: dict[str, OpenRequest] = {}
+        self._outgoing: list[GenerateRequest] = []
+        self._submitting: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        """The worker's name, such as ``actor_infer/0``."""
+        return self.handle.name
+
+    def __str__(self) -> str:
+        return f"{WORKER}{self.name}"
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Hold the lock for one change: loading weights, sleeping or waking.
+
+        Each call inside has its own deadline, so the engine's silence during a change is not taken for a death.
+        """
+        async with AsyncExitStack() as change:
+            with waiting(f"changes of {self.name}", "another change of its weights"):
+                await change.enter_async_context(self._changing)
+            change.enter_context(holding(f"changes of {self.name}", "changing its weights"))
+            try:
+                yield
+            finally:
+                self._changed_at = asyncio.get_running_loop().time()
+
+    async def generate(self, response: PartialResponse) -> Completion:
+        """Generate the rest of a response. All requests made in one turn of the event loop leave in one call.
+
+        Each attempt has its own request id in the engine, so a retried request is never answered with leftovers of an
+        aborted attempt. After `WorkerDied` the response keeps the tokens that were known of this attempt.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        request = response.remaining()
+        sent = replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
+        self._pending[sent.request_id] = OpenRequest(response, future)
+        if not self._outgoing:
+            loop.call_soon(self._submit_outgoing)
+        self._outgoing.append(sent)
+        try:
+            with waiting(f"{WORKER}{self.name}", "a response"):
+                return replace(await future, request_id=request.request_id)
+        except asyncio.CancelledError:
+            self._abandon(sent)
+            raise
+        finally:
+            del self._pending[sent.request_id]
+
+    def _submit_outgoing(self) -> None:
+        requests, self._outgoing = self._outgoing, []
+        task = asyncio.get_running_loop().create_task(self._submit(requests))
+        self._submitting.add(task)
+        task.add_done_callback(self._submitting.discard)
+
+    async def _submit(self, requests: Sequence[GenerateRequest]) -> None:
+        try:
+            await self.handle.call("submit", requests)
+        except WorkerDied as error:
+            self.fail_all(error)
+        except WorkerFailed as error:
+            for request in requests:
+                self._deliver(RequestFailed(request.request_id, str(error)))
+
+    def _abandon(self, request: GenerateRequest) -> None:
+        if any(request is waiting for waiting in self._outgoing):
+            self._outgoing = [waiting for waiting in self._outgoing if waiting is not request]
+            return
+        # Not immediately: the call that submits the request may be about to leave.
+        asyncio.get_running_loop().call_soon(self.handle.tell, "abort", [request.request_id])
+
+    async def serve(self) -> WorkerDied:
+        """Deliver results and record tokens until the process dies or its engine fails, and return the first cause.
+
+        By then every open request has failed with `WorkerDied`.
+        """
+        with unobserved():
+            watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return self.fail_all(done.pop().result())
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def _collect(self) -> WorkerDied:
+        try:
+            while True:
+                ended = await self.handle.call(
+                    "collect", COLLECT_WAIT_SECONDS, timeout=COLLECT_WAIT_SECONDS + SILENCE_SECONDS
+                )
+                for item in ended:
+                    self._deliver(item)
+        except WorkerDied as death:
+            return death
+        except (WorkerFailed, WorkerTimeout) as error:
+            return WorkerDied(self.name, str(error))
+
+    async def _follow(self) -> WorkerDied:
+        try:
+            while True:
+                await asyncio.sleep(PROGRESS_SECONDS)
+                await self._look()
+        except WorkerDied as death:
+            return death
+        except WorkerFailed as error:
+            return WorkerDied(self.name, str(error))
+
+    async def _look(self) -> None:
+        """Fetch the new tokens of the open requests. A late answer may be dropped: the next fetch asks again."""
+        known = {request_id: open_.response.attempt_tokens for request_id, open_ in self._pending.items()}
+        try:
+            chunks = await self.handle.call("progress", known, timeout=self._silence_seconds)
+        except WorkerTimeout:
+            quiet_since = asyncio.get_running_loop().time() - self._changed_at
+            if self._changing.locked() or quiet_since < self._silence_seconds:
+                return
+            cause = f"its engine did not answer for {self._silence_seconds:g} s (actor_infer.silence_timeout_seconds)"
+            raise WorkerDied(self.name, cause) from None
+        for request_id, chunk in chunks.items():
+            if request_id in self._pending:
+                self._pending[request_id].response.add(chunk)
+
+    def _deliver(self, ended: Completion | RequestFailed) -> None:
+        open_request = self._pending.get(ended.request_id)
+        if open_request is None or open_request.future.done():
+            return
+        if isinstance(ended, RequestFailed):
+            cause = RequestError(f"{self.name}, request {ended.request_id}: {ended.cause}")
+            open_request.future.set_exception(cause)
+        else:
+            open_request.future.set_result(ended)
+
+    def fail_all(self, death: WorkerDied) -> WorkerDied:
+        """Fail every open request with the first cause reported, report the death, and return that cause."""
+        self._death = self._death or death
+        self._on_death(self, self._death)
+        for open_request in self._pending.values():
+            if not open_request.future.done():
+                open_request.future.set_exception(WorkerDied(self._death.worker, self._death.cause))
+        return self._death
+
+    def give_up(self, cause: str) -> WorkerDied:
+        """Kill a process that lives but cannot be used, and return its death."""
+        death = self.fail_all(WorkerDied(self.name, cause))
+        self.handle.kill()
+        return death
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Settings of the pool of replicas."""
+
+    transport: str
+    in_flight: PauseMode
+    max_restarts: int
+    start_timeout_seconds: float
+    request_timeout_seconds: float
+    publish_timeout_seconds: float
+    load_bucket_bytes: int
+    dual_buffer: bool
+    silence_timeout_seconds: float
+
+
+@dataclass
+class Loaded:
+    """Result of a weight update over all replicas."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
+    """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
+    canaries: CanaryDifference | None = None
+    """Sum over the compared replicas; None if none was compared."""
+
+
+class WeightSource(Protocol):
+    """The trainer's side of pushed weights."""
+
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Push a version into one paused engine."""
+
+    def disconnect(self, name: str) -> None:
+        """Drop the connection to a dead engine, so that no push waits for it."""
+
+
+class InferencePool:
+    """All replicas of one role."""
+
+    weight_source: WeightSource
+    """Set before the first update if weights are to be pushed."""
+
+    def __init__(
+        self,
+        role: str,
+        count: int,
+        start_worker: Callable[[int], WorkerHandle],
+        spec: EngineSpec,
+        settings: PoolSettings,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self._names = [f"{role}/{index}" for index in range(count)]
+        self._start_worker = start_worker
+        self._spec = spec
+        self._settings = settings
+        self._on_event = on_event
+        self._deadlines = StoppableDeadlines()
+        self._router = Router(self._names, limit=self._deadlines.limit)
+        self._replicas: dict[str, Replica] = {}
+        self._publication: Publication | None = None
+        self.buffers = WeightBuffers(halves=2 if settings.dual_buffer else 1)
+        self._canaries: CanaryScores | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._starting = 0
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
+        self.restarts = 0
+        self.reissued = 0
+        """Number of requests issued again after a death."""
+        self.resumed_tokens = 0
+        """Number of tokens that reissued requests already had and kept."""
+        self.completed = 0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the engines hold their weights."""
+        return self._spec.dtype
+
+    async def start(self) -> None:
+        """Start every replica. They serve requests once the first weight update has arrived."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._names)):
+                group.create_task(self._start_replica(index))
+
+    async def run(self) -> None:
+        """Supervise the replicas. Never returns; raises `WorkerDied` when they die too often."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._names)):
+                group.create_task(self._supervise(index))
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        """Run a request to its end, continuing on another replica if one dies.
+
+        No token is older than ``min_version``, and none is older than the token before it.
+        """
+        response = PartialResponse(request, min_version=min_version, max_length=self._spec.max_length)
+        completion = await self._attempt(response, sticky_key)
+        while completion is None:
+            self.resumed_tokens += response.cut_off()
+            completion = response.completion
+            if completion is None:
+                self.reissued += 1
+                completion = await self._attempt(response, sticky_key)
+        self.completed += 1
+        return completion
+
+    async def _attempt(self, response: PartialResponse, sticky_key: str | None) -> Completion | None:
+        """Return the whole response, or None if the replica dies while generating it."""
+        async with self._router.lease(
+            timeout=self._settings.start_timeout_seconds, sticky_key=sticky_key, min_version=response.min_version
+        ) as name:
+            try:
+                async with self._deadlines.limit(self._settings.request_timeout_seconds):
+                    return response.joined_to(await self._replicas[name].generate(response))
+            except WorkerDied:
+                return None
+            except TimeoutError:
+                raise RequestError(
+                    f"{name}, request {response.request_id}: no end after "
+                    f"{self._settings.request_timeout_seconds:g} s (actor_infer.request_timeout_seconds)"
+                ) from None
+
+    async def publish(self, publication: Publication, canaries: CanaryScores | None = None) -> Loaded:
+        """Bring every live replica to this version, one after the other, and run the parity check on each.
+
+        The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
+        version when it restarts. Raises `AttestationError`.
+        """
+        self._publication, self._canaries = publication, canaries
+        self.buffers.publishing(publication.version)
+        loaded = Loaded()
+        for replica in list(self._replicas.values()):
+            try:
+                async with replica.change():
+                    await self._load(replica, publication, canaries, loaded)
+            except WorkerDied:
+                self.buffers.keep_only(replica, None)
+                continue
+        self.buffers.published(publication.version)
+        return loaded
+
+    async def offload_states(self) -> None:
+        """Put every replica to sleep: requests wait, weights and caches leave the devices.
+
+        A replica that is still starting finishes its start first, within its deadline: it cannot leave the devices
+        earlier.
+        """
+        self._awake.clear()
+        self._deadlines.stop()
+        with waiting("replicas that start", "the end of their start"):
+            await self._none_starting.wait()
+        await self._settle_all()
+
+    async def load_states(self) -> None:
+        """Wake every replica."""
+        self._awake.set()
+        await self._settle_all()
+        self._deadlines.resume()
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """Return the statistics of each live replica, with its ``name`` added."""
+        answers = []
+        for replica in list(self._replicas.values()):
+            try:
+                said = await replica.handle.call("stats", timeout=self._settings.publish_timeout_seconds)
+                answers.append({**said, "name": replica.name})
+            except WorkerDied:
+                continue
+        return answers
+
+    def forget(self, sticky_key: Hashable) -> None:
+        """Drop the routing entry of a key for which no more requests will come."""
+        self._router.forget(sticky_key)
+
+    def handles(self) -> list[WorkerHandle]:
+        """Return the processes of the running replicas."""
+        return [replica.handle for replica in self._replicas.values()]
+
+    def kill(self) -> None:
+        """Kill all processes now."""
+        for replica in self._replicas.values():
+            replica.handle.kill()
+
+    async def _start_replica(self, index: int) -> None:
+        """Wait until the engines have the devices, then start a replica with the current weights.
+
+        The engines keep the devices until the replica is up.
+        """
+        while not self._awake.is_set():
+            await self._awake.wait()
+        self._starting += 1
+        self._none_starting.clear()
+        try:
+            with part(self._names[index]):
+                await self._start_here(index)
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._none_starting.set()
+
+    async def _start_here(self, index: int) -> None:
+        handle = self._start_worker(index)
+        silence_seconds = self._settings.silence_timeout_seconds
+        replica = Replica(handle, silence_seconds=silence_seconds, on_death=self._report_death)
+        try:
+            await handle.create(self._settings.start_timeout_seconds)
+            await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
+            async with replica.change():
+                self._replicas[self._names[index]] = replica
+                while (publication := self._publication_for(replica)) is not None:
+                    await self._load(replica, publication, self._canaries, Loaded())
+                await self._settle(replica)
+        except BaseException as error:
+            # Requests may have arrived as soon as the replica had its weights.
+            replica.fail_all(error if isinstance(error, WorkerDied) else WorkerDied(handle.name, repr(error)))
+            self._replicas.pop(self._names[index], None)
+            handle.kill()
+            self.buffers.keep_only(replica, None)
+            raise
+
+    async def _supervise(self, index: int) -> None:
+        name = self._names[index]
+        while True:
+            replica = self._replicas[name]
+            death: WorkerDied | WorkerFailed = await replica.serve()
+            self._replicas.pop(name).handle.kill()
+            self.buffers.keep_only(replica, None)
+            while name not in self._replicas:
+                self.restarts += 1
+                if self.restarts > self._settings.max_restarts:
+                    raise death
+                self._on_event(f"{death}; starting it again ({self.restarts} of {self._settings.max_restarts})")
+                try:
+                    await self._start_replica(index)
+                except (WorkerDied, WorkerFailed) as again:
+                    death = again
+
+    def _publication_for(self, replica: Replica) -> Publication | None:
+        """Return the weight update that a starting replica must load.
+
+        Returns None if the replica is up to date, or if no buffer holds the update any more. Then the next `publish`
+        brings one.
+        """
+        publication = self._publication
+        if publication is None or replica.version >= publication.version:
+            return None
+        return publication if self.buffers.has(publication.version) else None
+
+    async def _load(
+        self, replica: Replica, publication: Publication, canaries: CanaryScores | None, loaded: Loaded
+    ) -> None:
+        """Bring one replica to a version if it is behind, and verify it.
+
+        Requests that need this version reach the replica only afterwards.
+        """
+        if replica.version >= publication.version:
+            return
+        self.buffers.hold(publication.version, replica)
+        settings = self._settings
+        if publication.layout is not None:
+            receipt, seconds = await self._push(replica, publication)
+        else:
+            plan = LoadPlan(settings.transport, settings.load_bucket_bytes, settings.in_flight)
+            receipt, seconds = await self._change(replica, "load_weights", publication, plan)
+        if self._replicas.get(replica.name) is not replica:
+            raise WorkerDied(replica.name, "it died right after it had loaded its weights")
+        attest(replica.name, publication, receipt)
+        self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
+        if canaries is not None:
+            held = await self._change(replica, "score", canaries.token_ids)
+            found = compare_canaries(replica.name, canaries, held)
+            loaded.canaries = found + (loaded.canaries or CanaryDifference())
+        for name in ("fetch", "load"):
+            loaded.seconds[name] += seconds[name]
+        loaded.seconds["stall"] = max(loaded.seconds["stall"], seconds["stall"])
+        replica.version = publication.version
+        if self._router.state(replica.name).live:
+            self._router.set_version(replica.name, publication.version)
+        else:
+            self._router.mark_live(replica.name, publication.version)
+
+    async def _push(self, replica: Replica, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
+        """Have the trainer push its weights into a paused replica.
+
+        A replica that fails to take them is replaced. A failure in the trainer stops the run.
+        """
+        await self._change(replica, "begin_push", self._settings.in_flight)
+        target = PushTarget(replica.name, replica.handle.actor, self._spec.devices_per_engine)
+        pushing = asyncio.ensure_future(self.weight_source.push(publication.version, target))
+        death = asyncio.ensure_future(replica.handle.wait_for_death())
+        seconds = self._settings.publish_timeout_seconds
+        try:
+            await asyncio.wait([pushing, death], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not pushing.done():
+                # The library's transfer waits for a dead peer for ever; closing the connection ends the wait.
+                self.weight_source.disconnect(replica.name)
+                cause = death.result().cause if death.done() else f"no push of weights ended within {seconds:g} s"
+                raise replica.give_up(cause)
+            failure = pushing.exception()
+            if isinstance(failure, WorkerFailed) and failure.error_type == EngineCallFailed.__name__:
+                raise replica.give_up(str(failure))
+            if isinstance(failure, WorkerDied):
+                raise RuntimeError(f"weights could not be pushed: {failure}") from failure
+            pushing.result()
+        finally:
+            pushing.cancel()
+            death.cancel()
+        return await self._change(replica, "end_push", publication)
+
+    async def _change(self, replica: Replica, method: str, *args: Any) -> Any:
+        """Call a method that changes a replica or follows a change.
+
+        A replica that takes too long, or whose engine fails in the call, is killed and replaced; its `WorkerDied` is
+        raised.
+        """
+        seconds = self._settings.publish_timeout_seconds
+        try:
+            return await replica.handle.call(method, *args, timeout=seconds)
+        except WorkerTimeout:
+            cause = f"{method} did not end within {seconds:g} s (weight_update.timeout_seconds)"
+            raise replica.give_up(cause) from None
+        except WorkerFailed as failure:
+            if failure.error_type != EngineFailed.__name__:
+                raise
+            raise replica.give_up(str(failure)) from failure
+
+    async def _settle_all(self) -> None:
+        for replica in list(self._replicas.values()):
+            try:
+                async with replica.change():
+                    await self._settle(replica)
+            except WorkerDied:
+                continue
+
+    async def _settle(self, replica: Replica) -> None:
+        """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""
+        if replica.asleep == self._awake.is_set():
+            method = "wake" if self._awake.is_set() else "sleep"
+            await self._change(replica, method)
+            replica.asleep = method == "sleep"
+
+    def _report_death(self, replica: Replica, death: WorkerDied) -> None:
+        # A late report about a predecessor says nothing about the process that replaced it.
+        if self._replicas.get(replica.name) is replica:
+            self._router.mark_dead(replica.name, death.cause)
+
+
+class PartialResponse:
+    """The tokens of one request so far: those of finished attempts, and the known ones of the current attempt."""
+
+    def __init__(self, request: GenerateRequest, *, min_version: int | None, max_length: int) -> None:
+        """Start without tokens. ``max_length``: tokens that an engine holds, prompt plus response."""
+        self._request = request
+        self._min_version = min_version
+        room = max_length - len(request.prompt_token_ids)
+        self._limit = max(1, min(request.sampling.max_new_tokens, room))
+        self._settled: list[TokenChunk] = []
+        self._attempt: list[TokenChunk] = []
+        self._finish_reason: FinishReason | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request id that the caller chose."""
+        return self._request.request_id
+
+    @property
+    def attempt_tokens(self) -> int:
+        """Number of known tokens of the current attempt."""
+        return _count(self._attempt)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest weight version that may continue the response; None if any may."""
+        newest = max((int(chunk.versions.max()) for chunk in self._settled if len(chunk.versions)), default=None)
+        return max((version for version in (self._min_version, newest) if version is not None), default=None)
+
+    def remaining(self) -> GenerateRequest:
+        """Return the request for the missing part."""
+        tokens = [chunk.token_ids for chunk in self._settled]
+        count = _count(self._settled)
+        return replace(
+            self._request,
+            prompt_token_ids=np.concatenate([self._request.prompt_token_ids, *tokens]).astype(np.int32),
+            sampling=replace(self._request.sampling, max_new_tokens=self._request.sampling.max_new_tokens - count),
+            first_token_index=self._request.first_token_index + count,
+        )
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Append the next tokens of the current attempt."""
+        if len(chunk.token_ids) or chunk.finish_reason is not None:
+            self._attempt.append(chunk)
+
+    def cut_off(self) -> int:
+        """Keep the known tokens of an attempt whose engine is gone, begin the next attempt, and return their number."""
+        kept, self._attempt = self._attempt, []
+        self._settled += kept
+        self._finish_reason = kept[-1].finish_reason if kept else None
+        if self._finish_reason is None and _count(self._settled) >= self._limit:
+            self._finish_reason = "length"
+        return _count(kept)
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole response if the interrupted attempts already contain all of it, else None."""
+        if self._finish_reason is not None and self._finish_reason != "abort":
+            return self._completion(self._settled, self._finish_reason)
+        return None
+
+    def joined_to(self, completion: Completion) -> Completion:
+        """Return the whole response, where ``completion`` is the part that the current attempt generated."""
+        rest = TokenChunk(completion.token_ids, completion.logprobs, completion.versions)
+        return self._completion([*self._settled, rest], completion.finish_reason)
+
+    def _completion(self, chunks: Sequence[TokenChunk], finish_reason: FinishReason) -> Completion:
+        return Completion(
+            request_id=self._request.request_id,
+            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32),
+            logprobs=np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+            versions=np.concatenate([chunk.versions for chunk in chunks]).astype(np.int32),
+            finish_reason=finish_reason,
+        )
+
+
+def _count(chunks: Sequence[TokenChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)

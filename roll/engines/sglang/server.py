@@ -1,0 +1,213 @@
+"""SGLang's server as a child process: started, called over HTTP on the loopback address, stopped.
+
+A call that cannot reach the server raises `EngineFailed`, with the exit status if the process has ended. A call that
+the server refuses raises `CallRefused`; no refusal passes silently.
+
+The process of SGLang's server: reads its arguments as JSON from standard input and serves until its owner has ended.
+
+It is started as ``python -m``, so that SGLang's own processes, which begin by importing this module, find it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import roll
+from roll.engines.base import EngineFailed
+from roll.weights.buckets import end_with
+
+if TYPE_CHECKING:
+    import aiohttp
+
+SERVER_COMMAND = (sys.executable, "-m", "roll.engines.sglang.server")
+_POLL_SECONDS = 0.1
+_ENDING_SECONDS = 10.0
+"""Longest time that a server gets to end by itself."""
+
+
+class CallRefused(RuntimeError):
+    """The server answered that it did not carry out the call."""
+
+
+class SGLangServer:
+    """One server process and the connection to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession) -> None:
+        self._process = process
+        self._session = session
+
+    @classmethod
+    async def start(cls, arguments: Mapping[str, Any]) -> SGLangServer:
+        """Start a process and wait until it serves. Raises `EngineFailed` if the process ends instead."""
+        import aiohttp
+
+        process = await asyncio.create_subprocess_exec(
+            *SERVER_COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            env=server_environment(),
+            start_new_session=True,
+        )
+        if process.stdin is None:
+            raise EngineFailed("the process of SGLang's server has no standard input")
+        process.stdin.write(json.dumps({"owner": os.getpid(), "arguments": dict(arguments)}).encode())
+        process.stdin.close()
+        session = aiohttp.ClientSession(
+            f"http://{arguments['host']}:{arguments['port']}",
+            headers={"Authorization": f"Bearer {arguments['api_key']}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        server = cls(process, session)
+        try:
+            await server._ready()
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Call ``path`` and return the answer; with a body the call is a POST. Raises `CallRefused`, `EngineFailed`."""
+        import aiohttp
+
+        self._check_open()
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(method, path, json=body) as reply:
+                text = await reply.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._gone(path, error) from error
+        content = _parsed(text)
+        if reply.status != 200 or content.get("success") is False:
+            raise CallRefused(f"SGLang refused {path} ({reply.status}): {_message(content, text)}")
+        return content
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the messages of a streamed answer. Raises `CallRefused`, and `EngineFailed` if the stream breaks
+        off."""
+        import aiohttp
+
+        self._check_open()
+        lines = EventLines()
+        try:
+            async with self._session.post(path, json=body) as reply:
+                if reply.status != 200:
+                    text = await reply.text()
+                    raise CallRefused(_message(_parsed(text), text))
+                async for data in reply.content.iter_any():
+                    for message in lines.feed(data):
+                        yield message
+        except (aiohttp.ClientError, OSError) as error:
+            raise await self._gone(path, error) from error
+        if not lines.ended:
+            raise EngineFailed(f"SGLang's answer to {path} broke off")
+
+    async def stop(self) -> None:
+        """End the server and all of its processes."""
+        await self._session.close()
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), _ENDING_SECONDS)
+            except TimeoutError:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                await self._process.wait()
+
+    async def _ready(self) -> None:
+        """Wait until the server has generated something. Raises `EngineFailed` if its process ends first."""
+        import aiohttp
+
+        while True:
+            if self._process.returncode is not None:
+                raise EngineFailed(f"SGLang's server did not start: it ended with status {self._process.returncode}")
+            with suppress(aiohttp.ClientError, OSError):  # Nothing may listen yet.
+                async with self._session.get("/health") as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _check_open(self) -> None:
+        if self._session.closed:
+            raise EngineFailed("SGLang's server was stopped")
+
+    async def _gone(self, path: str, error: Exception) -> EngineFailed:
+        """Return the reason why the server cannot be reached. A process that is ending gets a moment to report its exit
+        status."""
+        try:
+            await asyncio.wait_for(self._process.wait(), 1.0)
+            return EngineFailed(f"SGLang cannot go on: its server ended with status {self._process.returncode}")
+        except TimeoutError:
+            return EngineFailed(f"SGLang cannot go on: {path} failed with {type(error).__name__}: {error}")
+
+
+class EventLines:
+    """Server-sent events, assembled from the pieces that arrive."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self.ended = False
+        """True if the last event was the one that ends a stream."""
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the events that are complete now."""
+        self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            content = line[len(b"data:") :].strip()
+            if content == b"[DONE]":
+                self.ended = True
+            else:
+                yield json.loads(content)
+
+
+def server_environment() -> dict[str, str]:
+    """Return the environment of the server: this process's, with this package importable and SGLang's own settings."""
+    paths = [str(Path(roll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        # Report log-probabilities of the distribution after temperature, not before it.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+        # The run never sends longer sequences than its own limit; the server's has a few tokens of headroom.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
+    }
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return the JSON object in the text; an empty dictionary if the answer is plain text."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {"value": content}
+
+
+def _message(content: Mapping[str, Any], text: str) -> str:
+    error = content.get("error", content.get("message", text))
+    return str(error["message"] if isinstance(error, dict) and "message" in error else error)[:1000]
+
+
+def main() -> None:
+    """Serve. Returns only when the server ends."""
+    orders = json.load(sys.stdin)
+    # SGLang's processes end with this one by themselves.
+    end_with(orders["owner"])
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(**orders["arguments"])
+    from sglang.launch_server import run_server
+
+    run_server(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Code that runs inside vLLM's own worker processes: loads weight buckets and reports which weights are held.
+
+Both use interfaces that vLLM offers for reinforcement learning: a weight transfer engine registered by name, and a
+worker extension whose methods can be called collectively. Weights are mapped from memory that the trainer (or the
+engine's owner) has filled, never unpickled. vLLM's layer-wise reload converts them to the layout that its kernels want.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from roll.engines.requests import Layout, sample_of
+from roll.engines.vllm.options import BUCKET_BACKEND, OWNER_VARIABLE
+from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Empty setup: mapped memory needs no rendezvous."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Location and contents of a bucket."""
+
+    path: str
+    offset: int
+    size: int
+    tensors: list[tuple[str, str, Shape, int]]
+    """Entries in the format of `WeightBucket.tensors`."""
+
+
+class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads buckets from mapped memory."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # At every update it warns of every layer without weights of its own. Completeness is checked below instead.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Do nothing: mapped memory needs no setup."""
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer to take checkpoint tensors again."""
+        self.loaded: set[str] = set()
+        self.wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Pass the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
+        memory = map_file(update_info.path, update_info.offset, update_info.size)
+        tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
+        bucket = WeightBucket(tensors, memory)
+        weights = [(name, tensor.to(self.device)) for name, tensor in views(bucket)]
+        self.loaded |= set(self.model.load_weights(weights) or ())
+
+    def finish_weight_update(self) -> None:
+        """Convert the loaded tensors to the layout of the kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.model_config.quantization is None:
+            _repack_shared(self.model)
+
+    def shutdown(self) -> None:
+        """Do nothing: no resource is held between updates."""
+
+
+def _repack_shared(model: torch.nn.Module) -> None:
+    """Let layers that share a parameter process it again.
+
+    The reload does so only for the layer whose name arrived. On a CPU a tied output head would otherwise go on
+    computing with what it had packed from the first weights.
+    """
+    owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    for modules in owners.values():
+        for module in modules if len(modules) > 1 else ():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+
+
+# Otherwise a worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's
+# engine process waits for its owner and ends by itself after some minutes.)
+if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
+    end_with(int(os.environ[OWNER_VARIABLE]))
+
+WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine)
+
+
+class WorkerCalls:
+    """Calls that `vllm_infer` makes on every worker. vLLM's worker, which has these attributes, inherits from this
+    class."""
+
+    weight_transfer_engine: Any
+    model_config: Any
+    model_runner: Any
+
+    def roll_unloaded_parameters(self) -> list[str]:
+        """Return the parameters of the engine's model that the last update did not touch.
+
+        Empty for quantised models, whose scales are computed from the weights.
+        """
+        engine = self.weight_transfer_engine
+        if not isinstance(engine, BucketTransferEngine) or self.model_config.quantization is not None:
+            return []
+        return sorted(engine.wanted - engine.loaded)
+
+    def roll_held_checksums(self, layout: Layout, version: int) -> dict[str, int]:
+        """Return checksums of some tensors that this worker holds in the layout of a checkpoint; different ones at each
+        version.
+
+        Tensors that kernels have repacked cannot be read back and are left out.
+        """
+        shapes = {name: tuple(shape) for name, (_, shape) in layout.items()}
+        readable = {
+            name: tensor
+            for name, tensor in readable_tensors(self.model_runner.get_model(), shapes)
+            if str(tensor.dtype) == f"torch.{layout[name][0]}"
+        }
+        return {name: tensor_checksum(readable[name]) for name in sample_of(readable, version)}
+
+
+def readable_tensors(model: torch.nn.Module, shapes: dict[str, Shape]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the checkpoint's tensors that can be read from the model's parameters: unchanged, as the leading rows of a
+    padded vocabulary, or as row blocks of fused projections (named by ``packed_modules_mapping``)."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, parameter in model.named_parameters():
+        if name in shapes:
+            yield from _leading_rows(name, parameter, shapes[name])
+            continue
+        for fused_name, parts in fused.items():
+            names = [name.replace(f".{fused_name}.", f".{part}.") for part in parts]
+            if f".{fused_name}." in name and all(part in shapes for part in names):
+                yield from _row_blocks(names, parameter, shapes)
+
+
+def _leading_rows(name: str, parameter: torch.Tensor, shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    same_columns = parameter.dim() == len(shape) and parameter.shape[1:] == shape[1:]
+    if same_columns and shape and parameter.shape[0] >= shape[0]:
+        yield name, parameter[: shape[0]]
+
+
+def _row_blocks(
+    names: list[str], parameter: torch.Tensor, shapes: dict[str, Shape]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    rows = [shapes[name][0] for name in names]
+    if parameter.dim() == len(shapes[names[0]]) and parameter.shape[0] == sum(rows):
+        yield from zip(names, parameter.split(rows), strict=True)

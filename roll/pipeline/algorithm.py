@@ -1,0 +1,619 @@
+"""Conversion of a batch's scores to advantages: reward shaping, then the estimator.
+
+The algorithms of a run, built from its configuration: policy loss, correction, reward shaping, advantages.
+
+A combination is refused here, with the reason, if a part of it would have no effect, act twice, or train on stale
+tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`traits`),
+not from its name.
+
+The batch of one training step, which the stages of a pipeline fill in as it passes through them.
+
+Off-policy correction of a batch, before its first update.
+
+Weights and rejection come from the distance between two policies: the trainer's at that moment (proximal) and the one
+that sampled (behaviour).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from roll.algorithms.advantages.estimate import estimate_advantages, shape_advantages
+from roll.algorithms.advantages.estimator import AdvantageEstimator, AdvantageTraits, make_advantage_estimator
+from roll.algorithms.advantages.moments import RunningMoments
+from roll.algorithms.correction import Correction, correct, parse_correction
+from roll.algorithms.kl import KLController, make_kl_controller, token_kl
+from roll.algorithms.losses.base import PolicyLossTraits
+from roll.algorithms.objective import PolicyObjective, ValueObjective
+from roll.algorithms.registry import KnobError
+from roll.algorithms.rewards import LengthPenalty, RewardShaping, shape_rewards
+from roll.configs import derived
+from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.fields import differs_from_default
+from roll.configs.roles import ROLL_KNOBS
+from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.data.records import Group, Sample, SampleBatch
+from roll.weights.verify import CanaryScores
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """Settings of the advantage estimation. The KL controller and the reward moments keep state between batches."""
+
+    estimator: AdvantageEstimator
+    shaping: RewardShaping
+    reward_moments: RunningMoments
+    whitened: bool
+    advantage_clip: float | None
+    kl_controller: KLController | None
+    """Controller of the weight of the KL penalty in the token rewards; None: no penalty."""
+    kl_estimator: str
+    episode_weight: float = 1.0
+    """Weight of an episode's (or a response's) shaped reward, at its last token."""
+    turn_weight: float = 0.0
+    """Weight of the rewards of turns, at the last token of each."""
+
+    def memory(self) -> dict[str, Any]:
+        """Return the state that a checkpoint must keep."""
+        controller = {} if self.kl_controller is None else self.kl_controller.state()
+        return {"reward_moments": self.reward_moments.state(), "kl_controller": controller}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Restore the state that `memory` returned. Keys that it lacks are left as they are."""
+        if "reward_moments" in memory:
+            self.reward_moments.restore(memory["reward_moments"])
+        if self.kl_controller is not None and memory.get("kl_controller"):
+            self.kl_controller.restore(memory["kl_controller"])
+
+
+def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
+    """Shape the rewards and fill ``advantages`` (float32 ``[total_tokens]``) into the batch.
+
+    Samples that shaping leaves out also leave the loss mask. Returns metrics over the sampled tokens. Raises
+    `ValueError` if turn rewards have a weight but the samples record no turns.
+    """
+    metrics = _shape(batch, settings)
+    # Estimators see whole episodes, although an episode may reach the trainer as several samples.
+    data = batch.data.joined([len(parts) for parts in batch.episodes])
+    mask = torch.from_numpy(data.padded("response_mask", fill=False))
+    penalty = settings.kl_controller
+    logprobs = torch.from_numpy(data.padded("behaviour_logprobs")) if penalty else None
+    reference = torch.from_numpy(data.padded("reference_logprobs")) if penalty else None
+    baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
+    in_turns = "turns" in data.tokens
+    if settings.turn_weight and not in_turns:
+        raise ValueError(
+            "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
+            "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
+        )
+    turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
+    values = torch.from_numpy(data.padded("values")) if settings.estimator.traits.needs_values else None
+    estimated = estimate_advantages(
+        settings.estimator,
+        settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
+        mask,
+        batch.group_of_episode,
+        logprobs=logprobs,
+        reference_logprobs=reference,
+        kl_coef=penalty.coef if penalty else 0.0,
+        kl_estimator=settings.kl_estimator,
+        values=values,
+        baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
+        turn_rewards=settings.turn_weight * torch.from_numpy(data.padded("turn_rewards"))
+        if settings.turn_weight
+        else None,
+        turns=turns,
+        states=None if turns is None else _states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))),
+    )
+    padded = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
+    if penalty and logprobs is not None and reference is not None:
+        divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
+        metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
+        penalty.update(divergence, len(data))
+    inside = np.arange(padded.shape[1])[None, :] < data.lengths[:, None]
+    data.tokens["advantages"] = np.ascontiguousarray(padded[inside], dtype=np.float32)
+    if values is not None:
+        returns = torch.where(mask, estimated + values, 0.0).numpy()
+        data.tokens["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
+        data.tokens["old_values"] = data.tokens["values"]
+    sampled = padded[mask.numpy()]
+    if not sampled.size:
+        return metrics
+    return metrics | {
+        "advantage/mean": float(sampled.mean()),
+        "advantage/std": float(sampled.std()),
+        "advantage/max": float(sampled.max()),
+        "advantage/min": float(sampled.min()),
+    }
+
+
+def _shape(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
+    """Turn scores (and the penalties of turns) into rewards. Episodes left out of training leave the loss mask."""
+    data, episodes = batch.data, batch.episodes
+    parts = [len(samples) for samples in episodes]
+    shaped = shape_rewards(
+        torch.tensor([samples[0].score for samples in episodes], dtype=torch.float32),
+        torch.from_numpy(batch.group_of_episode),
+        torch.tensor([sum(sample.response_tokens for sample in samples) for samples in episodes]),
+        torch.tensor([any(sample.finish_reason == "length" for sample in samples) for samples in episodes]),
+        settings.shaping,
+        settings.reward_moments,
+        tags=torch.from_numpy(batch.tag_of_episode),
+        penalties=torch.tensor([samples[0].reward - samples[0].score for samples in episodes], dtype=torch.float32),
+    )
+    data.per_sample["rewards"] = np.repeat(shaped.rewards.float().numpy(), parts)
+    for samples, reward in zip(episodes, shaped.rewards.tolist(), strict=True):
+        for sample in samples:
+            sample.reward = reward
+    if not shaped.keep.all():
+        batch.leave_out(np.repeat(np.repeat(shaped.keep.numpy(), parts), data.lengths))
+    return {f"reward/{name}": value for name, value in shaped.metrics.items()}
+
+
+def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
+    """Return the state of each turn, int64 ``[batch, turns]``, from those of its tokens ``[batch, seq]``; -1: none."""
+    number = int(turns.max()) + 1 if turns.numel() else 0
+    states = token_states.new_full((len(turns), number + 1), -1)
+    return states.scatter(1, torch.where(turns < 0, number, turns).long(), token_states)[:, :number]
+
+
+MOST_LAGS_REPORTED = 8
+"""Highest lag with a metric of its own; that metric includes all older tokens."""
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class Algorithms:
+    """The losses, the correction and the advantage settings of a run."""
+
+    objective: PolicyObjective
+    value_objective: ValueObjective
+    correction: Correction | None
+    advantages: AdvantageSettings
+
+
+def build_algorithms(config: PipelineConfig) -> Algorithms:
+    """Build the algorithms of a run.
+
+    Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
+    """
+    problems: list[ConfigProblem] = []
+    correction = _attempt(
+        problems, lambda: _correction(config), ("train_infer_correction", "train_infer_correction", {})
+    )
+    objective = _attempt(problems, lambda: _objective(config, correction), _policy_paths(config))
+    estimator = _attempt(
+        problems,
+        lambda: make_advantage_estimator(config.adv_estimator, config.adv_estimator_args),
+        ("adv_estimator", "adv_estimator_args", {}),
+    )
+    if objective is not None and not problems:
+        problems += _policy_problems(config, objective, correction)
+    if estimator is not None:
+        problems += _estimator_problems(config, estimator, objective)
+    if problems or objective is None or estimator is None:
+        raise ConfigError(problems)
+    return Algorithms(objective, _value_objective(config), correction, _advantages(config, estimator))
+
+
+def _attempt(
+    problems: list[ConfigProblem], build: Callable[[], Built], paths: tuple[str, str, dict[str, str]]
+) -> Built | None:
+    """Return what ``build`` returns, or None after noting its problems.
+
+    The path of a problem is that of the name, of an argument, or of a key elsewhere that sets the argument.
+    """
+    name_path, args_path, elsewhere = paths
+    try:
+        return build()
+    except KnobError as error:
+        problems += [
+            ConfigProblem(
+                name_path if found.knob is None else elsewhere.get(found.knob, f"{args_path}.{found.knob}"),
+                found.message,
+                found.remedy,
+            )
+            for found in error.problems
+        ]
+        return None
+
+
+def _policy_paths(config: PipelineConfig) -> tuple[str, str, dict[str, str]]:
+    actor = config.actor_train
+    given = {knob: f"actor_train.{name}" for name, (_, knob) in ROLL_KNOBS.items() if vars(actor)[name] is not None}
+    return "actor_train.pg_variant", "actor_train.pg_variant_args", given
+
+
+def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
+    oldest = derived.resolved_max_staleness(config)
+    return PolicyObjective(
+        max_response_length=derived.max_new_tokens(config),
+        pg_variant=config.actor_train.pg_variant,
+        pg_variant_args=derived.pg_variant_args(config),
+        loss_agg_mode=config.loss_agg_mode,
+        use_kl_loss=config.use_kl_loss,
+        kl_loss_coef=config.kl_loss_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_loss_coef=config.entropy_loss_coef,
+        anchor="proximal" if config.old_logprobs == "recompute" else "behaviour",
+        corrected=correction is not None and correction.weight is not None,
+        max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
+        lags_capped=oldest > MOST_LAGS_REPORTED,
+        monitored=not derived.truncates_sampling(config),
+    )
+
+
+def _value_objective(config: PipelineConfig) -> ValueObjective:
+    return ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
+
+
+def _correction(config: PipelineConfig) -> Correction | None:
+    return parse_correction(config.train_infer_correction) if config.train_infer_correction else None
+
+
+def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
+    controller = None
+    if config.add_token_level_kl:
+        controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
+    episode_weight, turn_weight = _reward_weights(config, estimator.traits)
+    return AdvantageSettings(
+        estimator=estimator,
+        shaping=_shaping(config),
+        reward_moments=RunningMoments(),
+        whitened=config.whiten_advantages,
+        advantage_clip=config.advantage_clip,
+        kl_controller=controller,
+        kl_estimator=config.kl_estimator,
+        episode_weight=episode_weight,
+        turn_weight=turn_weight,
+    )
+
+
+def _reward_weights(config: PipelineConfig, traits: AdvantageTraits) -> tuple[float, float]:
+    """Return the weights of the episode's reward and of the turn rewards. In RLVR a response is its own episode."""
+    return derived.reward_weights(config, traits.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
+
+
+def _shaping(config: PipelineConfig) -> RewardShaping:
+    longest = derived.max_new_tokens(config)
+    penalty = config.length_penalty
+    return RewardShaping(
+        clip=config.reward_clip,
+        mean=config.norm_mean_type,
+        std=config.norm_std_type,
+        length_penalty=None
+        if penalty is None
+        else LengthPenalty(
+            kind=penalty.kind,
+            weight=penalty.weight,
+            max_length=longest,
+            buffer=penalty.buffer or max(1, longest // 8),
+            correct_above=penalty.correct_above,
+        ),
+        drop_truncated=config.max_len_mask,
+        drop_zero_variance=config.zero_variance_mask,
+        difficulty=(config.difficulty_low_threshold, config.difficulty_high_threshold)
+        if config.difficulty_mask
+        else None,
+    )
+
+
+def _policy_problems(
+    config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
+) -> Iterator[ConfigProblem]:
+    """Yield the problems of corrections that are missing, act twice, or act on nothing."""
+    traits, name = objective.traits, config.actor_train.pg_variant
+    if traits.needs_proximal and config.old_logprobs != "recompute":
+        message = f"behaviour, but {name} is defined on recomputed log-probabilities"
+        yield ConfigProblem("old_logprobs", message, "set `old_logprobs: recompute`")
+        return
+    yield from _weight_problems(config, traits, correction)
+    weighted = correction is not None and correction.weight is not None
+    why = _why_uncorrected(config, traits, weighted)
+    if why and not config.allow_uncorrected_off_policy:
+        recomputed = traits.corrects and config.old_logprobs == "recompute"
+        choice = "leave out `old_logprobs: recompute`" if recomputed else "choose a loss that corrects, such as `ppo`"
+        remedy = (
+            f"{choice}, add `train_infer_correction.weight`, train once on fresh samples (`async_generation_ratio: 0` "
+            "and one optimizer step a batch), or set `allow_uncorrected_off_policy: true` to experiment"
+        )
+        path = "old_logprobs" if recomputed else "actor_train.pg_variant"
+        yield ConfigProblem(path, f"{name} would train on samples as if fresh: {why}", remedy)
+    elif not why and config.allow_uncorrected_off_policy:
+        message = "true has no effect: nothing stale goes uncorrected here"
+        yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")
+    elif not why:
+        yield from _anchor_problems(config, traits, weighted)
+
+
+def _weight_problems(
+    config: PipelineConfig, traits: PolicyLossTraits, correction: Correction | None
+) -> Iterator[ConfigProblem]:
+    """Yield a problem for a weight that the loss already has, or a token-level weight for a loss of whole responses."""
+    if correction is None or correction.weight is None:
+        return
+    name, path = config.actor_train.pg_variant, "train_infer_correction.weight"
+    if traits.importance_weighted and (config.old_logprobs != "recompute" or traits.needs_proximal):
+        reason = "has its own behaviour weight" if traits.needs_proximal else "is anchored on the behaviour policy"
+        message = f"the distance to the policy that sampled would count twice: {name} {reason}"
+        remedy = "remove the weight" + ("" if traits.needs_proximal else ", or set `old_logprobs: recompute`")
+        yield ConfigProblem(path, message, remedy)
+    elif traits.sequence_valued and correction.weight.level == "token":
+        message = f"{name} gives a response one loss, so weights of its tokens would act as their mean"
+        yield ConfigProblem(f"{path}.level", message, "set `level: sequence` or `level: geometric`")
+
+
+def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
+    """Return why the loss would treat stale samples as fresh; None if it does not, or if there are none."""
+    steps = derived.optimizer_steps_per_step(config, config.actor_train)
+    if not traits.uses_anchor and steps > 1:
+        return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
+    anchored = traits.corrects and (config.old_logprobs != "recompute" or traits.needs_proximal)
+    if anchored or weighted or not derived.may_be_stale(config):
+        return None
+    staleness = derived.resolved_max_staleness(config)
+    reason = "its ratio is taken against recomputed log-probabilities" if traits.uses_anchor else "it has no ratio"
+    return f"{reason}, and tokens are up to {staleness} versions old"
+
+
+def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
+    """Yield a problem if recomputed log-probabilities have no effect, or take away a loss's own correction."""
+    if config.old_logprobs != "recompute":
+        return
+    name = config.actor_train.pg_variant
+    if not traits.uses_anchor:
+        message = f"recompute has no effect: {name} has no ratio to anchor"
+        yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
+        return
+    not_chosen = not any(differs_from_default(config.actor_train, key) for key in ("pg_variant", "pg_variant_args"))
+    one_step = derived.optimizer_steps_per_step(config, config.actor_train) == 1
+    if one_step and not traits.needs_proximal and not (weighted and not_chosen):
+        message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
+        remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
+        yield ConfigProblem("old_logprobs", message, remedy)
+
+
+def _estimator_problems(
+    config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
+) -> Iterator[ConfigProblem]:
+    """Yield the problems of an estimator that needs what this pipeline lacks, or that would have nothing to work on."""
+    traits, name = estimator.traits, config.adv_estimator
+    yield from _critic_problems(config, traits)
+    if isinstance(config, AgenticConfig):
+        yield from _episode_problems(config, traits)
+    elif traits.for_episodes:
+        message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
+        yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
+    if traits.group_relative and derived.group_size(config) == 1:
+        message = f"1: {name} compares the samples of a group, so all advantages would be 0"
+        yield ConfigProblem(derived.group_size_key(config), message, "set at least 2, or `adv_estimator: reinforce`")
+    if traits.whitens and config.whiten_advantages:
+        message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
+        yield ConfigProblem("whiten_advantages", message, "remove the key")
+    if traits.needs_greedy_baseline:
+        for key in ("norm_mean_type", "norm_std_type", "length_penalty", "reward_clip"):
+            if vars(config)[key] not in (None, "none"):
+                message = f"{name} compares with the plain score of a greedy response; this would change one side only"
+                yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
+    yield from _normalisation_problems(config, traits)
+    in_turns = _reward_weights(config, traits)[1] > 0
+    varies = traits.for_episodes or (
+        traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl or in_turns)
+    )
+    if varies and objective is not None and objective.traits.sequence_valued:
+        message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
+        yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
+
+
+def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """Yield a problem if the estimator reads values without a critic, or if nothing reads the critic's values."""
+    name = config.adv_estimator
+    if traits.needs_values and config.critic is None:
+        remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
+        yield ConfigProblem("adv_estimator", f"{name} needs a value model, and there is no `critic`", remedy)
+    elif not traits.needs_values and config.critic is not None:
+        message = f"has no effect: `adv_estimator: {name}` reads no values"
+        yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
+
+
+def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """Yield the problems of baselines that episodes lack, rewards of weight zero, and shaping of such rewards."""
+    name = config.adv_estimator
+    if traits.needs_greedy_baseline:
+        message = f"{name} compares with a greedy response, which episodes do not have"
+        yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
+    if config.length_penalty is not None and config.length_penalty.kind == "overlong":
+        message = "overlong counts up to the longest response, and an episode has no such number of sampled tokens"
+        yield ConfigProblem("length_penalty.kind", message, "set `kind: relative`, or remove the section")
+    episode, step = _reward_weights(config, traits)
+    if episode == step == 0:
+        message = "0, and so is `step_reward_weight`: there would be nothing to learn from"
+        yield ConfigProblem("episode_reward_weight", message, "set one of the two above 0")
+    elif episode == 0:
+        for key in ("reward_clip", "norm_mean_type", "norm_std_type", "length_penalty"):
+            if vars(config)[key] not in (None, "none"):
+                message = f"has no effect: it shapes the episode's reward, whose weight is 0 (adv_estimator {name})"
+                yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
+
+
+def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+    """Yield a problem for reward normalisation that the estimator cancels.
+
+    With a KL penalty or turn rewards in the token rewards, the scale has a meaning, so `norm_std_type` is accepted.
+    """
+    kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
+    cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
+    if not config.add_token_level_kl and _reward_weights(config, traits)[1] == 0:
+        cancelled["norm_std_type"] = kinds[traits.scales_cancel]
+    for key, without_effect in cancelled.items():
+        if vars(config)[key] in without_effect:
+            message = f"{vars(config)[key]} has no effect: {config.adv_estimator} takes it out again"
+            yield ConfigProblem(key, message, "remove the key, or use `adv_estimator: reinforce`")
+
+
+class StalenessViolation(AssertionError):
+    """A token older than `max_staleness` versions reached a batch, because of a bug in the scheduler. The run stops."""
+
+
+@dataclass
+class TrainingBatch:
+    """The groups of one training step.
+
+    ``step`` counts from 0. The step turns policy version ``step`` into version ``step + 1``.
+    """
+
+    step: int
+    groups: list[Group]
+    data: SampleBatch
+    metrics: dict[str, float] = field(default_factory=dict)
+    gathered: bool = False
+    """True if the trainer has set the new weights aside for the weight update."""
+    canaries: CanaryScores | None = None
+    """The trainer's log-probabilities of the canary sequences at the new weights, if this weight update is checked."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """State of the advantage estimation after this batch, for a checkpoint."""
+
+    @classmethod
+    def from_groups(cls, step: int, groups: list[Group]) -> TrainingBatch:
+        """Return the batch of training step ``step`` (from 0).
+
+        The lag of each token is the number of versions that it is behind this step.
+        """
+        data = SampleBatch.from_samples([sample for group in groups for sample in group.samples])
+        mask, versions = data.tokens["response_mask"], data.tokens["versions"]
+        lags = data.tokens["lags"] = np.where(mask, step - versions, 0).astype(np.int32)
+        # In a response that saw a weight update, late tokens have this version too, but were sampled over older caches.
+        fresh = np.maximum.reduceat(lags, data.offsets[:-1]) == 0
+        data.tokens["same_weights"] = np.repeat(fresh, data.lengths)
+        return cls(step, groups, data)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, group by group: the rows of ``data``."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def episodes(self) -> list[list[Sample]]:
+        """The samples of each episode of each group, in order."""
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @property
+    def group_of_episode(self) -> np.ndarray:
+        """int64 ``[episodes]``: position in ``groups`` of each episode's group."""
+        return np.repeat(np.arange(len(self.groups)), [len(group.episodes) for group in self.groups])
+
+    @property
+    def tag_of_episode(self) -> np.ndarray:
+        """int64 ``[episodes]``: number of the domain tag of each episode's prompt."""
+        names, tags = np.unique([group.prompt.domain for group in self.groups], return_inverse=True)
+        return tags[self.group_of_episode]
+
+    @property
+    def lags(self) -> np.ndarray:
+        """int64 ``[sampled tokens]``: training step minus version."""
+        return self.data.tokens["lags"][self.data.tokens["response_mask"]].astype(np.int64)
+
+    def leave_out(self, kept: np.ndarray) -> None:
+        """Take tokens (bool ``[total_tokens]``: false) out of the loss, in addition to those already left out."""
+        trained = self.data.tokens.get("loss_mask", self.data.tokens["response_mask"])
+        self.data.tokens["loss_mask"] = trained & kept
+
+    def note_time(self, stage: str, seconds: float) -> None:
+        """Add to the time of a stage; see `StageItem.note_time`."""
+        self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + seconds
+
+    def check_staleness(self, bound: int) -> None:
+        """Raise `StalenessViolation` if a sampled token is older than ``bound`` versions, or from the future."""
+        lags = self.lags
+        if lags.size and (lags.max() > bound or lags.min() < 0):
+            culprit = min(self.groups, key=self._oldest_version)
+            raise StalenessViolation(
+                f"training step {self.step}: lags from {lags.min()} to {lags.max()}, allowed 0 to {bound}; "
+                f"oldest tokens in group {culprit.group_id}"
+            )
+
+    def _oldest_version(self, group: Group) -> int:
+        return min((sample.oldest_version for sample in group.samples if sample.response_tokens), default=self.step)
+
+    def describe_rollouts(self, detail: str = "reward") -> None:
+        """Add the metrics of the rollouts: rewards, lengths and lags.
+
+        Metrics of the samples go under ``detail``, where ``{domain}`` stands for their domain tag.
+        """
+        episodes = self.episodes
+        scores = np.array([parts[0].score for parts in episodes], dtype=np.float32)
+        lengths = np.array([sum(part.response_tokens for part in parts) for parts in episodes], dtype=np.float64)
+        lags = self.lags
+        per_group = [group.scores for group in self.groups]
+        self.metrics.update(
+            {
+                "reward/mean": float(scores.mean()),
+                "reward/std": float(scores.std()),
+                "reward/min": float(scores.min()),
+                "reward/max": float(scores.max()),
+                "reward/zero_variance_groups": float(np.mean([np.ptp(values) == 0 for values in per_group])),
+                "response/length_mean": float(lengths.mean()),
+                "response/length_max": float(lengths.max()),
+                "response/tokens": float(lengths.sum()),
+                "response/truncated_share": float(
+                    np.mean([any(part.finish_reason == "length" for part in parts) for parts in episodes])
+                ),
+                "lag/mean": float(lags.mean()) if lags.size else 0.0,
+                "lag/max": float(lags.max()) if lags.size else 0.0,
+            }
+        )
+        self.metrics.update(self._domain_rewards())
+        self.metrics.update(self._sample_metrics(detail))
+
+    def _domain_rewards(self) -> dict[str, float]:
+        domains = sorted({group.prompt.domain for group in self.groups})
+        return {
+            f"reward/{domain}/mean": float(
+                np.mean(np.concatenate([group.scores for group in self.groups if group.prompt.domain == domain]))
+            )
+            for domain in domains
+        }
+
+    def _sample_metrics(self, detail: str) -> dict[str, float]:
+        values: dict[str, list[float]] = defaultdict(list)
+        for group in self.groups:
+            place = detail.format(domain=group.prompt.domain)
+            for sample in group.samples:
+                for name, value in sample.metrics.items():
+                    values[f"{place}/{name}"].append(value)
+        return {name: float(np.mean(values[name])) for name in sorted(values)}
+
+
+def add_correction(
+    batch: TrainingBatch, correction: Correction, *, max_lag: int | None, lags_capped: bool
+) -> dict[str, float]:
+    """Fill ``correction_weights`` (float32 ``[total_tokens]``) into the batch. Rejected tokens leave the loss.
+
+    The batch must have ``proximal_logprobs``. Returns the metrics of the correction, also per lag up to ``max_lag``,
+    which includes older tokens if ``lags_capped``.
+    """
+    data = batch.data
+    mask = torch.from_numpy(data.padded("response_mask", fill=False))
+    result = correct(
+        torch.from_numpy(data.padded("proximal_logprobs")),
+        torch.from_numpy(data.padded("behaviour_logprobs")),
+        mask,
+        correction,
+        trained=torch.from_numpy(data.padded("loss_mask", fill=False)) if "loss_mask" in data.tokens else None,
+        lags=torch.from_numpy(data.padded("lags")),
+        max_lag=max_lag,
+        capped=lags_capped,
+    )
+    inside = np.arange(mask.shape[1])[None, :] < data.lengths[:, None]
+    if correction.weight is not None:
+        data.tokens["correction_weights"] = result.weights.float().numpy()[inside]
+    if correction.reject:
+        batch.leave_out(result.kept.numpy()[inside])
+    return result.metrics

@@ -1,0 +1,140 @@
+"""Writer of the rollout journal, beside the event loop.
+
+A group is encoded at once, because training changes its samples later. A thread of its own writes it, and syncs the
+file whenever it has nothing else to do. An error of the thread is raised when the next group is reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roll.data.records import Group, decode_group, encode_group
+from roll.rollout.buffer import FinishedGroup
+from roll.rollout.journal import (
+    Journal,
+    RolloutProgress,
+    dropped_record,
+    finished_record,
+    made_anew_record,
+    went_back_record,
+)
+from roll.rollout.scheduler import DroppedGroup
+from roll.tracking.files import naming, write_atomically
+
+_START_VERSION_BYTES = 8
+_SETTINGS = "made_with.json"
+NOT_ON_RECORD = "(what they were made with is not on record)"
+MOST_BYTES_BEHIND = 2 * 2**30
+"""Most bytes that may wait for the disk. Beyond that the disk is too slow or does not answer, and memory would fill."""
+
+
+class JournalKeeper:
+    """A `SchedulerObserver` that writes to a `Journal`.
+
+    Its methods raise the error of an earlier record, usually an `OSError` that names the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with naming(folder):
+            self._journal = Journal(folder)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._submitted = 0
+        self._done = 0
+        self._bytes_submitted = 0
+        self._bytes_done = 0
+        self._failure: Exception | None = None
+
+    def made_with(self, settings: Mapping[str, Any]) -> None:
+        """Record the settings that groups are made with from here on.
+
+        If they have changed, earlier groups no longer count. If the process is killed here, the next one repeats what
+        is missing.
+        """
+        if other_settings(self._folder, settings):
+            self._submit(self._make_anew, settings)
+
+    def went_back(self, step: int) -> None:
+        """Record that the run continues after this training step, so later records do not count."""
+        self._submit(self._journal.append, went_back_record(step))
+
+    def group_finished(self, group: FinishedGroup[Any, Group]) -> None:
+        """Record a finished group; see `SchedulerObserver`."""
+        result = group.result
+        newest = max(
+            [group.start_version, result.baseline_version]
+            + [int(sample.versions.max(initial=-1)) for sample in result.samples]
+        )
+        start = group.start_version.to_bytes(_START_VERSION_BYTES, "little")
+        payload = start + encode_group(result)
+        self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
+
+    def group_dropped(self, group: DroppedGroup, version: int) -> None:
+        """Record a dropped group; see `SchedulerObserver`."""
+        self._submit(self._journal.append, dropped_record(group.group_id, version, group.reason))
+
+    def prune(self, oldest: RolloutProgress) -> None:
+        """Delete segments that are not needed: no run will go back beyond ``oldest`` any more."""
+        self._submit(self._journal.prune, oldest)
+
+    def _make_anew(self, settings: Mapping[str, Any]) -> None:
+        self._journal.append(made_anew_record())
+        self._journal.sync()  # before the settings file, which states that this is done
+        write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
+
+    def close(self) -> None:
+        """Wait until everything is written. Raises the first error of the thread."""
+        self._thread.shutdown()
+        if self._failure is not None:
+            with suppress(OSError):
+                self._journal.close()
+            raise self._failure
+        with naming(self._folder):
+            self._journal.close()
+
+    def _submit(self, work: Callable[..., None], *arguments: Any, size: int = 0) -> None:
+        if self._failure is not None:
+            raise self._failure
+        behind = self._bytes_submitted - self._bytes_done
+        if behind > MOST_BYTES_BEHIND:
+            raise OSError(
+                errno.EIO, f"the disk does not keep up: {behind / 2**30:.1f} GiB of groups wait", str(self._folder)
+            )
+        self._submitted += 1
+        self._bytes_submitted += size
+        self._thread.submit(self._do, work, arguments, size)
+
+    def _do(self, work: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+        self._done += 1
+        self._bytes_done += size
+        if self._failure is not None:
+            return
+        try:
+            with naming(self._folder):
+                work(*arguments)
+                if self._done == self._submitted:
+                    self._journal.sync()
+        except Exception as error:  # raised at the next group, and at the end
+            self._failure = error
+
+
+def other_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys in which these settings differ from those that the groups of a journal were made with."""
+    try:
+        before = json.loads((folder / _SETTINGS).read_text())
+    except (FileNotFoundError, ValueError):
+        return [NOT_ON_RECORD]
+    return [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
+
+
+def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[Any, Group]:
+    """Return the finished group from what `JournalKeeper` wrote, as the scheduler had it."""
+    start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
+    group = decode_group(payload[_START_VERSION_BYTES:])
+    return FinishedGroup(group_id, item, group, start_version, attempts=1, started_at=0.0, finished_at=0.0)

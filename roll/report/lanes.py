@@ -1,0 +1,263 @@
+"""Choice of the samples on the page: as many as fit, from steps spread over the run, long texts cut.
+
+The timeline as lanes: the states of each stage and worker over time, their shares, and a drawing of bounded size.
+
+Shares are taken from all spans. The latest spans are drawn exactly, as many as fit. For the time before them, each lane
+gives the share of each state in each short interval.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from roll.report.embedding import embedded
+
+MAX_BYTES = 700_000
+LONGEST_TEXT = 4_000
+"""Most characters of a prompt or a response."""
+
+
+def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+    """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    of_step = cache(lambda step: [_sized(sample) for sample in by_step[step]])
+    chosen = steps
+    while len(chosen) > 2 and not _fit((size for step in chosen for size, _ in of_step(step)), max_bytes):
+        chosen = spread(steps, len(chosen) * 3 // 4)
+    room, kept = max_bytes, []
+    for size, sample in (each for step in chosen for each in of_step(step)):
+        room -= size
+        if room > 0:
+            kept.append(sample)
+    return kept
+
+
+def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the bytes of a sample on the page, and the sample in its form there."""
+    shortened = _shortened(sample)
+    return len(embedded(shortened).encode(errors="backslashreplace")), shortened
+
+
+def _fit(sizes: Iterable[int], room: int) -> bool:
+    """Return True if all sizes fit; stop at the first that does not."""
+    return all(total <= room for total in accumulate(sizes))
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """Return ``count`` (at least 2) of the items, evenly spread, with the first and the last among them."""
+    count = max(2, count)
+    if len(items) <= count:
+        return list(items)
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
+def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample in its form on the page. If it has all its tokens, the response is not repeated."""
+    tokens = sample.get("tokens")
+    response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
+    return {**sample, "prompt": _cut(sample["prompt"]), "response": response}
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+
+
+MAX_SPANS = 16_000
+"""Most spans drawn exactly."""
+BINS = 600
+"""Number of intervals before them."""
+
+BUSY_STATES = ("busy", "running")
+STAGES = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
+_ROLES = ("actor_infer", "actor_train", "reference", "critic")
+_METADATA, _SPAN = "M", "X"
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """A stay in a state. Times are in microseconds since the timeline began."""
+
+    start: int
+    end: int
+    state: str
+
+
+@dataclass
+class Lane:
+    """One stage, or one worker of a role, with its spans in order and without overlaps."""
+
+    kind: str
+    """``stages`` or ``roles``."""
+    name: str
+    spans: list[LaneSpan] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """Name as it is shown."""
+        return self.name.removeprefix("stage/").removesuffix("/all")
+
+    def seconds(self, window: tuple[int, int]) -> dict[str, float]:
+        """Return the seconds of a window by state."""
+        start, end = window
+        total: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            inside = min(span.end, end) - max(span.start, start)
+            if inside > 0:
+                total[span.state] += inside / 1e6
+        return dict(total)
+
+    def busy_share(self, window: tuple[int, int]) -> float:
+        """Return the share of a window in which the lane worked."""
+        start, end = window
+        worked = sum(seconds for state, seconds in self.seconds(window).items() if state in BUSY_STATES)
+        return worked / ((end - start) / 1e6) if end > start else 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole timeline."""
+
+    lanes: list[Lane]
+
+    @property
+    def end(self) -> int:
+        """End of the last span of all lanes."""
+        return max((lane.spans[-1].end for lane in self.lanes if lane.spans), default=0)
+
+    @property
+    def training_window(self) -> tuple[int, int]:
+        """Time from the beginning of the stages to the end. The time before is the start of the processes."""
+        starts = [lane.spans[0].start for lane in self.lanes if lane.name.startswith("stage/") and lane.spans]
+        return min(starts, default=0), self.end
+
+    def lane(self, name: str) -> Lane | None:
+        """Return the lane of this name; None if there is none."""
+        return next((lane for lane in self.lanes if lane.name == name), None)
+
+    def step_ends(self) -> list[int]:
+        """Return the end of the work on each training step of this process, in order."""
+        lane = self.lane("stage/param_update")
+        return [span.end for span in lane.spans if span.state == "running"] if lane is not None else []
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a `timeline.json` line by line, so that a file that is being written, or is torn, is read as far as it goes.
+
+    Raises `ValueError` if there is no span in it.
+    """
+    lanes: dict[tuple[int, int], Lane] = {}
+    kinds: dict[int, str] = {}
+    for event in _events(path):
+        pid, track = event["pid"], (event["pid"], event["tid"])
+        if event["ph"] == _METADATA and event["name"] == "process_name":
+            kinds[pid] = str(event["args"]["name"])
+        elif event["ph"] == _METADATA:
+            lanes[track] = Lane(kinds.get(pid, "stages"), str(event["args"]["name"]))
+        elif track in lanes:
+            lanes[track].spans.append(LaneSpan(event["ts"], event["ts"] + event["dur"], str(event["name"])))
+    found = [lane for lane in lanes.values() if lane.spans]
+    if not found:
+        raise ValueError("nothing has been recorded in it yet")
+    for lane in found:
+        lane.spans.sort(key=lambda span: span.start)
+    return Trace(sorted(found, key=_order))
+
+
+def _events(path: Path) -> Iterable[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.strip().rstrip(",")
+            if text in ("[", "]", ""):
+                continue
+            try:
+                event = json.loads(text)
+            except ValueError:
+                continue  # torn: it is being written, or its process died while writing
+            if isinstance(event, dict) and event.get("ph") in (_METADATA, _SPAN):
+                yield event
+
+
+def _order(lane: Lane) -> tuple[int, int, str, str]:
+    """Return the sort key: roles before stages, each in the order of the flow."""
+    names, name = (_ROLES, lane.name.rpartition("/")[0]) if lane.kind == "roles" else (STAGES, lane.label)
+    known = names.index(name) if name in names else len(names)
+    return int(lane.kind != "roles"), known, name, lane.name
+
+
+def drawn_lanes(trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, bins: int = BINS) -> dict[str, Any]:
+    """Return the lanes for the page.
+
+    Each lane has its spans as flat lists (milliseconds with microseconds after the decimal point). If there are too
+    many, it also has the shares of ``bins`` intervals before ``detail_from``. ``first_step``: the first training step
+    of this process; ``step_first`` is that of the first of ``step_ends``.
+    """
+    states = sorted({span.state for lane in trace.lanes for span in lane.spans})
+    window, detail_from = trace.training_window, _detail_from(trace.lanes, max_spans)
+    step_ends = trace.step_ends()
+    drawn_ends = [end / 1e3 for end in step_ends if end >= detail_from]
+    return {
+        "states": states,
+        "end": trace.end / 1e3,
+        "window": [window[0] / 1e3, window[1] / 1e3],
+        "detail_from": detail_from / 1e3,
+        "bins": bins if detail_from else 0,
+        "spans_recorded": sum(len(lane.spans) for lane in trace.lanes),
+        "step_ends": drawn_ends,
+        "step_first": first_step + len(step_ends) - len(drawn_ends),
+        "lanes": [_drawn(lane, states, window, detail_from, bins) for lane in trace.lanes],
+    }
+
+
+def _drawn(lane: Lane, states: Sequence[str], window: tuple[int, int], detail_from: int, bins: int) -> dict[str, Any]:
+    exact = [span for span in lane.spans if span.end > detail_from]
+    length = (window[1] - window[0]) / 1e6
+    seconds = lane.seconds(window)
+    return {
+        "kind": lane.kind,
+        "name": lane.name,
+        "label": lane.label,
+        "start": [span.start / 1e3 for span in exact],
+        "length": [(span.end - span.start) / 1e3 for span in exact],
+        "state": [states.index(span.state) for span in exact],
+        "shares": {state: value / length for state, value in seconds.items()} if length else {},
+        "busy": lane.busy_share(window),
+        "bins": _binned(lane, states, detail_from, bins) if detail_from else {},
+    }
+
+
+def _detail_from(lanes: Sequence[Lane], max_spans: int) -> int:
+    """Return the time after which all spans can be drawn; 0 if all of them can."""
+    ends = sorted(span.end for lane in lanes for span in lane.spans)
+    return 0 if len(ends) <= max_spans else ends[-max_spans - 1]
+
+
+def _binned(lane: Lane, states: Sequence[str], until: int, bins: int) -> Mapping[int, list[int]]:
+    """Return, by state that occurs, the per mille of each interval between 0 and ``until``."""
+    edges = [until * index // bins for index in range(bins + 1)]
+    filled: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for span in lane.spans:
+        start, end = span.start, min(span.end, until)
+        index = max(0, bisect_right(edges, start) - 1)
+        while start < end and index < bins:
+            stop = min(end, edges[index + 1])
+            filled[span.state][index] += stop - start
+            start, index = stop, index + 1
+    widths = [max(1, right - left) for left, right in zip(edges, edges[1:], strict=False)]
+    return {
+        states.index(state): [round(1000 * part / width) for part, width in zip(parts, widths, strict=True)]
+        for state, parts in filled.items()
+    }

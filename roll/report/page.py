@@ -1,0 +1,220 @@
+"""`roll report`: the page of a run, finished or not.
+
+Exit code 0: the page is written. 1: it cannot be written. 2: the folder holds no run. The run's own files are only
+read.
+
+The page: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
+
+A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
+written, and the script writes text as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import html
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roll.report.embedding import embedded
+from roll.report.files import NoRun, RunFiles, read_run
+from roll.report.findings import findings, idle_shares, ledger_of, settled
+from roll.report.lanes import drawn_lanes, excerpts
+from roll.report.panels import sections_of, series_of
+from roll.tracking.files import write_atomically
+
+WRITTEN, NOT_WRITTEN, NO_RUN = 0, 1, 2
+
+_EPILOG = """\
+examples:
+  roll report output/quickstart/latest
+  roll report output/quickstart/latest --output report.html
+
+What slows the run down is said here, too, the most costly first. Works while the run goes on: call it again for a newer
+page. docs/report.md says what each part means.
+exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page of a run; return the exit code."""
+    options = _parser().parse_args(arguments)
+    root: Path = options.run
+    target: Path = options.output or root / "report.html"
+    try:
+        run = read_run(root)
+    except NoRun as error:
+        print(error, file=sys.stderr)
+        return NO_RUN
+    page = render_page(run)
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; choose another place with --output", file=sys.stderr)
+        return NOT_WRITTEN
+    for reason in run.absent.values():
+        print(f"left out: {reason}")
+    for place, finding in enumerate(findings(run), start=1):
+        print(f"{place}. {finding.text} {finding.remedy}".rstrip())
+    print(f"report of {root}: {target.resolve()} ({target.stat().st_size / 1e6:.2f} MB)")
+    return WRITTEN
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roll report",
+        description="Write one HTML page that shows a run: curves, who worked and who waited, lags, waste, samples.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run (its `output_dir`)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)")
+    return parser
+
+
+LONGEST_CONFIG = 100_000
+"""Most characters of the configuration."""
+_ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("elements.js", "charts.js", "lanes.js", "samples.js", "main.js")
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This report is drawn by its own script, which is switched off in this browser. The data is in the page's \
+source, under "run-data".</noscript>
+<div id="report"></div>
+<script type="application/json" id="run-data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def render_page(run: RunFiles, now: float | None = None) -> str:
+    """Return the whole page. ``now``: seconds since the epoch, for its date (default: the present)."""
+    data = page_data(run, time.time() if now is None else now)
+    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
+    script = '(() => {\n"use strict";\n' + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    return _PAGE.format(
+        policy=html.escape(policy, quote=False),
+        title=html.escape(f"{data['name']} – run report"),
+        style=style,
+        data=embedded(data),
+        script=script,
+    )
+
+
+def page_data(run: RunFiles, now: float) -> dict[str, Any]:
+    """Return all data that the page shows, as JSON can hold it."""
+    names = dict.fromkeys(name for record in run.metrics for name in record)
+    resumed_at = list(run.summary.get("resumed_at") or [])
+    return {
+        "name": str(run.config.get("exp_name") or run.root.resolve().name),
+        "folder": str(run.root.resolve()),
+        "made": now,
+        "state": _state(run),
+        "findings": [asdict(finding) for finding in findings(run)],
+        "idle": idle_shares(run),
+        "absent": dict(run.absent),
+        "metrics": series_of(run.metrics),
+        "sections": [asdict(section) for section in sections_of(names)],
+        "timeline": None if run.trace is None else drawn_lanes(run.trace, max([0, *resumed_at]) + 1),
+        "resumed_at": resumed_at,
+        "lags": lag_shares(run.training_steps),
+        "ledger": ledger_of(run),
+        "tokens": token_totals(run.training_steps),
+        "weights": publication_times(settled(run)),
+        "samples": excerpts(run.samples),
+        "samples_recorded": len(run.samples),
+        "config": run.config_text[:LONGEST_CONFIG],
+        "config_characters": len(run.config_text),
+        "log": run.log_tail[-20_000:],
+        "files": [asdict(facts) for facts in run.files],
+    }
+
+
+def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the share of the trained tokens at each lag: the mean over the steps that recorded it."""
+    prefix, suffix = "actor/lag_", "/share"
+    recorded = [
+        {name[len(prefix) : -len(suffix)]: value or 0.0 for name, value in step.items()
+         if name.startswith(prefix) and name.endswith(suffix)}
+        for step in steps
+    ]  # fmt: skip
+    recorded = [shares for shares in recorded if shares]
+    lags = sorted({lag for shares in recorded for lag in shares}, key=lambda lag: (int(lag.rstrip("+")), lag))
+    return [{"lag": lag, "share": sum(shares.get(lag, 0.0) for shares in recorded) / len(recorded)} for lag in lags]
+
+
+def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the tokens that the engines generated in all steps, for any purpose, and the response tokens trained on.
+
+    Returns an empty result if a step lacks one of the metrics.
+    """
+    names = ("tokens_per_second/actor_infer", "time/step", "response/tokens")
+    if not steps or any(step.get(name) is None for step in steps for name in names):
+        return {}
+    rate, seconds, trained = names
+    return {
+        "generated": sum(step[rate] * step[seconds] for step in steps),
+        "trained": sum(step[trained] for step in steps),
+    }
+
+
+def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean, longest and last seconds of each part of a weight update."""
+    prefix, suffix = "weights/", "_seconds"
+    rows = []
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if step.get(name) is not None]
+        if name.startswith(prefix) and name.endswith(suffix) and values:
+            part = name[len(prefix) : -len(suffix)]
+            rows.append({"part": part, "mean": sum(values) / len(values), "longest": max(values), "last": values[-1]})
+    return rows
+
+
+def _state(run: RunFiles) -> dict[str, Any]:
+    """Return the state of the run, from its summary, else from its metrics."""
+    summary = run.summary
+    status = summary.get("status") or "unknown"
+    last_step = run.metrics[-1]["step"] if run.metrics else 0
+    return {
+        "status": "ended without a word" if status == "running" and not run.held else status,
+        "pipeline": run.config.get("pipeline"),
+        "steps": summary.get("steps", last_step),
+        "max_steps": run.config.get("max_steps"),
+        "seconds": summary.get("seconds"),
+        "first_step_seconds": summary.get("first_step_seconds"),
+        "validation_first": summary.get("val/first") or {},
+        "validation_last": summary.get("val/last") or {},
+        "lag_max": summary.get("lag/max"),
+        "error": summary.get("error"),
+    }
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

@@ -1,0 +1,203 @@
+"""Metrics as panels: which metrics share a picture, in which order, on which scale, and with how many points.
+
+Every metric of the run is in exactly one panel. If there are more steps than can be drawn, the first, the smallest and
+the largest value of each stretch of steps stay, and the very last. Each point is thus a value of the file, and no peak
+is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_NUMBERS = 42_000
+"""Most numbers over all metrics; each takes about 25 characters on the page."""
+FEWEST_POINTS = 60
+"""Lower limit of the points of one metric, however many metrics there are."""
+
+
+@dataclass(frozen=True)
+class PanelKind:
+    """A picture that is drawn if any of its metrics was recorded."""
+
+    title: str
+    pattern: str
+    """Regular expression that matches whole names."""
+    help: str = ""
+    unit: str = ""
+    """Unit of the values. ``share`` is shown in per cent; other units follow the number."""
+    scale: str = "linear"
+
+
+@dataclass(frozen=True)
+class SectionKind:
+    """Panels under one heading.
+
+    ``rest``: pattern of metrics without a panel anywhere else; those with the same first and last name share a panel.
+    ``folded``: shown only on demand.
+    """
+
+    title: str
+    panels: tuple[PanelKind, ...] = ()
+    rest: str = ""
+    folded: bool = False
+
+
+SECTIONS = (
+    SectionKind(
+        "Learning",
+        (
+            PanelKind("Reward", r"reward/mean|reward/[^/]+/mean", "Mean score of a step's samples, all and by domain."),
+            PanelKind("Validation accuracy", r"val/.+/accuracy", "Held-out prompts, one pinned version.", "share"),
+            PanelKind("Validation, best of its group", r"val/.+/best_of_group", unit="share"),
+            PanelKind("Validation score", r"val/.+/score"),
+            PanelKind("Spread of rewards", r"reward/(std|min|max)"),
+            PanelKind(
+                "Samples that teach little",
+                r"reward/zero_variance_groups|response/truncated_share",
+                "Groups whose samples all score the same have no advantage; truncated responses met the length limit.",
+                "share",
+            ),
+            PanelKind("Response length", r"response/length_(mean|max)|val/.+/response_length", unit="tokens"),
+            PanelKind("Response tokens", r"response/tokens", "Trained on in a step.", "tokens"),
+            PanelKind("Advantages", r"advantage/(mean|std|min|max)"),
+        ),
+    ),
+    SectionKind(
+        "Policy and optimizer",
+        (
+            PanelKind("Loss", r"actor/(loss|[^/]*_loss)"),
+            PanelKind("Entropy", r"actor/entropy", "Mean over response tokens.", "nats"),
+            PanelKind("KL to the behaviour policy", r"actor/(kl|k1)", "k3 (kl) and k1, per token.", "nats"),
+            PanelKind("Clip fraction", r"actor/[^/]*clip[^/]*", "Tokens whose gradient the loss cut.", "share"),
+            PanelKind(
+                "Effective sample size",
+                r"actor/(lag_[^/]+/)?ess",
+                "1: on-policy; low: few tokens carry the update.",
+                "share",
+            ),
+            PanelKind("Ratio current / behaviour", r"actor/ratio_(mean|max)", scale="log"),
+            PanelKind("Gradient norm", r"actor/grad_norm", "Before clipping.", scale="log"),
+            PanelKind("Learning rate", r"actor/learning_rate"),
+        ),
+        rest=r"actor/.+|kl_penalty/.+",
+    ),
+    SectionKind(
+        "Freshness",
+        (
+            PanelKind("Lag", r"lag/(mean|max)", "Training step minus the version of a token.", "versions"),
+            PanelKind("Tokens by lag", r"actor/lag_[^/]+/share", unit="share"),
+            PanelKind("Groups on their way", r"ledger/(in_flight|buffered)", "At the end of a step.", "groups"),
+        ),
+    ),
+    SectionKind(
+        "Speed",
+        (
+            PanelKind("Time of a step", r"time/step", "Wall clock, from the end of the last step.", "s"),
+            PanelKind("Idle", r"idle/.+", "Share of the step in which a role computed nothing.", "share"),
+            PanelKind("Tokens per second", r"tokens_per_second/.+", unit="tokens/s"),
+            PanelKind("Time by stage", r"time/(?!step$).+", "Working, waiting not counted.", "s", "log"),
+            PanelKind("Weight publication", r"weights/.+_seconds", unit="s", scale="log"),
+            PanelKind("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals over the run."),
+        ),
+    ),
+    SectionKind(
+        "Groups",
+        (PanelKind("Ledger", r"ledger/(issued|consumed|dropped/.+)", "Totals over the run.", "groups"),),
+        folded=True,
+    ),
+    SectionKind("Critic", rest=r"critic/.+", folded=True),
+    SectionKind("Corrections and mismatch", rest=r"(correction|mismatch|canary|canaries)/.+", folded=True),
+    SectionKind("Environments", rest=r"(env|env_workers|environments)/.+", folded=True),
+    SectionKind("Everything else", rest=r".+", folded=True),
+)
+
+
+@dataclass
+class Panel:
+    """A picture of some metrics."""
+
+    title: str
+    metrics: list[str]
+    help: str = ""
+    unit: str = ""
+    scale: str = "linear"
+
+
+@dataclass
+class Section:
+    """Panels under one heading."""
+
+    title: str
+    panels: list[Panel] = field(default_factory=list)
+    folded: bool = False
+
+
+def sections_of(names: Iterable[str]) -> list[Section]:
+    """Return the sections that have something to show; each name is in exactly one panel."""
+    left = dict.fromkeys(name for name in names if name != "step")
+    sections = [Section(kind.title, [_take(panel, left) for panel in kind.panels], kind.folded) for kind in SECTIONS]
+    for kind, section in zip(SECTIONS, sections, strict=True):
+        section.panels = [panel for panel in section.panels if panel.metrics] + _rest(kind.rest, left)
+    return [section for section in sections if section.panels]
+
+
+def _take(kind: PanelKind, left: dict[str, None]) -> Panel:
+    names = [name for name in left if re.fullmatch(kind.pattern, name)]
+    for name in names:
+        del left[name]
+    return Panel(kind.title, names, kind.help, kind.unit, kind.scale)
+
+
+def _rest(pattern: str, left: dict[str, None]) -> list[Panel]:
+    """Return panels of the metrics that match, one for those with the same first and last name (``env/*/turns``)."""
+    if not pattern:
+        return []
+    by_title: dict[str, list[str]] = {}
+    for name in [name for name in left if re.fullmatch(pattern, name)]:
+        del left[name]
+        first, *between, last = name.split("/") if "/" in name else ("", name)
+        title = f"{first}/…/{last}" if between else name
+        by_title.setdefault(title, []).append(name)
+    return [Panel(title if len(names) > 1 else names[0], names) for title, names in sorted(by_title.items())]
+
+
+def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
+    """Return all metrics as columns: ``steps`` of the run, and ``values`` by name.
+
+    A metric that was not recorded at just these steps has ``steps`` of its own. A value that was not finite is None.
+    ``thinned``: most points of a metric if not all are drawn, else None.
+    """
+    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    steps = [record["step"] for record in records]
+    most = max(FEWEST_POINTS, max_numbers // max(1, len(names)))
+    thinned = most if len(records) > most else None
+    series = {}
+    for name in names:
+        points = [(record["step"], record[name]) for record in records if name in record]
+        drawn = points if thinned is None else thin(points, most)
+        series[name] = {"values": [value for _, value in drawn]}
+        if thinned is not None or len(drawn) != len(steps):
+            series[name]["steps"] = [step for step, _ in drawn]
+    return {"steps": steps if thinned is None else [], "thinned": thinned, "recorded": len(records), "series": series}
+
+
+def thin(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[int, float | None]]:
+    """Return at most ``most`` (at least 4) of the points.
+
+    They are the first, the smallest and the largest of each of equal stretches, and the last of all. A point without a
+    value is never the smallest or largest, but may be the first of a stretch.
+    """
+    if len(points) <= most:
+        return list(points)
+    stretches = max(1, (most - 1) // 3)
+    kept = {len(points) - 1}
+    for index in range(stretches):
+        start, stop = len(points) * index // stretches, len(points) * (index + 1) // stretches
+        finite = {place: value for place in range(start, stop) if (value := points[place][1]) is not None}
+        kept.add(start)
+        if finite:
+            kept |= {min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)}
+    return [points[place] for place in sorted(kept)]

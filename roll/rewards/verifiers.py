@@ -1,0 +1,219 @@
+"""The verifier `exact`: the response, or the part that a pattern finds, equals the ground truth.
+
+The verifier `math`: mathematical answers, compared by math-verify.
+
+math-verify's own time limits are off, because they would take the process's only alarm, which the worker needs.
+Expressions whose value is too large to write down (``9^{9^9}``) are rejected before sympy tries: evaluating them blocks
+the process in one long C call that no alarm can interrupt.
+
+The verifier `numeric`: the last number of the response equals the ground truth, within tolerances.
+
+Numbers are compared as fractions, so a long integer with a wrong last digit is wrong. A number of absurd size
+(thousands of digits, exponents like 1e999999999) does not count as a number, because model output is untrusted.
+
+The verifier `reasoning_gym`: procedural tasks, scored by the data set that generated them.
+
+The prompt's ground truth is the task's whole entry. Its metadata names the data set and its arguments
+(`roll.data.prompts.read_reasoning_gym` writes both).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from roll.data.prompts import REASONING_GYM_KEY
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+    from sympy import Basic, MatrixBase
+
+
+def extract_last(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """Return the last match of ``pattern`` (its first group, if it has one), or the whole text without a pattern."""
+    if pattern is None:
+        return text
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    return matches[-1].group(1 if pattern.groups else 0)
+
+
+def exact(
+    response: str, ground_truth: Any, *, ignore_case: bool = False, extract: re.Pattern[str] | None = None
+) -> float:
+    """Return 1 if the answer equals the ground truth up to surrounding white space, else 0.
+
+    ``extract`` is a regular expression whose last match (first group, if any) is the answer; no match scores 0. A list
+    as ground truth holds several correct answers; anything else is compared as text. Raises `ValueError` without a
+    ground truth.
+    """
+    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    if not accepted or any(each is None for each in accepted):
+        raise ValueError("there is no ground truth to compare with")
+    answer = extract_last(response, extract)
+    if answer is None:
+        return 0.0
+    return float(any(_normal(answer, ignore_case) == _normal(str(each), ignore_case) for each in accepted))
+
+
+def _normal(text: str, ignore_case: bool) -> str:
+    return text.strip().casefold() if ignore_case else text.strip()
+
+
+MAX_BITS = 20_000.0
+"""Largest number that an answer may evaluate to, in binary digits."""
+
+_MARKUP = ("$", "\\boxed", "\\(", "\\[")
+
+
+def math_answer(response: str, ground_truth: Any, *, float_rounding: int = 6, strict: bool = True) -> float:
+    """Return 1 if the answer found in the response is mathematically equal to the ground truth, else 0.
+
+    The answer is what math-verify extracts: ``\\boxed{...}``, LaTeX in dollars, or a plain number. The ground truth may
+    be bare LaTeX. ``float_rounding`` counts decimals; ``strict`` distinguishes variables, sets and tuples. Raises
+    `ValueError` if the ground truth cannot be parsed. Call it in the main thread of a process that has a time limit.
+    """
+    from math_verify import verify
+
+    truth = parse_ground_truth(str(ground_truth))
+    answer = _parse(response)
+    if any(_bits(each) > MAX_BITS for each in answer):
+        return 0.0
+    return float(verify(list(truth), answer, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)  # the responses of a group share one ground truth
+def parse_ground_truth(text: str) -> tuple[Basic | MatrixBase | str, ...]:
+    """Return the expressions that math-verify finds in a ground truth. Raises `ValueError` if it finds none."""
+    has_markup = any(mark in text for mark in _MARKUP)
+    parsed = _parse(text if has_markup else f"${text}$") or _parse(text)
+    if not parsed:
+        raise ValueError(f"the ground truth {text!r} is no mathematical expression")
+    return tuple(parsed)
+
+
+def _parse(text: str) -> list[Basic | MatrixBase | str]:
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise it warns that its time limits are off
+    return parse(text, parsing_timeout=None)
+
+
+def _bits(expression: Any) -> float:
+    """Estimate the binary digits of the largest number that evaluating the expression would produce."""
+    import sympy
+    from sympy.functions.combinatorial.factorials import CombinatorialFunction
+
+    if isinstance(expression, sympy.MatrixBase):
+        return max((_bits(entry) for entry in expression), default=1.0)
+    if isinstance(expression, sympy.Rational):
+        return float(max(expression.p.bit_length(), expression.q.bit_length(), 1))
+    if not isinstance(expression, sympy.Basic) or not expression.args:
+        return 1.0
+    parts = [_bits(part) for part in expression.args]
+    if isinstance(expression, sympy.Pow):
+        base, exponent = parts
+        return max(base, exponent, base * _power_of_two(exponent)) if expression.exp.is_number else max(parts)
+    if isinstance(expression, CombinatorialFunction):  # factorials, binomials
+        return _power_of_two(max(parts)) * max(parts)
+    return sum(parts) if isinstance(expression, sympy.Mul) else max(parts) + 1
+
+
+def _power_of_two(exponent: float) -> float:
+    return 2.0**exponent if exponent < 1000 else math.inf
+
+
+MAX_DIGITS = 1000
+MAX_EXPONENT = 400
+
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+)?"
+_SIGN = r"(?:(?<![\w.)}\]])[-+])?"  # after a digit or a bracket the sign subtracts: the last number of `5-3` is 3
+_NUMBER = re.compile(rf"({_SIGN})\s?({_DECIMAL})(?:\s?/\s?({_DECIMAL}))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")
+
+
+def numeric(
+    response: str,
+    ground_truth: Any,
+    *,
+    absolute_tolerance: float = 0.0,
+    relative_tolerance: float = 0.0,
+    extract: re.Pattern[str] | None = None,
+) -> float:
+    """Return 1 if the last number of the response is the ground truth's, else 0.
+
+    Understood: signs, thousands separators, decimals, exponents, ``a/b`` and ``\\frac{a}{b}``; words and units around
+    the number do not matter. An answer is right if ``|answer - truth| <= max(absolute, relative * |truth|)``.
+    ``extract`` first narrows the response to the last match of a regular expression. Raises `ValueError` if the ground
+    truth has no number.
+    """
+    truth = _truth(ground_truth)
+    part = extract_last(response, extract)
+    answer = None if part is None else last_number(part)
+    if answer is None:
+        return 0.0
+    allowed = max(Fraction(absolute_tolerance), Fraction(relative_tolerance) * abs(truth))
+    return float(abs(answer - truth) <= allowed)
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number in the text, exactly; ``None`` if there is none, or if the last one is of absurd size."""
+    text = _LATEX_SPACING.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    sign, numerator, denominator = numbers[-1].groups()
+    over = _exact(numerator)
+    under = Fraction(1) if denominator is None else _exact(denominator)
+    if over is None or not under:
+        return None
+    return -over / under if sign == "-" else over / under
+
+
+def _exact(decimal: str) -> Fraction | None:
+    mantissa, _, exponent = decimal.lower().partition("e")
+    too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT
+    return None if too_large else Fraction(decimal.replace(",", ""))
+
+
+def _truth(ground_truth: Any) -> Fraction:
+    if isinstance(ground_truth, float) and math.isfinite(ground_truth):
+        # A double keeps the first 15 digits of any decimal: 0.1 + 0.2 was meant to be 0.3.
+        return Fraction(f"{ground_truth:.15g}")
+    if isinstance(ground_truth, int):
+        return Fraction(ground_truth)
+    truth = last_number(ground_truth) if isinstance(ground_truth, str) else None
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} has no number")
+    return truth
+
+
+def reasoning_gym_task(
+    response: str, ground_truth: Any, metadata: dict[str, Any], *, extract: re.Pattern[str] | None = None
+) -> float:
+    """Return the data set's own score of the answer, usually in [0, 1]; a partly right answer may get partial credit.
+
+    ``extract`` is a regular expression whose last match (first group, if any) is the answer; without it, the whole
+    response is. Raises `ValueError` for a prompt that is not a reasoning-gym task.
+    """
+    task_set = metadata.get(REASONING_GYM_KEY)
+    if task_set is None:
+        raise ValueError("the prompt is no reasoning-gym task: list its data set under `data_args.reasoning_gym`")
+    answer = extract_last(response, extract)
+    dataset = _dataset(task_set["dataset"], json.dumps(task_set["config"], sort_keys=True))
+    return float(dataset.score_answer(None if answer is None else answer.strip(), ground_truth))
+
+
+@lru_cache(maxsize=32)
+def _dataset(name: str, config: str) -> ProceduralDataset:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(name, **json.loads(config))

@@ -1,0 +1,495 @@
+"""The errors of Ray that mean that an actor's process is gone.
+
+Ray has no common class for them: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
+`RayActorError`. Rewards, environments and workers all need this list but do not import each other, so it is kept here.
+
+Deadlines that pause while the engines sleep: a request is not charged for time when another role has the devices.
+
+The workers of one role, as the driver sees them.
+
+Every wait ends with the answer, the worker's own error, its death, or a timeout; each of these errors names the worker.
+At the end of a run workers are killed, not asked to stop, so none outlives it.
+
+Signs of life of the worker processes, and the line of code that each one is in.
+
+The driver asks each worker every few seconds. A thread that does nothing else answers, so a worker that computes for
+minutes still answers. The answer also says how long the worker's event loop has been stuck, and where in the program.
+No answer at all means that the process is stopped, gone or unreachable.
+
+The process of one worker: a Ray actor around one strategy.
+
+Heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray resolves
+that call with an error as soon as the process ends, so a death is noticed and named without polling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+
+from roll.runtime.allocator import return_large_blocks
+from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.runtime.faults import Harm, harm_this_process
+from roll.runtime.placement import Placement, WorkerPlace, free_port
+from roll.runtime.plugins import DriverFolders, driver_folders, import_object
+from roll.tracking.logs import configure_logging, give_away_output
+from roll.tracking.status import thread_place, working_place
+from roll.tracking.waits import WORKER, waiting
+
+ACTOR_GONE = (
+    RayActorError,
+    OutOfMemoryError,
+    NodeDiedError,
+    WorkerCrashedError,
+    LocalRayletDiedError,
+    ActorUnschedulableError,
+    ActorPlacementGroupRemoved,
+    RuntimeEnvSetupError,
+)
+"""Catch these after `RayTaskError`: the error of a living actor is also an instance of its cause's class. An actor that
+Ray cannot reach (`ActorUnavailableError`) is included: callers replace it."""
+
+
+def is_gone_for_good(error: BaseException) -> bool:
+    """Return True if the actor is dead and calling it again is useless."""
+    return isinstance(error, ACTOR_GONE) and not isinstance(error, ActorUnavailableError | RayTaskError)
+
+
+def memory_death(error: BaseException) -> str | None:
+    """Return a short message for a process that Ray's memory monitor killed; None for any other error.
+
+    Ray's own text is long and ends with general advice.
+    """
+    if not isinstance(error, OutOfMemoryError):
+        return None
+    figures = re.search(r"was (\S+ used / \S+) limit", str(error))
+    used = f" ({figures[1]})" if figures else ""
+    return f"it was killed because its node ran low on memory{used}"
+
+
+class StoppableDeadlines:
+    """Any number of deadlines that are stopped and resumed together."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._seconds_left: dict[asyncio.Timeout, float] = {}
+        """Seconds left at the last stop, or the initial limit."""
+
+    @asynccontextmanager
+    async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        """Raise `TimeoutError` if the block runs longer than ``seconds``. Time during stops does not count.
+
+        Used like `asyncio.timeout`.
+        """
+        async with asyncio.timeout(None if self._stopped else seconds) as deadline:
+            self._seconds_left[deadline] = seconds
+            try:
+                yield deadline
+            finally:
+                del self._seconds_left[deadline]
+
+    def stop(self) -> None:
+        """Stop the clock of all deadlines. Calling it twice is harmless."""
+        if self._stopped:
+            return
+        self._stopped = True
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running():
+            ends = deadline.when()
+            if ends is not None:
+                self._seconds_left[deadline] = ends - now
+            deadline.reschedule(None)
+
+    def resume(self) -> None:
+        """Undo `stop`. Calling it twice is harmless."""
+        if not self._stopped:
+            return
+        self._stopped = False
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running():
+            deadline.reschedule(now + self._seconds_left[deadline])
+
+    def _running(self) -> list[asyncio.Timeout]:
+        return [deadline for deadline in self._seconds_left if not deadline.expired()]
+
+
+logger = logging.getLogger(__name__)
+
+DEATH_REPORT_SECONDS = 2.0
+"""Longest wait for the report of a death.
+
+A rank whose peer has died fails in the collective, often before the death itself is known.
+"""
+
+
+class WorkerHandle:
+    """One worker process."""
+
+    def __init__(self, identity: WorkerIdentity, class_path: str, actor: Any) -> None:
+        self.identity = identity
+        self._class_path = class_path
+        self._actor = actor
+        self.pid: int | None = None
+        self.host: str | None = None
+        self.node: str | None = None
+        self.is_local = False
+        """True if the worker runs on the driver's host."""
+        self.port: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
+        return self.identity.name
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor, for other workers to call."""
+        return self._actor
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the worker and wait for its answer."""
+        return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)
+
+    async def beat(self) -> Beat:
+        """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
+        return await self._actor.beat.remote()
+
+    def harm(self, harm: Harm, seconds: float | None) -> None:
+        """Inject a fault into the process, for tests; see `roll.runtime.faults`."""
+        self._actor.harm.remote(harm, seconds)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the worker without waiting for it; its death is noticed elsewhere."""
+        self._actor.invoke.remote(method, *args)
+
+    async def create(self, timeout: float) -> None:
+        """Wait until the process runs, then record its process id, host, node and port."""
+        ref = self._actor.create.remote(self._class_path, self.identity)
+        facts = await self._answer(ref, "create", timeout)
+        self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
+        self.is_local = self.node == ray.get_runtime_context().get_node_id()
+        logger.info("worker %s runs as process %d on %s", self.name, self.pid, self.host)
+
+    async def _answer(self, ref: Any, method: str, timeout: float | None) -> Any:
+        try:
+            with waiting(f"{WORKER}{self.name}", method):
+                async with asyncio.timeout(timeout):
+                    return await ref
+        except RayTaskError as error:
+            # This clause comes first: Ray makes the error an instance of its cause's class too, such as TimeoutError.
+            cause = error.cause if error.cause is not None else error
+            raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
+        except ACTOR_GONE as error:
+            raise self.died(error) from error
+        except RayError as error:  # the answer was lost, for example with its node
+            raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
+        except TimeoutError:
+            raise WorkerTimeout(self.name, method, timeout or 0.0) from None
+
+    async def wait_for_death(self) -> WorkerDied:
+        """Wait until the process has ended, and return the cause."""
+        try:
+            await self._actor.watch.remote()
+        except ACTOR_GONE as error:
+            return self.died(error)
+        return WorkerDied(self.name, "its watch call returned")
+
+    def died(self, error: BaseException) -> WorkerDied:
+        """Return what Ray's error says about the death of this worker."""
+        process = f"process {self.pid}, " if self.pid is not None else ""
+        return WorkerDied(self.name, f"{process}{_death_cause(error)}")
+
+    def kill(self) -> None:
+        """Kill the process now."""
+        ray.kill(self._actor, no_restart=True)
+
+
+class WorkerGroup:
+    """All ranks of a role."""
+
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self.workers = list(workers)
+
+    async def call_all(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Make the same call on every rank and return the answers in rank order.
+
+        Raises the first failure and gives up the other calls. The death of a rank takes precedence over the errors of
+        its peers.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(worker.call(method, *args, timeout=timeout)) for worker in self.workers]
+        except ExceptionGroup as failures:
+            deaths = [error for error in failures.exceptions if isinstance(error, WorkerDied)]
+            causes: Sequence[Exception] = deaths or await self._recent_deaths() or failures.exceptions
+            raise causes[0] from None
+        return [task.result() for task in tasks]
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDied` as soon as any rank dies."""
+        deaths = [asyncio.ensure_future(worker.wait_for_death()) for worker in self.workers]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            raise done.pop().result()
+        finally:
+            for death in deaths:
+                death.cancel()
+
+    async def _recent_deaths(self) -> list[WorkerDied]:
+        """Return deaths reported within `DEATH_REPORT_SECONDS`; none for a single rank, which has no peers."""
+        if len(self.workers) == 1:
+            return []
+        try:
+            async with asyncio.timeout(DEATH_REPORT_SECONDS):
+                await self.watch()
+        except WorkerDied as death:
+            return [death]
+        except TimeoutError:
+            return []
+
+    def kill(self) -> None:
+        """Kill all processes now."""
+        for worker in self.workers:
+            worker.kill()
+
+
+def start_worker(
+    worker_class: type[Worker],
+    placement: Placement,
+    *,
+    role: str,
+    rank: int,
+    world_size: int,
+    devices: Sequence[int],
+    log_dir: str | None,
+    concurrency: int = 1000,
+) -> WorkerHandle:
+    """Start the actor of one rank; it is ready once `WorkerHandle.create` has returned."""
+    place = placement.place(devices)
+    identity = WorkerIdentity(role, rank, world_size, place, log_dir, driver_folders())
+    options = {
+        "max_concurrency": concurrency,
+        "concurrency_groups": {HEALTH: 4},
+        "max_restarts": 0,
+        **placement.actor_options(place),
+    }
+    process_class = ray.remote(**options)(WorkerProcess)
+    class_path = f"{worker_class.__module__}:{worker_class.__qualname__}"
+    return WorkerHandle(identity, class_path, process_class.remote())
+
+
+async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: float) -> WorkerGroup:
+    """Start all ranks at once, and return when every process runs."""
+    group = WorkerGroup([build(rank) for rank in range(size)])
+    try:
+        await asyncio.gather(*(worker.create(timeout) for worker in group.workers))
+    except BaseException:
+        group.kill()
+        raise
+    return group
+
+
+def _death_cause(error: BaseException) -> str:
+    of_memory = memory_death(error)
+    if of_memory is not None:
+        return of_memory
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
+    return (wanted or lines or ["no cause given"])[-1]
+
+
+BEAT_SECONDS = 2.0
+"""Interval between two rounds of questions."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker's sign of life."""
+
+    loop_lag: float
+    """Seconds for which its event loop has been stuck."""
+    place: str | None
+    """Code location of the working thread (or of the stuck loop); None if it is idle."""
+
+
+@dataclass(frozen=True)
+class HeardBeat:
+    """A beat and its time of arrival."""
+
+    beat: Beat
+    at: float
+
+
+class Heartbeats:
+    """The last beat of each process. A replacement process does not inherit its predecessor's."""
+
+    def __init__(
+        self, handles: Callable[[], Iterable[WorkerHandle]], *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._handles = handles
+        self._clock = clock
+        self._heard: dict[WorkerHandle, HeardBeat] = {}
+        self._asking: dict[WorkerHandle, asyncio.Task[None]] = {}
+
+    def last(self, handle: WorkerHandle) -> HeardBeat | None:
+        """Return the last beat; None if the process has not answered yet."""
+        return self._heard.get(handle)
+
+    async def run(self) -> None:
+        """Ask every worker repeatedly, until cancelled. A worker that has not answered yet is not asked again."""
+        try:
+            while True:
+                present = [handle for handle in self._handles() if handle.pid is not None]
+                self._forget_all_but(present)
+                for handle in present:
+                    if handle not in self._asking:
+                        self._asking[handle] = asyncio.create_task(self._ask(handle))
+                await asyncio.sleep(BEAT_SECONDS)
+        finally:
+            self._forget_all_but([])
+
+    def _forget_all_but(self, present: list[WorkerHandle]) -> None:
+        for handle in self._asking.keys() - set(present):
+            self._asking.pop(handle).cancel()
+        self._heard = {handle: heard for handle, heard in self._heard.items() if handle in present}
+
+    async def _ask(self, handle: WorkerHandle) -> None:
+        try:
+            self._heard[handle] = HeardBeat(await handle.beat(), self._clock())
+        except RayError as error:
+            if is_gone_for_good(error):
+                return  # it has died; the task that watches it reports the cause
+            logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
+        self._asking.pop(handle, None)
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Role, rank and place of a worker."""
+
+    role: str
+    rank: int
+    world_size: int
+    place: WorkerPlace
+    log_dir: str | None
+    folders: DriverFolders = DriverFolders()
+
+    @property
+    def name(self) -> str:
+        """Role and rank, such as ``actor_infer/0``."""
+        return f"{self.role}/{self.rank}"
+
+
+class Worker:
+    """Base class of the workers of all roles. Subclasses add the calls of their role."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.identity = identity
+        return_large_blocks()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=identity.name)
+        if identity.place.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in identity.place.local_devices)
+        if identity.log_dir is not None:
+            configure_logging(Path(identity.log_dir), identity.name)
+
+    async def describe(self) -> dict[str, Any]:
+        """Return process id, address, node and a free port, for messages and for the rendezvous of trainers."""
+        node = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "host": ray.util.get_node_ip_address(), "node": node, "port": free_port()}
+
+    async def in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run heavy work in the worker's own thread, one call at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def set_threads(self) -> None:
+        """Limit torch to the CPU threads of this worker's place."""
+        import torch
+
+        torch.set_num_threads(self.identity.place.cpu_threads)
+
+
+LOOP_BEAT_SECONDS = 0.5
+HEALTH = "health"
+"""Concurrency group whose calls run in a thread of their own, whatever else the process does."""
+
+
+class WorkerProcess:
+    """The Ray actor: an empty process until `create` fills it with a worker.
+
+    The worker's class is passed by name, because another node can import the driver's modules only once their paths are
+    known there.
+    """
+
+    _loop_beat: float
+    _loop_thread: int
+    _beating: asyncio.Task[None]
+
+    async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
+        """Create the worker in this process, and return what `Worker.describe` returns."""
+        identity.folders.enter()
+        if identity.log_dir is not None:
+            give_away_output(Path(identity.log_dir), identity.name)
+        self._loop_thread = threading.get_ident()
+        self._loop_beat = time.monotonic()
+        self._beating = asyncio.create_task(self._beat())
+        self._worker: Worker = import_object(class_path)(identity)
+        return await self._worker.describe()
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return await getattr(self._worker, method)(*args)
+
+    async def watch(self) -> None:
+        """Wait for ever; Ray fails the call when the process dies."""
+        await asyncio.Event().wait()
+
+    @ray.method(concurrency_group=HEALTH)
+    async def beat(self) -> Beat:
+        """Return a sign of life, even while the worker computes or its event loop is stuck."""
+        lag = max(0.0, time.monotonic() - self._loop_beat - LOOP_BEAT_SECONDS)
+        stuck = lag > 10 * LOOP_BEAT_SECONDS
+        place = thread_place(self._loop_thread) if stuck else working_place(self._worker.identity.name)
+        return Beat(lag, place)
+
+    @ray.method(concurrency_group=HEALTH)
+    async def harm(self, harm: Harm, seconds: float | None) -> None:
+        """Inject the fault that `chaos` asks for."""
+        harm_this_process(harm, seconds)
+
+    async def _beat(self) -> None:
+        while True:
+            self._loop_beat = time.monotonic()
+            await asyncio.sleep(LOOP_BEAT_SECONDS)
+
+
+def split_devices(devices: Sequence[int], per_worker: int) -> list[list[int]]:
+    """Return the consecutive devices of each worker."""
+    return [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]

@@ -1,0 +1,206 @@
+"""The interface of every trainer, one object per rank.
+
+A call is collective: all ranks make it with the same batch, each computes its share, and the result is the same as that
+of one rank with all samples. Losses are normalised over the whole batch of the call, so neither the number of ranks nor
+the split into micro-batches changes the gradient.
+
+Options that `strategy_config` may contain for `fsdp2_train`. Kept apart from the trainer, so that checking is
+quick.
+
+Options that `strategy_config` may contain for `hf_infer` as the reference. Kept apart, so that checking is quick.
+
+Converts wrong options of a trainer to problems of the configuration.
+
+The arguments from which every trainer is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from roll.algorithms.registry import KnobError, build_knobs, knob
+from roll.configs.errors import ConfigProblem
+from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.data.records import SampleBatch
+from roll.trainers.step import MicroBatchLimits
+
+if TYPE_CHECKING:
+    import torch
+
+    from roll.trainers.model import ModelExport
+    from roll.trainers.state import SavedState, StateSnapshot
+    from roll.trainers.step import Objective
+
+
+class ForwardStrategy(Protocol):
+    """One rank of a forward-only role such as the reference: all calls that such a role receives."""
+
+    def initialize(self) -> None:
+        """Join the process group, load and shard the model; a trainer also builds its optimizer and schedule."""
+
+    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return the log-probability of each token given those before it, at ``temperature``.
+
+        Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
+        """
+
+    def offload_states(self) -> None:
+        """Move weights, gradients and optimizer state off the device."""
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+
+
+class TrainStrategy(ForwardStrategy, Protocol):
+    """One rank of a trainer. Every trainer can drive a forward-only role as well."""
+
+    def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return `log_probs` of the base model without the adapters (LoRA) that are trained on it. Trainers of adapters
+        only."""
+
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """Return the value before each token. Critics only.
+
+        Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
+        """
+
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
+        """Take one optimizer step on the samples of ``batch``, with the loss normalised over all of them.
+
+        Returns metrics (means over the batch, equal on all ranks), among them ``loss``, ``grad_norm`` and
+        ``learning_rate``.
+        """
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors in Hugging Face names, tied ones once. Collective. A tensor is valid until the next one is
+        drawn."""
+
+    def export(self) -> ModelExport | None:
+        """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.
+
+        The copy can be written in Hugging Face format while training continues.
+        """
+
+    def load(self, path: str) -> None:
+        """Load an export into the running model. Collective."""
+
+    def snapshot(self) -> StateSnapshot:
+        """Copy this rank's part of the training state (weights, optimizer, schedule) to memory of its own.
+        Collective."""
+
+    def restore(self, state: SavedState) -> None:
+        """Resume from a snapshot, taken by any number of ranks of this trainer. Collective.
+
+        Raises `UnfitState` if the snapshot is not of this model.
+        """
+
+
+@dataclass(frozen=True)
+class Fsdp2Options:
+    """Checked options of ``strategy_config``."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    offload: Literal["none", "cpu"] = "none"
+    """Place where weights, gradients and optimizer state are kept and optimizer steps are taken. The device
+    computes."""
+    process_group_timeout_seconds: float = 600.0
+    """Longest wait in a collective before it fails."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.process_group_timeout_seconds < float("inf"):
+            raise ValueError("process_group_timeout_seconds must be above 0 and finite")
+
+
+def parse_fsdp2_options(strategy_config: dict[str, Any]) -> Fsdp2Options:
+    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
+    return build_knobs(Fsdp2Options, strategy_config, "strategy 'fsdp2_train'")
+
+
+def check_fsdp2_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
+    return option_problems(parse_fsdp2_options, strategy_config, path)
+
+
+@dataclass(frozen=True)
+class HfReplicaOptions:
+    """Checked options of ``strategy_config``."""
+
+    process_group_timeout_seconds: float = knob(
+        600.0, help="Longest wait of a rank for the results of the others.", above=0, below=math.inf
+    )
+
+
+def parse_replica_options(strategy_config: dict[str, Any]) -> HfReplicaOptions:
+    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
+    return build_knobs(HfReplicaOptions, strategy_config, "strategy 'hf_infer' of a reference")
+
+
+def check_replica_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
+    return option_problems(parse_replica_options, strategy_config, path)
+
+
+def option_problems(
+    parse: Callable[[dict[str, Any]], object], strategy_config: dict[str, Any], path: str
+) -> list[ConfigProblem]:
+    """Return what ``parse`` finds wrong with the ``strategy_config`` at ``path``; empty if nothing."""
+    try:
+        parse(strategy_config)
+    except KnobError as error:
+        return [
+            ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
+            for found in error.problems
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """One rank of a trainer, or of a forward-only role such as the reference."""
+
+    model_path: str
+    """Folder or hub name."""
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    device: Literal["cpu", "cuda"]
+    model_args: ModelArguments
+    training_args: TrainingArguments
+    total_optimizer_steps: int
+    """Number of optimizer steps in the whole run, for the learning-rate schedule."""
+    train_limits: MicroBatchLimits
+    infer_limits: MicroBatchLimits
+    """Limits for passes without gradients."""
+    kind: Literal["policy", "value"]
+    """Output of the model for each token: log-probabilities, or a value."""
+    forward_only: bool
+    """True if the role has no optimizer, and weights in the precision of `model_args`."""
+    seed: int
+    strategy_config: dict[str, Any]
+
+    @property
+    def packs(self) -> bool:
+        """True if some passes are over packed rows."""
+        return self.train_limits.packed or self.infer_limits.packed
+
+    @property
+    def trains_adapters(self) -> bool:
+        """True if the weights of the model are frozen and adapters (LoRA) are trained instead."""
+        return self.model_args.lora_target is not None and not self.forward_only
+
+    @property
+    def rendezvous(self) -> str:
+        """Address at which the ranks meet, in the format of `torch.distributed`."""
+        return f"tcp://{self.master_address}:{self.master_port}"

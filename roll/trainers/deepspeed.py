@@ -1,0 +1,406 @@
+"""`deepspeed_train`: DeepSpeed's ZeRO, stages 0 to 3, with the semantics of `fsdp2_train`.
+
+DeepSpeed shards, communicates and steps. Choosing the tokens that count, normalising the loss, the schedule and the
+accounting are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer
+states are float32; computing is in the configured precision. An update whose gradient is not finite is skipped and
+reported. Dropout is off.
+
+Starts DeepSpeed on a model that is loaded already.
+
+DeepSpeed takes its kind of device and its local rank from the environment only. Both are set here, in a process that
+trains nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roll.check.rules import obstacle_to_moving
+from roll.configs.engine_options import Options
+from roll.data.records import SampleBatch
+from roll.trainers.base import TrainerSetup
+from roll.trainers.deepspeed_options import engine_config, parse_options
+from roll.trainers.forward import hf_forward, policy_forward, value_forward
+from roll.trainers.model import ModelExport, build_export, copied_weights, load_weights, prepare_model, stored_dtype
+from roll.trainers.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    join_process_group,
+    joined_over_ranks,
+    learning_rate_schedule,
+    leave_process_group,
+    move_state,
+    pick_device,
+)
+from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
+from roll.trainers.step import (
+    MicroBatch,
+    MicroBatchLimits,
+    Objective,
+    StepMetrics,
+    TrainingStep,
+    combined_metrics,
+    plan_micro_batches,
+)
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class DeepSpeedTrainStrategy:
+    """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup = setup
+        self.options = parse_options(setup.strategy_config)
+        self.trains = not setup.forward_only
+        self.bfloat16 = setup.model_args.dtype == "bfloat16"
+        if self.trains and self.bfloat16 and self.options.zero_stage == 0:
+            raise ValueError(
+                "ZeRO stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones; "
+                "write `zero_optimization: {stage: 1}` (the same steps in less memory) or `model_args.dtype: float32`"
+            )
+
+    def initialize(self) -> None:
+        """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
+        setup = self.setup
+        torch.manual_seed(setup.seed)
+        self.device = pick_device(setup)
+        join_process_group(setup, self.options.own.process_group_timeout_seconds)
+        self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
+        self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        rounds = self.trains and self.bfloat16
+        # DeepSpeed rounds the weights before it copies the masters. These references keep the weights as loaded.
+        masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
+        if self.trains:
+            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+            self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
+            self.optimizer_steps = 0
+            self.updates = 0
+        if self.has_engine:
+            self._start_engine()
+        else:
+            self.model.to(self.device)
+        if rounds:
+            self._set_weights(masters.__getitem__)
+        computing = self.engine if self.has_engine else self.model
+        self.forward = hf_forward(
+            setup.kind, computing, head, self.device, signature_of=self.model, packed=setup.infer_limits.packed
+        )
+
+    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
+        rows = self._rows(batch, self.setup.infer_limits)
+        return joined_over_ranks(policy_forward(self.forward).token_logprobs(batch, rows, temperature))
+
+    def values(self, batch: SampleBatch) -> np.ndarray:
+        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
+        return joined_over_ranks(
+            value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
+        )
+
+    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
+        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
+
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
+        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
+        a forward-only role.
+        """
+        if not self.trains:
+            raise RuntimeError("this role is forward-only; it has no optimizer")
+        step = TrainingStep.of(batch, objective)
+        rows = self._rows(batch, self.setup.train_limits)
+        micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
+        parts = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(rows))
+            parts.append(self._accumulate(step, micro_batch, temperature))
+        return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name).
+        Collective.
+
+        Tensors are gathered one after the other. If nothing is split, a rank yields its own memory: read it, do not
+        keep it.
+        """
+        for name, parameter in self.model.named_parameters():
+            if self.trains and (self.bfloat16 or self.splits_weights):
+                yield name, self.deepspeed.utils.safe_get_full_fp32_param(parameter).detach()
+            else:
+                with self._whole(parameter):
+                    yield name, parameter.detach().float()
+
+    def export(self) -> ModelExport | None:
+        """Return the float32 weights, configuration and tokenizer; see `TrainStrategy`."""
+        weights = copied_weights(self.named_weights(), self.setup)
+        return None if weights is None else build_export(self.model, weights, self.setup)
+
+    def load(self, path: str) -> None:
+        """Load the weights of an export; optimizer state and schedule stay. Collective.
+
+        Raises ``ValueError`` naming the tensor if the export does not fit the model.
+        """
+        weights = load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes, self.setup.kind)
+        self._set_weights(weights.__getitem__)
+
+    def snapshot(self) -> StateSnapshot:
+        """Copy this rank's rows of every tensor; tensors are gathered one after the other. See `TrainStrategy`."""
+        parts = []
+        for name, parameter in self.model.named_parameters():
+            for kind in ("weight", *(MOMENTS if self.updates else ())):
+                part = whole(f"{kind}/{name}", self._full_state(parameter, kind))
+                parts.append(own_share(part, self.setup.rank, self.setup.world_size))
+        updates = dict.fromkeys(self.shapes, self.updates) if self.updates else {}
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
+        return StateSnapshot(parts, facts, self.setup.world_size)
+
+    def restore(self, state: SavedState) -> None:
+        """Resume from a snapshot; see `TrainStrategy`."""
+        state.require_weights(self.shapes)
+        for name, shape in self.shapes.items():
+            state.require_shape(f"weight/{name}", shape)
+        self.updates = common_updates(state)
+        if self.updates:
+            self._make_moments()
+            for name, parameter in self.model.named_parameters():
+                for moment in MOMENTS:
+                    self._set_moment(parameter, moment, state.read_whole(f"{moment}/{name}", self.shapes[name]))
+        self._set_weights(lambda name: state.read_whole(f"weight/{name}", self.shapes[name]))
+        self.optimizer_steps = state.facts["optimizer_steps"]
+
+    def offload_states(self) -> None:
+        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
+
+        Raises ``RuntimeError`` if DeepSpeed cannot move them.
+        """
+        if self.setup.device == "cpu":
+            return
+        if self.is_whole:
+            self._move_states(torch.device("cpu"))
+        else:
+            self._require_movable_states()
+            self.engine.offload_states()
+        torch.cuda.empty_cache()
+
+    def load_states(self) -> None:
+        """Undo `offload_states`."""
+        if self.setup.device == "cpu":
+            return
+        if self.is_whole:
+            self._move_states(self.device)
+        else:
+            self.engine.reload_states()
+
+    def shutdown(self) -> None:
+        """Leave the process group, and DeepSpeed's own."""
+        if self.has_engine:
+            self.engine.destroy()
+            self.deepspeed.comm.destroy_process_group()
+        leave_process_group()
+
+    @property
+    def splits_weights(self) -> bool:
+        """True if each rank holds only its share of the weights."""
+        return self.options.zero_stage == 3
+
+    @property
+    def has_engine(self) -> bool:
+        """True if DeepSpeed is used. Forward passes alone need it only if weights are split."""
+        return self.trains or self.splits_weights
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing is split: model and optimizer are torch's own."""
+        return self.options.zero_stage == 0 or not self.has_engine
+
+    def _start_engine(self) -> None:
+        self.deepspeed = import_deepspeed(self.device)
+        config = engine_config(
+            self.options,
+            bfloat16=self.bfloat16,
+            # Without ZeRO, DeepSpeed clips but does not report the norm.
+            max_grad_norm=0.0 if self.options.zero_stage == 0 else self.setup.training_args.max_grad_norm,
+        )
+        self.engine = start_engine(
+            self.deepspeed,
+            self.model,
+            self.optimizer if self.trains else None,
+            config,
+            self.device,
+            self.splits_weights,
+        )
+        if self.trains and self.options.zero_stage in (1, 2):
+            self._allocate_moments()
+
+    def _allocate_moments(self) -> None:
+        """Create the moments, as AdamW does at its first step.
+
+        That would be too late for DeepSpeed, which links the moments of all groups to their weights as soon as the
+        first group has taken its step.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
+
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        """Return this rank's micro-batches."""
+        return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
+
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
+        """Add one micro-batch's gradient to those of the optimizer step."""
+        with torch.set_grad_enabled(not step.is_empty):
+            loss, metrics = self.forward.loss(step, micro_batch, temperature)
+        if not step.is_empty:
+            # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
+            self.engine.backward(loss * self.setup.world_size)
+        return metrics
+
+    def _update(self, nothing_to_learn: bool) -> dict[str, float]:
+        """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""
+        learning_rate = self.learning_rate(self.optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm, updated = (0.0, False) if nothing_to_learn else self._optimizer_step()
+        self.optimizer_steps += 1
+        self.updates += updated
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(not updated)}
+
+    def _optimizer_step(self) -> tuple[float, bool]:
+        """Step. Return the gradient's norm before clipping, and True if it was finite, so that the weights were
+        updated."""
+        if self.options.zero_stage > 0:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
+        grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
+        if not math.isfinite(grad_norm):
+            self.engine.zero_grad()
+            return grad_norm, False
+        self.engine.step()
+        return grad_norm, True
+
+    @torch.no_grad()
+    def _set_weights(self, weight_of: Callable[[str], Tensor]) -> None:
+        """Write full tensors into the master weights and into the weights that are computed with. Collective."""
+        for name, parameter in self.model.named_parameters():
+            weight = weight_of(name).to(self.device)
+            if self.trains and not self.is_whole:
+                self._set_master(parameter, weight.float())
+            with self._whole(parameter, written_by=0):
+                parameter.data.copy_(weight)
+
+    def _set_master(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Write this rank's share of a full tensor into its share of the float32 master."""
+        if self.splits_weights:
+            self.deepspeed.utils.safe_set_local_fp32_param(parameter, self._padded_share(parameter, weight))
+        else:
+            self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+
+    def _padded_share(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor when weights are split.
+
+        All parts are equally long. The excess of the last ones is padding, which DeepSpeed's own call for full tensors
+        does not expect.
+        """
+        length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
+        padded = nn.functional.pad(full.flatten(), (0, length * self.setup.world_size - full.numel()))
+        return padded.narrow(0, length * self.setup.rank, length)
+
+    def _full_state(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """Return a whole float32 weight or moment. Collective. Read it before asking for the next one."""
+        if self.is_whole:
+            return parameter.detach() if kind == "weight" else self.optimizer.state[parameter][kind]
+        if kind == "weight":
+            return self.deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)
+
+    @torch.no_grad()
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        value = value.to(self.device)
+        if self.is_whole:
+            self.optimizer.state[parameter][moment].copy_(value)
+        elif self.splits_weights:
+            share = self._padded_share(parameter, value)
+            self.deepspeed.utils.safe_set_local_optimizer_state(parameter, share, moment)
+        else:
+            self.deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
+
+    def _make_moments(self) -> None:
+        """Let DeepSpeed create moments and link them to their weights.
+
+        It does so at the first update, so this makes one with a gradient of zero. Its effect on the weights does not
+        matter, because the caller sets them afterwards.
+        """
+        self.engine.set_gradient_accumulation_boundary(True)
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        self.engine.backward(self.engine(input_ids=ids, use_cache=False).logits.float().sum() * 0.0)
+        self.engine.step()
+        for state in self.optimizer.state.values():
+            state["step"].fill_(self.updates)
+
+    def _whole(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[object]:
+        """Gather all elements of a split parameter for the block. Only rank ``written_by`` may change them."""
+        if not self.splits_weights:
+            return nullcontext()
+        return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+
+    def _require_movable_states(self) -> None:
+        options = Options("deepspeed_train", self.setup.strategy_config)
+        obstacle = obstacle_to_moving(options, bfloat16=self.bfloat16, learns=self.trains)
+        if obstacle is not None:
+            raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
+
+    def _move_states(self, device: torch.device) -> None:
+        self.model.to(device)
+        if self.trains:
+            move_state(self.optimizer, device)
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import the package after setting the device that it is to run on."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    import deepspeed
+
+    return deepspeed
+
+
+def start_engine(
+    deepspeed: ModuleType,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: dict[str, Any],
+    device: torch.device,
+    split_weights: bool,
+) -> DeepSpeedEngine:
+    """Return the engine around ``model``, which it changes in place. Collective.
+
+    ``optimizer`` is None for forward passes only.
+    """
+    if split_weights:
+        _split(deepspeed, model, config, device)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def _split(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Split the weights one by one, so that no device ever holds all of them."""
+    if config["bf16"]["enabled"]:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    deepspeed.init_distributed(dist_init_required=None)
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    # An engine does not move a model that was split before it, and the model's buffers have not moved yet.
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)

@@ -1,0 +1,296 @@
+"""LoRA (arXiv 2106.09685): trains small adapters beside frozen weights. The layers are peft's.
+
+peft puts its layers into the model and nothing around it: the model keeps its class, its forward pass and its head.
+Adapters are float32. The base has the precision that is computed in, because nothing is ever added to it. Weights leave
+the trainer merged, so engines, checksums and exports see a plain model and cannot miss the adapters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from roll.configs.errors import ConfigProblem, choose_among
+from roll.configs.roles import ModelArguments
+from roll.trainers.model import decoder_layers
+from roll.weights.buckets import dtype_name, tensor_bytes
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+EVERYWHERE = "all-linear"
+INSTALL = "pip install 'roll[lora]'"
+FOLDER = "adapter"
+"""Folder of the adapter in an export, beside the merged model."""
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+"""Prefix of names in peft's files."""
+
+
+class UnknownTarget(ValueError):
+    """`lora_target` names no layer that can have an adapter."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
+    """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
+
+    ``path`` is that of ``arguments`` in the configuration.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return [ConfigProblem(f"{path}.lora_target", "adapters need peft, which is not installed", INSTALL)]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    try:
+        resolve_targets(skeleton, arguments.lora_target or EVERYWHERE)
+    except UnknownTarget as error:
+        return [ConfigProblem(f"{path}.lora_target", error.reason, error.remedy)]
+    return []
+
+
+@dataclass(frozen=True)
+class Base:
+    """Identity of the base model that adapters were made for: a checksum of all frozen weights, in the precision in
+    which they are held."""
+
+    checksum: str
+    dtype: str
+
+    def difference(self, other: Mapping[str, str]) -> str | None:
+        """Return why adapters made for ``other`` do not belong here; None if they do."""
+        if other["dtype"] != self.dtype:
+            return f"for base weights in {other['dtype']}, here they are in {self.dtype}: set `model_args.dtype` back"
+        if other["checksum"] != self.checksum:
+            return (
+                f"for another base model (checksum of the frozen weights {other['checksum']}, here {self.checksum}): "
+                "start from the model that they were trained on"
+            )
+        return None
+
+
+def target_names(wanted: list[str] | str) -> list[str]:
+    """Return the names in `lora_target`, which is a list, or names separated by commas."""
+    names = wanted.split(",") if isinstance(wanted, str) else wanted
+    return [name.strip() for name in names]
+
+
+def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str]:
+    """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
+
+    Adapters go to linear layers of the decoder layers. Raises `UnknownTarget` with the names that are not such layers,
+    and the nearest valid name.
+    """
+    adaptable = _adaptable(model)
+    known = sorted({name.rpartition(".")[2] for name in adaptable})
+    if target_names(wanted) == [EVERYWHERE]:
+        return known
+    names = target_names(wanted)
+    others = [name for name, _ in model.named_modules() if name and name not in adaptable]
+    unknown = [name for name in names if not any(_is_target(module, name) for module in adaptable)]
+    if unknown:
+        reasons = [_unknown(name, others) for name in unknown]
+        raise UnknownTarget(", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
+    return names
+
+
+def _adaptable(model: PreTrainedModel) -> set[str]:
+    layers = {id(layer) for layer in decoder_layers(model)}
+    roots = [name for name, module in model.named_modules() if id(module) in layers]
+    return {
+        f"{root}.{name}"
+        for root in roots
+        for name, module in model.get_submodule(root).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _is_target(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _unknown(name: str, others: list[str]) -> str:
+    there = any(_is_target(module, name) for module in others)
+    return f"{name!r} is {'no linear layer of the decoder layers' if there else 'no module of this model'}"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model. The model computes with them, and may be sharded after they were added."""
+
+    layers: Mapping[str, LoraLayer]
+    """Name in the base model -> layer with an adapter."""
+    config: LoraConfig
+    base: Base
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute without its adapters within the block. Take no gradients there."""
+        for layer in self.layers.values():
+            layer.enable_adapters(False)
+            # peft freezes the adapters meanwhile. Sharding asks only once which parameters train, whenever it first
+            # computes, so they must stay trainable.
+            for parameter in _matrices(layer):
+                parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enable_adapters(True)
+
+    def merged(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], full: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield float32 weights of base and adapters merged, in the names of the base, one at a time.
+
+        ``parameters`` are the model's own, by name. ``full`` makes a whole float32 tensor of one. Collective if
+        ``full`` is.
+        """
+        for name, parameter in parameters:
+            if is_adapter(name):
+                continue
+            plain = name.replace(".base_layer.", ".")
+            layer = self.layers.get(plain.removesuffix(".weight"))
+            weight = full(parameter)
+            yield plain, weight if layer is None or plain == name else self._merge(weight, layer, full)
+
+    def _merge(self, weight: Tensor, layer: LoraLayer, full: Callable[[Tensor], Tensor]) -> Tensor:
+        down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
+        return torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
+
+    def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
+        """Copy the adapter's matrices and return a function that writes them into an export, in peft's format.
+        Collective if ``full`` is.
+
+        Returns None if the copies are not ``wanted``.
+        """
+        tensors = {}
+        for name, layer in self.layers.items():
+            for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
+                whole = full(matrix)
+                if wanted:
+                    tensors[f"{_PEFT_PREFIX}{name}.{end}.weight"] = whole.to("cpu", copy=True)
+        return partial(self._write, tensors) if wanted else None
+
+    def _write(self, tensors: Mapping[str, Tensor], path: str) -> None:
+        folder = Path(path) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), folder / _WEIGHTS, {"format": "pt", "base": json.dumps(vars(self.base))})
+        self.config.save_pretrained(str(folder))
+
+    def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
+        """Return the adapter of an export, by the parameter of this model.
+
+        Raises `ValueError` if there is none, or if it was made for another base or has another size or scale.
+        """
+        folder = Path(path) / FOLDER
+        if not (folder / _WEIGHTS).is_file():
+            raise ValueError(f"{path} has no {FOLDER}/{_WEIGHTS}; a trainer of adapters loads its own exports only")
+        scale = json.loads((folder / _CONFIG).read_text())["lora_alpha"]
+        if scale != self.config.lora_alpha:
+            raise ValueError(f"the adapter in {folder} has lora_alpha {scale}, this trainer {self.config.lora_alpha}")
+        found: dict[nn.Parameter, Tensor] = {}
+        with safe_open(folder / _WEIGHTS, "pt") as file:
+            base = json.loads((file.metadata() or {}).get("base", "null"))
+            difference = "for a base model that it does not name" if base is None else self.base.difference(base)
+            if difference is not None:
+                raise ValueError(f"the adapter in {folder} was made {difference}")
+            names = set(file.keys())
+            for name, layer in self.layers.items():
+                for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
+                    key = f"{_PEFT_PREFIX}{name}.{end}.weight"
+                    if key not in names:
+                        raise ValueError(f"the adapter in {folder} has nothing for {name}")
+                    found[matrix] = file.get_tensor(key)
+                    names.remove(key)
+                    if found[matrix].shape != matrix.shape:
+                        raise ValueError(
+                            f"{key} is {tuple(found[matrix].shape)} in {folder}, {tuple(matrix.shape)} in the model"
+                        )
+        if names:
+            raise ValueError(f"the adapter in {folder} is for more layers than this trainer has: {sorted(names)[0]}")
+        return found
+
+
+def is_adapter(name: str) -> bool:
+    """Return True if the parameter of this name belongs to an adapter."""
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return A ``[rank, inputs]`` and B ``[outputs, rank]``."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
+    """Add adapters to a whole model in place, before it is sharded. They change no output yet; peft freezes the other
+    weights.
+
+    The first matrix of each adapter is random (torch's generator), the second zero. Raises `UnknownTarget`.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    config = lora_config(arguments, resolve_targets(model, arguments.lora_target or EVERYWHERE), model_path)
+    base = fingerprint(model)
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for layer in layers.values():
+        for matrix in _matrices(layer):
+            # peft makes them in the precision of the layer.
+            matrix.data = matrix.data.float()
+    model.eval()
+    return Adapters(layers, config, base)
+
+
+def lora_config(arguments: ModelArguments, targets: list[str], model_path: str) -> LoraConfig:
+    """Return peft's own description of the adapters, which an export carries."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=arguments.lora_rank,
+        lora_alpha=lora_alpha(arguments),
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_path,
+    )
+
+
+def lora_alpha(arguments: ModelArguments) -> int:
+    """Return the scale of the adapters times their rank."""
+    return 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
+
+
+def fingerprint(model: nn.Module) -> Base:
+    """Return the identity of a base model from all its weights. The model is whole and on the CPU."""
+    digest = xxhash.xxh3_64()
+    dtypes = set()
+    for name, parameter in model.named_parameters():
+        dtypes.add(dtype_name(parameter.dtype))
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(tensor_bytes(parameter).data)
+    return Base(digest.hexdigest(), " and ".join(sorted(dtypes)))

@@ -1,0 +1,372 @@
+"""Layers that megatron-core has only for GPUs with extra libraries, and the recipe that puts them into a model.
+
+The norm works with sequence parallelism and rounds like transformers'. Attention uses PyTorch's kernels, which hold no
+matrix of scores. If Transformer Engine is used, its own layers replace these.
+
+Builds one rank's part of a model: megatron-core's configuration from facts and options, and the rank's model chunks.
+
+Parameters are allocated without values; the checkpoint fills them.
+
+Log-probabilities and entropies for logits whose vocabulary is split over tensor-parallel ranks.
+
+Only maxima, sums and chosen logits travel between ranks, never logits. Rows that pad the vocabulary to a multiple of
+the ranks take no part in the distribution. Results are exact in float32, whatever the precision of the logits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from roll.trainers.megatron.facts import MegatronOptions, ModelFacts
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism ranks see different positions; megatron-core sums the gradients of marked weights.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise ``[..., hidden_size]``."""
+        wide = hidden.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(hidden.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention of each position to itself and the positions before it."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """Attend with ``query`` ``[positions, rows, heads, size]`` over ``key`` and ``value``, whose number of heads
+        divides the query's.
+
+        Returns ``[positions, rows, heads x size]``.
+        """
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(TopKRouter):
+    """megatron-core's router without its own matrix product, which needs Transformer Engine."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits of the experts, ``[..., experts]``, in the configured precision."""
+        dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        return functional.linear(input.to(dtype), self.weight.to(dtype))
+
+
+class ValueHead(nn.Module):
+    """Output layer of a value model: one number for each position, the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.shares_positions = config.sequence_parallel
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            # Under sequence parallelism ranks see different positions; megatron-core sums the gradients of marked ones.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """Return ``[positions, rows, 1]`` for all positions, and None for the bias that megatron-core expects beside
+        it."""
+        values = functional.linear(hidden, self.weight, self.bias)
+        if self.shares_positions:
+            # Every rank computes the same from here on, so each takes back the gradient of its own positions.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
+    """Return the layers of one model chunk of a pipeline stage. ``chunk`` is None if it is the only one."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
+    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+    dense, sparse = _layer(config, None), None
+    if config.num_moe_experts is not None:
+        sparse = _layer(config, config.num_moe_experts)
+    has_experts = config.moe_layer_freq if sparse is not None else [0] * config.num_layers
+    layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    backend = LocalSpecProvider()
+    mlp = get_mlp_module_spec_for_backend(backend, num_experts=experts)
+    if experts is not None:
+        mlp.submodules.router = Router
+    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=CausalAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> bool:
+    """Return True if layers come from Transformer Engine. Raises ``ValueError`` if they are asked for but not
+    installed."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if options.transformer_impl == "transformer_engine" and not installed:
+        raise ValueError("transformer_impl is 'transformer_engine', which is not installed; use 'auto' or 'local'")
+    chosen = options.transformer_impl == "transformer_engine" or (
+        options.transformer_impl == "auto" and installed and device.type == "cuda"
+    )
+    if options.moe_grouped_gemm and not chosen:
+        raise ValueError("moe_grouped_gemm needs the layers of Transformer Engine (transformer_impl)")
+    return chosen
+
+
+def transformer_config(
+    facts: ModelFacts, options: MegatronOptions, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Return megatron-core's description of the model and of how it is split."""
+    return TransformerConfig(
+        num_layers=facts.layers,
+        hidden_size=facts.hidden_size,
+        ffn_hidden_size=facts.intermediate_size,
+        num_attention_heads=facts.heads,
+        num_query_groups=facts.query_groups,
+        kv_channels=facts.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=facts.epsilon,
+        qk_layernorm=facts.qk_norm,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=facts.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        transformer_impl="transformer_engine" if uses_transformer_engine(options, device) else "local",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        # Losses arrive normalised over the whole batch, so gradients are summed and never averaged.
+        calculate_per_token_loss=True,
+        # Micro-batches differ in width.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type=options.moe_token_dispatcher_type,
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        sequence_parallel=options.sequence_parallel,
+        recompute_granularity=options.recompute_granularity,
+        recompute_method=options.recompute_method,
+        recompute_num_layers=options.recompute_num_layers,
+        **_expert_settings(facts, options),
+    )
+
+
+def _expert_settings(facts: ModelFacts, options: MegatronOptions) -> dict[str, object]:
+    if facts.experts is None:
+        return {}
+    return {
+        "num_moe_experts": facts.experts.experts,
+        "moe_ffn_hidden_size": facts.experts.intermediate_size,
+        "moe_router_topk": facts.experts.experts_per_token,
+        "moe_layer_freq": list(facts.experts.layers),
+        "moe_router_pre_softmax": not facts.experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": options.moe_router_dtype,
+        "moe_grouped_gemm": options.moe_grouped_gemm,
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.expert_tensor_size,
+    }
+
+
+def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+    """Return this rank's model chunks, with parameters that have no values yet. Collective."""
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    return [_chunk(facts, config, chunk if chunks > 1 else None).to(device) for chunk in range(chunks)]
+
+
+def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> GPTModel:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config, chunk, stage),
+        vocab_size=facts.padded_vocabulary(config.tensor_model_parallel_size),
+        max_sequence_length=facts.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk),
+        share_embeddings_and_output_weights=facts.tied,
+        position_embedding_type="rope",
+        rotary_base=facts.rope_base,
+        rope_scaling=facts.llama3_rope_factor is not None,
+        rope_scaling_factor=facts.llama3_rope_factor or 1.0,
+        vp_stage=chunk,
+    )
+    if model.post_process and facts.kind == "value":
+        model.output_layer = ValueHead(config)
+    if model.pre_process and facts.padding_token is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, facts.padding_token))
+    return model
+
+
+def _without_gradient(token: int, embeddings: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Return the output without a gradient where ``token`` was read, like PyTorch's embedding at its padding.
+
+    ``output`` is ``[rows, positions, size]``, or this rank's share of the positions as ``[positions, rows, size]``.
+    """
+    held = inputs[0] == token
+    if embeddings.reduce_scatter_embeddings:
+        group = embeddings.tp_group
+        held = held.t().chunk(group.size())[group.rank()]
+    return torch.where(held[..., None], output.detach(), output).contiguous()
+
+
+CHUNK_ELEMENTS = 2**26
+"""Number of this rank's logits that have a float32 copy at a time."""
+
+
+def parallel_logprobs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocabulary: int,
+    group: dist.ProcessGroup,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits / temperature) at the targets, and the entropy (nats) of each distribution. Collective.
+
+    ``logits`` ``[..., share]`` is this rank's part of a vocabulary that was padded from ``vocabulary`` tokens to equal
+    shares for all ranks of ``group``. ``targets`` is int ``[...]``, equal on all ranks. Returns float32 ``[...]``
+    twice, equal on all ranks. The entropy carries a gradient only if asked for. Each rank must receive the same
+    gradients of the shared results; each computes those of its own logits. Raises ``ValueError`` for a temperature that
+    is not positive.
+    """
+    if temperature <= 0:
+        raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
+    share = logits.shape[-1]
+    first = share * dist.get_rank(group)
+    real = logits[..., : max(0, min(share, vocabulary - first))]
+    rows = max(1, chunk_elements // share)
+    chunks = zip(real.flatten(0, -2).split(rows), (targets.flatten() - first).split(rows), strict=True)
+    pieces = [
+        _ParallelLogprobs.apply(chunk, chunk_targets, temperature, group, entropy_gradient)
+        for chunk, chunk_targets in chunks
+    ]
+    logprobs, entropy = (torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True))
+    return logprobs, entropy
+
+
+class _ParallelLogprobs(torch.autograd.Function):
+    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, counted from the share's first
+    token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        scaled = logits.float() / temperature
+        rows, share = scaled.shape
+        largest = scaled.amax(-1) if share else scaled.new_full((rows,), -torch.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        scaled -= largest[:, None]
+        exponentials = scaled.exp()
+        here = (targets >= 0) & (targets < share)
+        index = torch.where(here, targets, 0)
+        chosen = scaled.gather(-1, index[:, None])[:, 0].where(here, 0.0) if share else scaled.new_zeros(rows)
+        sums = torch.stack([exponentials.sum(-1), chosen, (exponentials * scaled).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        normalizer, chosen, weighted = sums
+        entropy = normalizer.log() - weighted / normalizer
+        # The backward pass computes the float32 copy again. The logits themselves stay in memory anyway.
+        ctx.save_for_backward(logits, largest + normalizer.log(), entropy, here, index)
+        ctx.temperature = temperature
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - normalizer.log(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the logits.
+
+        d logprob / d x_j = [j = target] - p_j and dH / d x_j = -p_j (log p_j + H) for the scaled logits x.
+        """
+        logits, log_normalizer, entropy, here, index = ctx.saved_tensors
+        log_probabilities = (logits.float() / ctx.temperature).sub_(log_normalizer[:, None])
+        factor = logprob_gradient[:, None]
+        if ctx.entropy_gradient:
+            factor = factor + (log_probabilities + entropy[:, None]) * entropy_gradient[:, None]
+        gradient = log_probabilities.exp_().neg_() * factor
+        if gradient.shape[-1]:
+            gradient.scatter_add_(1, index[:, None], logprob_gradient.where(here, 0.0)[:, None])
+        return gradient.div_(ctx.temperature).to(logits.dtype), None, None, None, None

@@ -1,0 +1,301 @@
+"""The output head of a model, which can return something smaller than logits for one forward pass.
+
+Logits of a large vocabulary are the largest tensor of training. The loss needs only two numbers per position from them,
+and those can be computed inside the head. They must be computed there: sharded weights are gathered only inside the
+forward pass of the whole model, and gradients flow back only from what that pass returns. The head keeps its
+parameters, so names, tying, sharding and exports do not change.
+
+Some models change logits after the head (a cap, a scale, a bias). They would also change the two numbers, so each model
+is first tested: does it return what its head returned? If not, full logits are used.
+
+Loads models in Hugging Face format. Weights are read from safetensors only, never from pickles.
+
+Exports of models in Hugging Face format: copied while training pauses, written while it continues.
+
+An export is complete: weights (safetensors), configuration, generation settings and the tokenizer's files. It can be
+loaded from its folder alone.
+
+Prepares a Hugging Face model for a trainer that keeps its modules, whichever engine shards them afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from roll.configs.roles import ModelArguments
+from roll.runtime.allocator import keep_blocks_of
+from roll.trainers.base import TrainerSetup
+from roll.trainers.packing import install_packed_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.trainers.base import TrainStrategy
+
+logger = logging.getLogger(__name__)
+
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(hidden states ``[rows, width, size]``, weight, bias) -> ``[rows, positions, results]``, in place of the logits."""
+
+
+class OutputHead(nn.Linear):
+    """A linear head over the parameters of another. Returns logits unless a function is set with `computing`."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
+        self.weight = head.weight
+        self.bias = head.bias
+        self._function: HeadFunction | None = None
+
+    @contextmanager
+    def computing(self, function: HeadFunction) -> Iterator[None]:
+        """Let the model return the results of ``function`` instead of logits within the block."""
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[..., vocabulary]``, or the results of the function set with `computing`."""
+        if self._function is None:
+            return super().forward(hidden)
+        return self._function(hidden, self.weight, self.bias)
+
+
+def install_output_head(model: PreTrainedModel) -> OutputHead | None:
+    """Replace the model's head by an `OutputHead`. Return ``None`` if the head is not a plain linear layer.
+
+    Call this before sharding, which remembers the modules that hold a parameter.
+    """
+    plain = model.get_output_embeddings()
+    if type(plain) is not nn.Linear:
+        return None
+    head = OutputHead(plain).train(plain.training)
+    model.set_output_embeddings(head)
+    return head if model.get_output_embeddings() is head else None
+
+
+def gives_back_head_results(model: PreTrainedModel, head: OutputHead, device: torch.device) -> bool:
+    """Return True if the model returns its head's results unchanged: logits, and results of another size. Collective.
+
+    The test puts known numbers in place of the results, so no weight and no rounding can hide a change. It runs the
+    model three times on three tokens, without gradients.
+    """
+    # Full size last: a pass that succeeds cleans up whatever a failed attempt left open in the sharding.
+    sizes = (1, 2, head.out_features)
+    unchanged = [_comes_back(model, head, size, device) for size in sizes]
+    if not all(unchanged):
+        logger.info("%s changes its logits after the head: log-probabilities need all of them", type(model).__name__)
+    return all(unchanged)
+
+
+def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: torch.device) -> bool:
+    tokens = torch.zeros((1, 3), dtype=torch.int64, device=device)
+    # The numbers are neither small nor exact in a lower precision. There are fewer positions than tokens.
+    sent = torch.linspace(-1001.3, 1001.3, 2 * size, device=device).reshape(1, 2, size)
+    asked: list[torch.Size] = []
+
+    def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append(hidden.shape[:-1])
+        return sent.clone()
+
+    try:
+        with torch.no_grad(), head.computing(answer):
+            received = model(input_ids=tokens, use_cache=False).logits
+    except Exception:
+        logger.info("%s cannot do without full logits", type(model).__name__, exc_info=True)
+        return False
+    return asked == [tokens.shape] and received.shape == sent.shape and torch.equal(received.to(sent.dtype), sent)
+
+
+ModelKind = Literal["policy", "value"]
+
+
+def model_class(kind: ModelKind) -> Any:
+    """Return transformers' class for models of this kind: a causal language model, or one that gives each token a
+    number."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
+
+
+def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: ModelKind = "policy") -> PreTrainedModel:
+    """Load the model at ``path`` (folder or hub name) on the CPU.
+
+    A value model made from another kind of model gets a new head that gives 0 everywhere, the best guess before the
+    first return is known. If part of a head exists (a reward model's has no bias), only the rest is new. Raises
+    ``ValueError`` naming a tensor if any other one is missing: transformers would invent its values.
+    """
+    options = {} if kind == "policy" else {"num_labels": 1}
+    model, found = model_class(kind).from_pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation=arguments.attn_implementation,
+        trust_remote_code=arguments.trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    body = f"{model.base_model_prefix}."
+    missing = sorted(found["missing_keys"])
+    lost = missing if kind == "policy" else [name for name in missing if name.startswith(body)]
+    if lost:
+        raise ValueError(f"{path} lacks {lost[0]}" + (f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""))
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model
+
+
+def load_weights(
+    path: str,
+    arguments: ModelArguments,
+    dtype: torch.dtype,
+    shapes: Mapping[str, torch.Size],
+    kind: ModelKind = "policy",
+) -> dict[str, Tensor]:
+    """Return the weights of an export by name, tied ones once, for a model whose parameters have these ``shapes``.
+
+    Raises ``ValueError`` naming the tensor if the export does not fit the model.
+    """
+    source = {name: weight.detach() for name, weight in load_model(path, arguments, dtype, kind).named_parameters()}
+    if source.keys() != shapes.keys():
+        raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ shapes.keys())}")
+    for name, shape in shapes.items():
+        if source[name].shape != shape:
+            raise ValueError(f"{name} is {tuple(source[name].shape)} in {path}, {tuple(shape)} in the model")
+    return source
+
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+@dataclass(frozen=True)
+class ModelExport:
+    """A model in memory of its own, which any thread may write."""
+
+    model: PreTrainedModel
+    source: str
+    """Folder or hub name that the model was loaded from; it holds the tokenizer."""
+    trust_remote_code: bool
+    beside: Callable[[str], None] | None = None
+    """Function that writes further files into the folder."""
+
+    def write(self, path: str) -> None:
+        """Write the export into the folder ``path``. Raises `OSError` naming the folder."""
+        try:
+            if self.beside is not None:
+                self.beside(path)
+            self.model.save_pretrained(path)
+        except SafetensorError as cause:
+            raise OSError(f"cannot write the model into {path}: {cause}") from cause
+        _write_tokenizer(self.source, Path(path), self.trust_remote_code)
+
+
+def save(trainer: TrainStrategy, path: str) -> None:
+    """Export and write at once; return when the model is in the folder ``path``. Collective."""
+    export = trainer.export()
+    if export is not None:
+        export.write(path)
+    dist.barrier()
+
+
+def copied_weights(named_weights: Iterable[tuple[str, Tensor]], setup: TrainerSetup) -> dict[str, Tensor] | None:
+    """Copy the tensors of `TrainStrategy.named_weights` to the CPU of rank 0; return None on other ranks.
+    Collective."""
+    copies = {}
+    for name, weight in named_weights:
+        if setup.rank == 0:
+            copies[name] = weight.to("cpu", copy=True)
+    return copies if setup.rank == 0 else None
+
+
+def build_export(
+    like: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    setup: TrainerSetup,
+    beside: Callable[[str], None] | None = None,
+) -> ModelExport:
+    """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
+
+    Raises ``RuntimeError`` if some are missing.
+    """
+    trusted, kind = setup.model_args.trust_remote_code, setup.kind
+    with torch.device("meta"):
+        skeleton = model_class(kind).from_config(like.config, trust_remote_code=trusted)
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in like.named_buffers() if not buffer.is_meta}
+    skeleton.load_state_dict({**weights, **buffers}, strict=False, assign=True)
+    skeleton.tie_weights()
+    missing = [name for name, parameter in skeleton.named_parameters() if parameter.is_meta]
+    if missing:
+        raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
+    if kind == "policy":
+        skeleton.generation_config = like.generation_config
+    return ModelExport(skeleton, setup.model_path, trusted, beside)
+
+
+def _write_tokenizer(source: str, path: Path, trust_remote_code: bool) -> None:
+    if Path(source).is_dir():
+        for pattern in TOKENIZER_FILES:
+            for file in Path(source).glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, path / file.name)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(path)
+
+
+def stored_dtype(setup: TrainerSetup) -> torch.dtype:
+    """Return the precision in which weights are stored: float32 masters, unless the weights are never updated."""
+    frozen = setup.forward_only or setup.trains_adapters
+    return getattr(torch, setup.model_args.dtype) if frozen else torch.float32
+
+
+def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[PreTrainedModel, OutputHead | None]:
+    """Return a rank's model, whole, on the CPU and without dropout, and the result of `install_output_head` for it.
+
+    Raises ``UnpackableModel`` if rows are to be packed and the model would mix their samples.
+    """
+    model = load_model(setup.model_path, setup.model_args, stored_dtype(setup), setup.kind)
+    if setup.device == "cpu":
+        keep_blocks_of(model.num_parameters())
+    head = install_output_head(model) if setup.kind == "policy" else None
+    model.eval()
+    if setup.packs:
+        install_packed_attention(model, setup.model_args.attn_implementation)
+    model.requires_grad_(not setup.forward_only)
+    if gradient_checkpointing and not setup.forward_only:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in decoder_layers(model):
+            # Checkpointing looks at the layer's own training flag. Its children, dropout among them, stay in eval mode.
+            layer.training = True
+    return model, head
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks, as the model itself declares them."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

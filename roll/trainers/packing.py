@@ -1,0 +1,303 @@
+"""Attention over packed rows: a token sees the earlier tokens of its own sample, and nothing of its neighbours.
+
+On GPUs in half precision this is one call of torch's variable-length kernel (or of flash-attn, if configured).
+Elsewhere each sample is computed by itself, samples of the same length together. The work is then the sum of the
+squares of the lengths; a block mask would make it the square of the sum. Both are attention functions registered with
+transformers, which tells them where samples begin.
+
+A test on the model itself, before it trains, checks that the rest of the model keeps samples apart too. A model that
+does not is refused, because it would train wrongly without any error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roll.trainers.step import Packing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKED_NAMES = {"sdpa": "roll_packed_sdpa", "eager": "roll_packed_eager"}
+"""``attn_implementation`` -> name of its packed form in transformers."""
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, in transformers' terms, whose attention this module can confine to a sample."""
+BATCH_DEPENDENT_POSITIONS = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that change with the longest position of a batch."""
+TRIED_LENGTHS = (6, 4, 4, 1)
+INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
+TOLERANCES = {torch.float32: 1e-3}
+COARSE_TOLERANCE = 5e-2
+"""Tolerances for rounding in a sample's hidden states, relative to the largest one, by precision. `COARSE_TOLERANCE` is
+for all other precisions.
+
+`INFLUENCE_TOLERANCES` is for a change of a neighbour's tokens (which may affect the experts' matrix products, nothing
+else), `TOLERANCES` for computing the sample without neighbours.
+"""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value), each ``[samples, heads, length, size]`` -> ``[samples, length, heads, size]``."""
+
+
+class UnpackableModel(ValueError):
+    """Samples in one packed row would influence each other in this model, or it is unknown that they would not."""
+
+
+def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -> None:
+    """Make a model keep the samples of packed rows apart. Raises ``UnpackableModel`` if it cannot.
+
+    The model must be whole, on the CPU and without dropout. It is run on a few tokens.
+    """
+    _refuse_unknown_parts(model)
+    # flash-attn keeps samples apart by itself and cannot be tested on a CPU. The rest of the model is tested without
+    # it.
+    tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
+    model.set_attn_implementation(tried)
+    samples = _tried_samples(model)
+    alone = torch.cat([_hidden_states(model, ids) for ids in samples], dim=1)
+    _use(model, PACKED_NAMES[tried])
+    _refuse_influence(model, samples, alone)
+    if tried != attn_implementation:
+        model.set_attn_implementation(attn_implementation)
+
+
+def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tensor) -> None:
+    """Raise ``UnpackableModel`` unless a sample of a packed row gives what it gives alone, for any neighbour."""
+    packing = Packing.of(TRIED_LENGTHS, model.device)
+    together = _hidden_states(model, torch.cat(samples, dim=1), packing)
+    beside_others = _hidden_states(model, torch.cat([samples[0] + 1, *samples[1:]], dim=1), packing)
+    first = TRIED_LENGTHS[0]
+    influence = _difference(beside_others[:, first:], together[:, first:])
+    if not influence <= INFLUENCE_TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
+        raise _refusal(model, f"samples in a row influence each other (by {influence:.1g}, relative)")
+    difference = _difference(together, alone)
+    if not difference <= TOLERANCES.get(model.dtype, COARSE_TOLERANCE):
+        raise _refusal(model, f"its results change in a packed row (by {difference:.1g}, relative)")
+
+
+def _use(model: PreTrainedModel, name: str) -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_NAMES["sdpa"], packed_sdpa)
+    AttentionInterface.register(PACKED_NAMES["eager"], packed_eager)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _refusal(model, "it does not take its attention from transformers' interface")
+
+
+def _refuse_unknown_parts(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    settings = text.to_dict()
+    # Some models derive the kinds of their layers, so the kinds are missing from the settings.
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - KNOWN_LAYERS:
+        names = ", ".join(sorted(kinds - KNOWN_LAYERS))
+        raise _refusal(model, f"layers of the kind {names} may reach across samples")
+    tricks = _position_kinds(settings) & BATCH_DEPENDENT_POSITIONS
+    if tricks:
+        raise _refusal(model, f"its positions ({', '.join(sorted(tricks))}) depend on the longest sample of a row")
+    has_windows = "sliding_attention" in kinds or (not kinds and settings.get("sliding_window"))
+    if has_windows and not model._supports_flash_attn:
+        # A model that works with flash-attn passes its window to the attention function; others put it into a mask.
+        raise _refusal(model, "its sliding windows are known to its masks only")
+    arguments = inspect.signature(model.forward).parameters
+    hands_on = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    if "position_ids" not in arguments or not hands_on:
+        raise _refusal(model, "it does not take positions, or does not hand on where samples begin")
+
+
+def _position_kinds(settings: dict[str, Any]) -> set[str]:
+    """Return the kinds of rotary embeddings. Some models have one for each kind of layer."""
+    parameters = settings.get("rope_parameters") or {}
+    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    return {table["rope_type"] for table in tables if "rope_type" in table}
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
+    return UnpackableModel(
+        f"use_sequence_packing: {type(model).__name__} cannot be packed: {reason}; write `use_sequence_packing: false`"
+    )
+
+
+def _tried_samples(model: PreTrainedModel) -> list[Tensor]:
+    # These ids, and the ones after them, exist in any vocabulary.
+    ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
+    return [part[None] for part in ids.split(TRIED_LENGTHS)]
+
+
+def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
+    """Return the last layer's hidden states. Outputs would not do: a new value head, which gives 0 everywhere, hides
+    every difference."""
+    arguments = {} if packing is None else packing.model_arguments()
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids, use_cache=False, output_hidden_states=True, **arguments)
+        return output.hidden_states[-1].float()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(model, f"it fails on {'plain' if packing is None else 'packed'} rows ({error})") from error
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute transformers' ``sdpa`` within the samples of packed rows; ``[1, tokens, heads, size]``.
+
+    Without ``cu_seq_lens_q`` each row is one sample, padded on the right or not at all.
+    """
+    _refuse_masks(attention_mask)
+    kernel = _kernel_for(query, value)
+    if kernel is not None and cu_seq_lens_q is not None and max_length_q is not None:
+        longest = int(max_length_q)
+        return _variable_length(kernel, query, key, value, cu_seq_lens_q, longest, scaling, sliding_window), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            mask = _visible(length, sliding_window, query.device)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **others)[0]
+
+    return _by_sample(attend, query, key, value, cu_seq_lens_q), None
+
+
+def packed_eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention by plain products within the samples of packed rows, with the soft cap that ``sdpa`` lacks."""
+    _refuse_masks(attention_mask)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~_visible(query.shape[2], sliding_window, query.device), float("-inf"))
+        weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return (weights @ value).transpose(1, 2)
+
+    return _by_sample(attend, query, key, value, cu_seq_lens_q), None
+
+
+def _refuse_masks(attention_mask: Tensor | None) -> None:
+    """Raise ``ValueError`` for a mask. Transformers makes none for attention functions that it does not know; a model
+    might."""
+    if attention_mask is not None:
+        raise ValueError("the model makes an attention mask of its own, which packed rows cannot keep to")
+
+
+def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None) -> Tensor:
+    """Compute attention of each sample alone; neighbours of the same length share a call.
+    ``[rows, tokens, heads, size]``."""
+    if boundaries is None:
+        return attend(query, key, value)
+    runs = _runs(boundaries.diff().tolist())
+    # One split instead of slices: the gradient of a slice is a tensor as large as the row.
+    sizes = [count * length for count, length in runs]
+    parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    attended = [
+        attend(*(_as_samples(tensor, count) for tensor in part)).flatten(0, 1)
+        for (count, _), part in zip(runs, parts, strict=True)
+    ]
+    return torch.cat(attended).unsqueeze(0)
+
+
+def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """Return (count, length) for each run of neighbours of the same length."""
+    return [(len(list(same)), length) for length, same in groupby(lengths)]
+
+
+def _as_samples(tensor: Tensor, count: int) -> Tensor:
+    """Reshape ``[1, heads, count x length, size]`` to ``[count, heads, length, size]``."""
+    return tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool ``[length, length]``: the keys that a query of the same sample sees, its own and those before it."""
+    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return visible if window is None else visible.triu(1 - window)
+
+
+def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
+    """Return torch's variable-length kernel if it accepts these tensors."""
+    size = query.shape[-1]
+    fits = (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+    return _kernel() if fits else None
+
+
+@cache
+def _kernel() -> Callable[..., Any] | None:
+    """Return torch's variable-length attention; None if this torch has none, or an earlier form of it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+
+
+def _variable_length(
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Compute ``[1, tokens, heads, size]`` by one call of the kernel."""
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    # A window counts the token itself. The kernel counts only those to its left; -1 means all.
+    left = -1 if window is None or window >= longest else window - 1
+    attended = kernel(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.unsqueeze(0)

@@ -1,0 +1,359 @@
+"""Turns ragged samples into padded or packed micro-batches, split over ranks.
+
+A plan is a pure function of the lengths, so all ranks make the same one. Ranks get about equally many tokens and
+exactly equally many micro-batches, because sharded models need matching collectives. Padding is on the right. Only this
+module shifts tokens against the logits that predict them. Packing changes what the model computes on, never what the
+loss sees: results return to one row per sample.
+
+One optimizer step's share of the batch, independent of any engine: which tokens count, and the loss's divisors.
+
+Both are decided once for the whole batch and equal on all ranks, so a trainer only has to run its micro-batches and add
+up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll.algorithms.aggregation import LossNormalizers
+from roll.algorithms.metrics import LossMetrics, ValueMetrics, combine
+from roll.algorithms.objective import PolicyObjective, ValueObjective
+from roll.data.records import SampleBatch
+
+MicroBatchPlan = list[list[list[int]]]
+"""Rank -> micro-batch -> rows of the batch. A rank short of work has empty micro-batches at its end."""
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """Size limits of a micro-batch."""
+
+    max_tokens: int | None
+    """Number of padded tokens, or of real ones if samples are packed; None: no limit."""
+    max_samples: int
+    """Limit on samples; used only if `max_tokens` is None."""
+    packed: bool = False
+    """True if samples stand one behind the other in a single row, without padding."""
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits
+) -> MicroBatchPlan:
+    """Split samples over ranks and micro-batches.
+
+    A sample longer than the budget has a micro-batch to itself. The largest micro-batches come first, so that a batch
+    too large for the device fails at once. When padding, rows of similar length share a micro-batch; when packing, rows
+    that fill the budget do.
+    """
+    ranks = _balanced(lengths, world_size)
+    if limits.packed and limits.max_tokens is not None:
+        by_rank = [_fill_tightly(rows, lengths, limits.max_tokens) for rows in ranks]
+    else:
+        by_rank = [_fill(rows, lengths, limits) for rows in ranks]
+    count = max(1, max(len(micro_batches) for micro_batches in by_rank))
+    return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in by_rank]
+
+
+def _balanced(lengths: Sequence[int] | np.ndarray, world_size: int) -> list[list[int]]:
+    """Return the rows of each rank, longest first. Each row goes to the rank with the fewest tokens so far."""
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(row)
+        heapq.heappush(loads, (load + int(lengths[row]), rank))
+    return ranks
+
+
+def _fill(rows: list[int], lengths: Sequence[int] | np.ndarray, limits: MicroBatchLimits) -> list[list[int]]:
+    """Cut rows (longest first) into micro-batches; the first row of each sets its width."""
+    max_tokens = limits.max_tokens
+    micro_batches: list[list[int]] = []
+    for row in rows:
+        if micro_batches:
+            current = micro_batches[-1]
+            limit = limits.max_samples if max_tokens is None else max_tokens // max(1, int(lengths[current[0]]))
+            if len(current) < limit:
+                current.append(row)
+                continue
+        micro_batches.append([row])
+    return micro_batches
+
+
+def _fill_tightly(rows: list[int], lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Put each row (longest first) where the least room remains.
+
+    This is best fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one (Johnson, 1973).
+    """
+    micro_batches: list[list[int]] = []
+    by_room: list[tuple[int, int]] = []
+    for row in rows:
+        length = int(lengths[row])
+        place = bisect_left(by_room, (length, -1))
+        if place < len(by_room):
+            room, number = by_room.pop(place)
+            micro_batches[number].append(row)
+        else:
+            room, number = max_tokens, len(micro_batches)
+            micro_batches.append([row])
+        insort(by_room, (room - length, number))
+    return [micro_batches[number] for _, number in by_room]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Boundaries and positions of the samples in a packed row."""
+
+    position_ids: Tensor
+    """int64 ``[1, tokens]``, counted from 0 in each sample."""
+    boundaries: Tensor
+    """int32 ``[samples + 1]``: the start of each sample, and the end of the last one. No sample is empty."""
+    longest: int
+    """Length of the longest sample in tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device) -> Packing:
+        """Return the packing of samples that stand one behind the other; samples without tokens do not count."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        lengths = lengths[lengths > 0]
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        boundaries = np.concatenate([[0], ends]).astype(np.int32)
+        return cls(
+            torch.from_numpy(positions)[None].to(device), torch.from_numpy(boundaries).to(device), int(lengths.max())
+        )
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Return these values under the argument names of transformers' models."""
+        return {
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.boundaries,
+            "cu_seq_lens_k": self.boundaries,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors on the trainer's device; the logits at `positions` predict the tokens of `targets`.
+
+    The model computes on padded rows, or on one packed row. Objectives see one row per sample in either case.
+    """
+
+    input_ids: Tensor
+    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so only padding sees padding. Packed:
+    ``[1, tokens]``."""
+    positions: Tensor
+    """int64 ``[kept]``: positions of the logits needed, one range for all rows. Each predicts the token after its
+    position. Packed: only those of the wanted targets, at least one."""
+    targets: Tensor
+    """int64 ``[rows, kept]``; packed ``[1, positions]``."""
+    mask: Tensor
+    """bool ``[rows, kept]``: wanted targets. All false in the stand-in for an empty micro-batch."""
+    fields: dict[str, Tensor]
+    """Further values: ``[rows, kept]`` for a value per target token, ``[rows]`` for a value per sample."""
+    packing: Packing | None = None
+    """None if rows are padded."""
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments for a transformers model. Default positions and the causal mask fit right padding."""
+        packed = {} if self.packing is None else self.packing.model_arguments()
+        return {"input_ids": self.input_ids, "use_cache": False, **packed}
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Return values computed for `targets` as ``[rows, kept]``, with 0 where a packed row has no such target."""
+        if self.packing is None:
+            return values
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+def build_micro_batch(
+    batch: SampleBatch,
+    rows: Sequence[int],
+    wanted: np.ndarray,
+    field_names: Sequence[str],
+    device: torch.device,
+    sample_fields: Sequence[str] = (),
+    packed: bool = False,
+) -> MicroBatch:
+    """Pad or pack the rows and align everything with the logits.
+
+    ``wanted`` bool ``[total_tokens]`` marks the tokens whose log-probabilities are needed (never first tokens, which
+    nothing predicts). Logits outside the range of positions with a wanted target are not kept. Without rows, returns a
+    stand-in of one row of two tokens and no wanted target.
+    """
+    needed = {name: batch.tokens[name] for name in ("token_ids", *field_names)} | {"wanted": wanted}
+    per_sample = {name: batch.per_sample[name] for name in sample_fields}
+    whole = SampleBatch(batch.lengths, needed, per_sample)
+    part = whole.select(rows) if rows else _stand_in(whole)
+    width = max(2, int(part.lengths.max()))
+    mask = part.padded("wanted", False, width)[:, 1:]
+    kept = _range_of_true(np.logical_or.reduce(mask, axis=0))
+
+    def aligned(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values[:, kept])).to(device)
+
+    fields = {
+        **{name: aligned(part.padded(name, 0, width)[:, 1:]) for name in field_names},
+        **{name: torch.from_numpy(values).to(device) for name, values in part.per_sample.items()},
+    }
+    if packed:
+        return _packed(part, aligned(mask), fields, device)
+    input_ids = part.padded("token_ids", 0, width).astype(np.int64)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        positions=torch.arange(kept.start, kept.stop, device=device),
+        targets=aligned(input_ids[:, 1:]),
+        mask=aligned(mask),
+        fields=fields,
+    )
+
+
+def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device) -> MicroBatch:
+    """Build a packed micro-batch.
+
+    ``mask`` and ``fields`` have one row per sample. The true places of the mask, row by row, are the wanted tokens in
+    order.
+    """
+    ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
+    if not len(ids):
+        ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
+    targets = np.flatnonzero(part.tokens["wanted"])
+    if not len(targets):
+        # The loss needs some graph; `by_sample` leaves this result out.
+        targets = np.array([len(ids) - 1])
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids)[None].to(device),
+        positions=torch.from_numpy(np.maximum(targets - 1, 0)).to(device),
+        targets=torch.from_numpy(ids[targets])[None].to(device),
+        mask=mask,
+        fields=fields,
+        packing=Packing.of(lengths, device),
+    )
+
+
+def predicted_tokens(batch: SampleBatch) -> np.ndarray:
+    """Return bool ``[total_tokens]``: True for every token but the first of each sample."""
+    predicted = np.ones(int(batch.lengths.sum()), dtype=bool)
+    predicted[batch.offsets[:-1][batch.lengths > 0]] = False
+    return predicted
+
+
+def scatter_to_tokens(
+    values: np.ndarray, mask: np.ndarray, batch: SampleBatch, rows: Sequence[int], out: np.ndarray
+) -> None:
+    """Write a micro-batch's ``values`` ``[rows, kept]`` into ``out`` ``[total_tokens]``, except at first tokens.
+
+    ``mask`` ``[rows, kept]`` must come from `predicted_tokens`.
+    """
+    offsets = batch.offsets
+    for position, row in enumerate(rows):
+        out[offsets[row] + 1 : offsets[row + 1]] = values[position][mask[position]]
+
+
+def _stand_in(batch: SampleBatch) -> SampleBatch:
+    """Return one sample of two tokens, all zeros."""
+    return SampleBatch(
+        lengths=np.array([2], dtype=np.int64),
+        tokens={name: np.zeros(2, dtype=values.dtype) for name, values in batch.tokens.items()},
+        per_sample={name: np.zeros(1, dtype=values.dtype) for name, values in batch.per_sample.items()},
+    )
+
+
+def _range_of_true(columns: np.ndarray) -> slice:
+    """Return the smallest range that holds all true columns; the first column if there are none (the loss needs some
+    graph)."""
+    indices = np.flatnonzero(columns)
+    return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 1)
+
+
+Objective = PolicyObjective | ValueObjective
+StepMetrics = LossMetrics | ValueMetrics
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """An objective and the batch that it is computed on."""
+
+    batch: SampleBatch
+    objective: Objective
+    fields: list[str]
+    """Names of per-token fields that micro-batches carry."""
+    wanted: np.ndarray
+    """bool ``[total_tokens]``: response tokens that some position predicts."""
+    normalizers: LossNormalizers
+
+    @classmethod
+    def of(cls, batch: SampleBatch, objective: Objective) -> TrainingStep:
+        """Return the step that trains ``objective`` on response tokens; if the batch has a ``loss_mask``, only on those
+        in it.
+
+        Raises ``ValueError`` if the batch lacks a field.
+        """
+        fields = _training_fields(batch, objective)
+        wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
+        trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
+        owner = np.repeat(np.arange(len(batch)), batch.lengths)
+        normalizers = objective.normalizers(np.bincount(owner[trained], minlength=len(batch)).tolist())
+        return cls(batch, objective, fields, wanted, normalizers)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no token is left to train on: an update would be momentum and weight decay only."""
+        return self.normalizers.tokens == 0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """True if the entropy is trained on, not only a metric. A value model has none."""
+        return not isinstance(self.objective, ValueObjective) and self.objective.needs_entropy_gradient
+
+    def micro_batches(
+        self, rows: Sequence[Sequence[int]], device: torch.device, packed: bool = False
+    ) -> Iterator[MicroBatch]:
+        """Yield a micro-batch for each list of rows, made when it is asked for."""
+        for part in rows:
+            yield build_micro_batch(
+                self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields, packed
+            )
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, StepMetrics]:
+        """Return a micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics.
+
+        ``outputs`` are the model's results for the targets, in the order in which the objective takes them.
+        """
+        fields = micro_batch.fields
+        about = (micro_batch.mask, self.normalizers, fields, fields.get("loss_mask"))
+        if isinstance(self.objective, ValueObjective):
+            (values,) = outputs
+            return self.objective(values, *about)
+        logprobs, entropy = outputs
+        return self.objective(logprobs, entropy, *about)
+
+
+def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Return metrics of the batch from the parts of all ranks that split it (default: all ranks). Collective."""
+    sums, maxima = (vector.cpu() for vector in combine(parts))
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    return parts[0].from_vectors(sums.tolist(), maxima.tolist())
+
+
+def _training_fields(batch: SampleBatch, objective: Objective) -> list[str]:
+    """Return names of the per-token fields that the objective reads. Raise ``ValueError`` if the batch lacks one."""
+    fields = list(objective.token_fields)
+    missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
+    missing += [name for name in objective.sample_fields if name not in batch.per_sample]
+    if missing:
+        there = ", ".join(sorted([*batch.tokens, *batch.per_sample]))
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {there}")
+    return [*fields, "loss_mask"] if "loss_mask" in batch.tokens else fields

@@ -1,0 +1,308 @@
+"""Memory shared by processes of one host: one writes it, others map it, and it is gone when the last one has ended.
+
+The memory has no name in any file system. Other processes open it through the owner's ``/proc`` entry, so a killed
+process leaves nothing behind, and the size of a container's ``/dev/shm`` does not matter. Linux only.
+
+Model weights as bytes: a trainer packs one weight update into buckets, and an engine reads them back.
+
+Promises: a tensor is never split, the bytes arrive unchanged in any dtype, and both sides compute the same checksum of
+the same tensor. Packing copies each tensor once, casting on the way, straight into the given memory. Weights travel as
+raw bytes with a header, never as pickles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import select
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import xxhash
+
+
+class MemoryFile:
+    """Anonymous shared memory of this process. It is released with the object; mappings in other processes stay
+    valid."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._descriptor = os.memfd_create("roll")
+        os.ftruncate(self._descriptor, size)
+        self._memory = mmap.mmap(self._descriptor, size)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def path(self) -> str:
+        """Path at which other processes of the same user open the memory."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 ``[size]``, writable."""
+        return np.frombuffer(self._memory, dtype=np.uint8)
+
+
+def map_file(path: str, offset: int, size: int) -> np.ndarray:
+    """Map ``size`` bytes of a file from ``offset`` on, read-only, as uint8. Raises ``OSError`` if they do not exist."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < offset + size:
+            raise OSError(f"{path} ends before byte {offset + size}")
+        memory = mmap.mmap(file.fileno(), offset - start + size, offset=start, access=mmap.ACCESS_READ)
+    return np.frombuffer(memory, dtype=np.uint8)[offset - start :]
+
+
+def end_with(owner_pid: int) -> None:
+    """Kill this process as soon as the process ``owner_pid`` of this host has ended, for whatever reason."""
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait() -> None:
+        select.select([owner], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end with owner", daemon=True).start()
+
+
+ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes. Every dtype can then be viewed in place, and a view is aligned like
+torch's own memory, so kernels whose sums depend on the alignment of their operands give the same bits."""
+_CHUNK = 512 * 1024
+"""Bytes copied and then hashed in one go, while they are still in the processor's cache."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name under which a dtype travels. Raises ``KeyError`` for one that cannot travel."""
+    return _NAMES[dtype]
+
+
+Allocate = Callable[[int, int], np.ndarray]
+"""Function ``(index of the bucket, bytes) -> uint8 [at least as many bytes]``, writable and aligned to `ALIGNMENT`."""
+
+
+def fresh_memory(_: int, size: int) -> np.ndarray:
+    """Allocate new memory for a bucket."""
+    return torch.empty(size, dtype=torch.uint8).numpy()
+
+
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    *,
+    float_dtype: torch.dtype | None = None,
+    allocate: Allocate = fresh_memory,
+) -> Iterator[WeightBucket]:
+    """Pack tensors, in order, into buckets of at most ``bucket_bytes`` bytes.
+
+    A larger tensor gets a bucket of its own. Floating-point tensors are cast to ``float_dtype`` (None: left unchanged).
+    Each tensor is copied before the next one is drawn, because a trainer may reuse the memory of the last one. Raises
+    ``ValueError`` for a ``bucket_bytes`` below 1, a dtype that cannot travel, or a name that comes twice.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket needs at least one byte")
+    seen: set[str] = set()
+    index, filled = 0, 0
+    bucket: WeightBucket | None = None
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise ValueError(f"tensor {name!r} comes twice in one publication")
+        seen.add(name)
+        dtype = float_dtype if float_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if dtype not in _NAMES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype}, which cannot be sent")
+        size = tensor.numel() * dtype.itemsize
+        offset = filled + -filled % ALIGNMENT
+        if bucket is not None and offset + size > bucket_bytes:
+            yield replace(bucket, data=bucket.data[:filled])
+            bucket, index, offset = None, index + 1, 0
+        if bucket is None:
+            bucket = WeightBucket([], allocate(index, max(bucket_bytes, size)))
+        if offset:
+            bucket.data[filled:offset] = 0
+        _view(bucket.data[offset : offset + size], dtype, tuple(tensor.shape)).copy_(tensor.detach())
+        bucket.tensors.append((name, _NAMES[dtype], tuple(tensor.shape), offset))
+        filled = offset + size
+    if bucket is not None:
+        yield replace(bucket, data=bucket.data[:filled])
+
+
+def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket]:
+    """Split a bucket into buckets of at most ``most_bytes`` (a larger tensor alone), without copying.
+
+    Raises ``WeightMismatch`` for the same reasons as `tensor_spans`.
+    """
+    spans = tensor_spans(bucket)
+    first, start = 0, 0
+    for index, (begin, end) in enumerate(spans):
+        if index > first and end - start > most_bytes:
+            yield _part(bucket, first, index, start, spans[index - 1][1])
+            first, start = index, begin
+        elif index == first:
+            start = begin
+    if spans:
+        yield _part(bucket, first, len(spans), start, spans[-1][1])
+
+
+def _part(bucket: WeightBucket, first: int, last: int, start: int, end: int) -> WeightBucket:
+    tensors = [(name, dtype, shape, offset - start) for name, dtype, shape, offset in bucket.tensors[first:last]]
+    location = bucket.location
+    if location is not None:
+        location = BucketLocation(location.path, location.offset + start)
+    return replace(bucket, tensors=tensors, data=bucket.data[start:end], location=location)
+
+
+def tensor_spans(bucket: WeightBucket) -> list[tuple[int, int]]:
+    """Return the first and last byte (exclusive) of each tensor in the bucket's data.
+
+    Raises ``WeightMismatch`` naming the tensor if its dtype is unknown or its bytes lie outside the bucket.
+    """
+    spans = []
+    for name, dtype_name, shape, offset in bucket.tensors:
+        if dtype_name not in DTYPES:
+            raise WeightMismatch(f"tensor {name!r}: unknown dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
+        end = offset + math.prod(shape) * DTYPES[dtype_name].itemsize
+        if offset < 0 or end > len(bucket.data):
+            raise WeightMismatch(
+                f"tensor {name!r}: bytes {offset} to {end} lie outside its bucket of {len(bucket.data)} bytes"
+            )
+        spans.append((offset, end))
+    return spans
+
+
+def views(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a bucket in place, without copying. The caller must not write to them.
+
+    A tensor that does not start at a multiple of its element size cannot be viewed and is copied. Raises
+    ``WeightMismatch`` for the same reasons as `tensor_spans`.
+    """
+    for (name, dtype_name, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
+        yield name, _view(bucket.data[start:end], DTYPES[dtype_name], shape)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Return the tensor's elements in row-major order as uint8 ``[bytes]`` on the host (a view if possible)."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def checksum(data: np.ndarray) -> int:
+    """Return ``xxh3_64`` of contiguous bytes. It is about twice as fast as copying them."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """Return the checksum of the tensor's bytes, equal on every machine for equal dtype, shape and values."""
+    return checksum(tensor_bytes(tensor))
+
+
+def copy_with_checksum(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Copy a contiguous host tensor. Return the copy and the checksum of its bytes, in one pass over the memory."""
+    copy = torch.empty_like(tensor)
+    source, target = tensor_bytes(tensor), tensor_bytes(copy)
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(source), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        target[chunk] = source[chunk]
+        digest.update(target[chunk].data)
+    return copy, digest.intdigest()
+
+
+def manifest(buckets: Iterable[WeightBucket]) -> tuple[int, dict[str, int]]:
+    """Return the number of parameters, and the checksum of each tensor's bytes."""
+    parameter_count = 0
+    checksums: dict[str, int] = {}
+    for bucket in buckets:
+        for (name, _, shape, _), (start, end) in zip(bucket.tensors, tensor_spans(bucket), strict=True):
+            parameter_count += math.prod(shape)
+            checksums[name] = checksum(bucket.data[start:end])
+    return parameter_count, checksums
+
+
+def _view(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return uint8 ``[bytes]`` as a tensor, in place if its alignment allows."""
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    if data.ctypes.data % dtype.itemsize:
+        data = data.copy()
+    if data.flags.writeable:
+        return torch.from_numpy(data).view(dtype).view(shape)
+    # torch has no read-only memory and warns about each such array. Memory passed by its address keeps the object it
+    # belongs to alive.
+    memory = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)
+    memory.owner = data  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+TransferStep = Literal["init", "start", "update", "finish"]
+
+
+@dataclass(frozen=True)
+class BucketLocation:
+    """Location at which another process of this host finds a bucket's data."""
+
+    path: str
+    """A file to open and map read-only."""
+    offset: int
+    """Offset of the data's first byte in that file."""
+
+
+@dataclass
+class WeightBucket:
+    """Some tensors of one weight update, as bytes.
+
+    ``tensors`` holds (Hugging Face name, dtype name such as ``float32``, shape, byte offset). ``data`` is uint8
+    ``[bytes]``. A tensor is never split over buckets.
+    """
+
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    data: np.ndarray
+    location: BucketLocation | None = None
+    """None if the bytes are in no file."""
+    lasting: bool = False
+    """True if ``data`` stays unchanged until the engine has loaded the next version. If False, it may change as soon as
+    `InferStrategy.load_weights` has returned."""
+
+
+@dataclass
+class WeightReceipt:
+    """The weights that an engine holds, or is about to hold; compared with the trainer's own (checksum
+    verification)."""
+
+    version: int
+    parameter_count: int
+    """Number of elements of all named parameters; tied ones count once."""
+    checksums: Mapping[str, int | None] = field(default_factory=dict)
+    """Tensor name -> xxh3_64 of its bytes as the engine holds it; None if they cannot be read back."""
+    in_place: bool = False
+    """True if the engine computes with the weight update's own memory, which must then stay unchanged."""
+
+
+class WeightMismatch(ValueError):
+    """The weight update does not fit the engine's model. The message names the tensor."""

@@ -1,0 +1,499 @@
+"""Checkpoints on disk: one folder of safetensors files per version, for hosts that share only a file system.
+
+A folder appears complete, by one rename, and is deleted when its version is released. Readers map the files; an engine
+can keep reading a file after it was deleted.
+
+The folder of published weights that travel as files, and its cleanup.
+
+Each process of a run writes into a folder of its own. It never meets the files of a process that was killed before it,
+or that is still dying on another host. The next process of the run deletes those first: everything in the run's own
+folder, and under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
+
+The two ends of a transport: memory that the trainer gathers into, and buckets that the engine loads from.
+
+A sender lives as long as its trainer and keeps one set of memory per buffer of the double buffer. First touching memory
+costs several times as much as copying into it, so it is allocated once and reused. `roll.weights.buffers`
+decides which buffer is free; a sender writes where it is told to.
+
+Ray's object store: works everywhere, at the price of two more copies (into the store and out of it).
+
+Objects live as long as their weight update is referenced. Each further host gets one copy from the first.
+
+Shared memory of one host: the trainer gathers into it, and engines read it in place.
+
+The memory is anonymous (`memfd_create`) and reached through `/proc/<pid>/fd/<fd>`. It has no name that could be left
+behind, the kernel frees it when the last process that has it open ends, however it ends, and the size of `/dev/shm`
+does not bound it. A buffer is one file that only grows. Its first page holds the version of the data behind it, so an
+outdated handle is detected instead of read.
+
+Transports of weight updates. A new transport is one file next to these and one line below.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+import torch
+from safetensors.torch import save_file
+
+from roll.tracking.files import write_atomically
+from roll.tracking.run_directory import RunDirectory
+from roll.weights.buckets import BucketLocation, WeightBucket, WeightMismatch, views
+
+
+class SpoilingSender:
+    """A `WeightSender` that corrupts one byte of the chosen versions after their checksums were taken."""
+
+    def __init__(self, sender: WeightSender, versions: Collection[int]) -> None:
+        self._sender = sender
+        self._versions = frozenset(versions)
+
+    def begin(self, half: int) -> None:
+        """See `WeightSender.begin`."""
+        self._sender.begin(half)
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
+        return self._sender.allocate(half, index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+        """See `WeightSender.send`; flips one byte of the chosen versions first."""
+        if version in self._versions:
+            _, _, _, offset = buckets[0].tensors[0]
+            buckets[0].data[offset] ^= 0xFF
+        return self._sender.send(half, version, buckets)
+
+    def release(self, version: int) -> None:
+        """See `WeightSender.release`."""
+        self._sender.release(version)
+
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Torch dtype name by the name in safetensors files."""
+
+
+@dataclass(frozen=True)
+class FileHandle:
+    """A bucket on disk."""
+
+    path: str
+
+
+class CheckpointSender:
+    """A sender that writes each version into its own folder."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._memory = HostMemory()
+
+    def begin(self, half: int) -> None:
+        """Do nothing: the files do not depend on the memory that they were written from."""
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
+        return self._memory.allocate(half, index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
+        """See `WeightSender.send`; a folder under its final name is complete."""
+        folder = self._folder(version)
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        names = [f"bucket-{index:05d}.safetensors" for index in range(len(buckets))]
+        for name, bucket in zip(names, buckets, strict=True):
+            save_file(dict(views(bucket)), unfinished / name, metadata={"version": str(version)})
+        if folder.exists():  # left by an earlier process that published this version and was killed
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        return [FileHandle(str(folder / name)) for name in names]
+
+    def release(self, version: int) -> None:
+        """See `WeightSender.release`; files that cannot be deleted are logged."""
+        folder = self._folder(version)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("cannot delete the weights of version %d in %s: %s", version, folder, error)
+
+    def _folder(self, version: int) -> Path:
+        return self._directory.absolute() / f"version-{version:06d}"
+
+
+class CheckpointReceiver:
+    """A receiver that maps the files of a version."""
+
+    def receive(self, handles: Sequence[FileHandle], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
+        for handle in handles:
+            yield read_file(Path(handle.path), version)
+
+
+def read_file(path: Path, version: int) -> WeightBucket:
+    """Map a safetensors file read-only and return its tensors as a bucket.
+
+    Raises `WeightMismatch` for a file that cannot be read or holds another version.
+    """
+    try:
+        with open(path, "rb") as file:
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=np.uint8)
+        start = 8 + int(memory[:8].view("<u8")[0])
+        header = json.loads(memory[8:start].tobytes())
+        found = header.pop("__metadata__")["version"]
+        entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
+        tensors = [
+            (name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), int(entry["data_offsets"][0]))
+            for name, entry in entries
+        ]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise WeightMismatch(f"cannot read {path}, weights of version {version}: {error!r}") from error
+    if found != str(version):
+        raise WeightMismatch(f"{path} holds version {found}, expected {version}: the publication is stale")
+    return WeightBucket(tensors, memory[start:], BucketLocation(str(path), start))
+
+
+_WRITTEN = ("version-*", ".version-*.unfinished")
+"""Patterns of what `transports.checkpoint` writes. Nothing else is deleted in a folder that others may write into."""
+
+
+def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Path:
+    """Return a folder for this process alone, which is not made yet, and delete what earlier processes left behind.
+
+    The folder is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's own. The caller must
+    hold the run.
+    """
+    clear_weight_folder(run)
+    own = uuid.uuid4().hex[:8]
+    if shared is None:
+        return run.weights.absolute() / own
+    folder = Path(shared).absolute() / f"{label.replace('/', '-')}-{run.root.absolute().name}-{own}"
+    write_atomically(run.weights_note, json.dumps({"run": str(run.root.absolute()), "folder": str(folder)}))
+    return folder
+
+
+def clear_weight_folder(run: RunDirectory) -> None:
+    """Delete all published weights of the run."""
+    shutil.rmtree(run.weights, ignore_errors=True)
+    folder = _noted_folder(run)
+    if folder is not None:
+        for pattern in _WRITTEN:
+            for path in folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("published weights stay in %s: %s", folder, error)
+    try:
+        run.weights_note.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s stays, though nothing is there any more: %s", run.weights_note, error)
+
+
+def _noted_folder(run: RunDirectory) -> Path | None:
+    """Return the noted folder; None for a note that was copied from another run, which may be alive."""
+    try:
+        note = json.loads(run.weights_note.read_text())
+        return Path(note["folder"]) if note["run"] == str(run.root.absolute()) else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as damage:
+        logger.warning("%s is damaged, so weights of an earlier process may stay behind: %r", run.weights_note, damage)
+        return None
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """Everything a trainer needs to build its sender."""
+
+    name: str
+    halves: int
+    directory: Path
+    """Folder for the transport's files, if it writes any."""
+    bucket_bytes: int = 256 * 1024**2
+    """Bytes in transit at a time where the engine library sends them."""
+    timeout_seconds: float = 600.0
+    """Longest wait for one call to an engine during a push."""
+    spoiled_versions: frozenset[int] = frozenset()
+    """Versions of which one byte is corrupted on the way (`chaos`)."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end."""
+
+    def begin(self, half: int) -> None:
+        """Invalidate the version in this buffer, which is about to be overwritten."""
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+        """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
+
+    def release(self, version: int) -> None:
+        """Release a version that nothing will ask for again."""
+
+
+class WeightReceiver(Protocol):
+    """The engine's end. Lives as long as the engine's process."""
+
+    def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
+        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
+
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """The two ends of one transport."""
+
+    sender: Callable[[TransportSpec], WeightSender]
+    receiver: Callable[[], WeightReceiver]
+
+
+class HostMemory:
+    """Buckets in the trainer's own memory, for transports that copy them from there."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, int], np.ndarray] = {}
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
+        memory = self._memory.get((half, index))
+        if memory is None or len(memory) < size:
+            memory = self._memory[half, index] = torch.empty(size, dtype=torch.uint8).numpy()
+        return memory
+
+
+@dataclass(frozen=True)
+class StoredBucket:
+    """A bucket in the object store."""
+
+    version: int
+    reference: Any
+
+
+class ObjectStoreSender:
+    """A sender that puts each bucket into the store of the trainer's host."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+
+    def begin(self, half: int) -> None:
+        """Do nothing: the store has its own copies."""
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
+        return self._memory.allocate(half, index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
+        """See `WeightSender.send`."""
+        return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
+
+    def release(self, version: int) -> None:
+        """Do nothing: the store counts references."""
+
+
+class ObjectStoreReceiver:
+    """A receiver that reads buckets from the store in its host's memory."""
+
+    def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
+        for handle in handles:
+            if handle.version != version:
+                raise WeightMismatch(f"the object store holds version {handle.version}, expected {version}")
+            yield ray.get(handle.reference)
+
+
+_MAGIC = 0x726F6C6C77656967
+_NOTHING = -1
+"""The version stamp of memory that is being written."""
+_REMEDY = "engines and trainer must run on one host as one user; set `weight_update.transport: object_store`"
+
+
+@dataclass(frozen=True)
+class MemoryHandle:
+    """A bucket in the memory of another process."""
+
+    pid: int
+    fd: int
+    inode: int
+    """Inode of the memory file; needed because process ids and file descriptors are reused."""
+    size: int
+    """Size of the whole buffer in bytes."""
+    version: int
+    offset: int
+    length: int
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    lasting: bool
+
+    @property
+    def path(self) -> str:
+        """Path at which other processes of this host open the memory."""
+        return f"/proc/{self.pid}/fd/{self.fd}"
+
+
+class Segment:
+    """One buffer in the trainer's process: a file in memory that holds the version stamp and then the buckets.
+
+    It grows by doubling, because each mapping costs a file number; pages that are never written take no memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(name)
+        self._region = np.empty(0, dtype=np.uint8)
+        self.size = self._used = 0
+        self._extents: list[tuple[int, np.ndarray]] = []
+        self._stamp = self._reserve(16)[1].view(np.int64)
+        self._stamp[:] = (_MAGIC, _NOTHING)
+
+    def extent(self, index: int, size: int) -> np.ndarray:
+        """Return the memory of bucket ``index``, at least ``size`` bytes.
+
+        Raises ``RuntimeError`` if the bucket was smaller before (the model has changed its layout) or comes out of
+        order.
+        """
+        if index == len(self._extents):
+            self._extents.append(self._reserve(size))
+        if index not in range(len(self._extents)) or len(self._extents[index][1]) < size:
+            raise RuntimeError(f"bucket {index} of {size} bytes does not fit the memory of earlier publications")
+        return self._extents[index][1]
+
+    def offset(self, index: int) -> int:
+        """Return the offset of bucket ``index`` in the file."""
+        return self._extents[index][0]
+
+    def stamp(self, version: int) -> None:
+        """Write the version stamp."""
+        self._stamp[1] = version
+
+    def _reserve(self, size: int) -> tuple[int, np.ndarray]:
+        """Return the file offset of new page-aligned memory, and the memory."""
+        pages = max(size + -size % mmap.PAGESIZE, mmap.PAGESIZE)
+        if self._used + pages > len(self._region):
+            length = max(pages, self.size)
+            os.ftruncate(self.fd, self.size + length)
+            self._region = np.frombuffer(mmap.mmap(self.fd, length, offset=self.size), dtype=np.uint8)
+            self.size += length
+            self._used = 0
+        start = self._used
+        self._used += pages
+        return self.size - len(self._region) + start, self._region[start : start + size]
+
+
+class SharedMemorySender:
+    """A sender that gathers directly into shared memory; sending means telling engines where it is."""
+
+    def __init__(self, lasting: bool) -> None:
+        self._lasting = lasting
+        self._segments: dict[int, Segment] = {}
+
+    def begin(self, half: int) -> None:
+        """See `WeightSender.begin`."""
+        if half not in self._segments:
+            self._segments[half] = Segment(f"roll-weights-{half}")
+        self._segments[half].stamp(_NOTHING)
+
+    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+        """See `WeightSender.allocate`."""
+        return self._segments[half].extent(index, size)
+
+    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
+        """See `WeightSender.send`; writes the version stamp."""
+        segment = self._segments[half]
+        segment.stamp(version)
+        inode = os.fstat(segment.fd).st_ino
+        return [
+            MemoryHandle(
+                pid=os.getpid(),
+                fd=segment.fd,
+                inode=inode,
+                size=segment.size,
+                version=version,
+                offset=segment.offset(index),
+                length=len(bucket.data),
+                tensors=bucket.tensors,
+                lasting=self._lasting,
+            )
+            for index, bucket in enumerate(buckets)
+        ]
+
+    def release(self, version: int) -> None:
+        """Do nothing: the next version reuses the memory."""
+
+
+class SharedMemoryReceiver:
+    """A receiver that maps a buffer once and keeps the mapping for later versions."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, np.ndarray] = {}
+
+    def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
+        """See `WeightReceiver.receive`."""
+        for handle in handles:
+            memory = self._memory(handle)
+            magic, found = memory[:16].view(np.int64).tolist()
+            if magic != _MAGIC or found != version or handle.version != version:
+                holds = "no finished version" if found == _NOTHING else f"version {found}"
+                raise WeightMismatch(
+                    f"the shared memory {handle.path} holds {holds}, expected {version}: the publication is stale"
+                )
+            data = memory[handle.offset : handle.offset + handle.length]
+            yield WeightBucket(handle.tensors, data, BucketLocation(handle.path, handle.offset), handle.lasting)
+
+    def _memory(self, handle: MemoryHandle) -> np.ndarray:
+        known = self._mappings.get(handle.inode)
+        if known is None or len(known) < handle.size:
+            known = self._mappings[handle.inode] = _map(handle)
+        return known
+
+
+def _map(handle: MemoryHandle) -> np.ndarray:
+    """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
+    try:
+        fd = os.open(handle.path, os.O_RDONLY)
+    except OSError as error:
+        message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
+        raise WeightMismatch(message) from error
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != handle.inode or status.st_size < handle.size:
+            raise WeightMismatch(
+                f"{handle.path} is not the memory of version {handle.version} any more (inode {status.st_ino} with "
+                f"{status.st_size} bytes, expected {handle.inode} with {handle.size}); {_REMEDY}"
+            )
+        return np.frombuffer(mmap.mmap(fd, handle.size, prot=mmap.PROT_READ), dtype=np.uint8)
+    finally:
+        os.close(fd)
+
+
+TRANSPORTS: dict[str, WeightTransport] = {
+    "shared_memory": WeightTransport(lambda spec: SharedMemorySender(lasting=spec.halves > 1), SharedMemoryReceiver),
+    "object_store": WeightTransport(lambda spec: ObjectStoreSender(), ObjectStoreReceiver),
+    "checkpoint": WeightTransport(lambda spec: CheckpointSender(spec.directory), CheckpointReceiver),
+}
+"""Transports by their name in `weight_update.transport`."""

@@ -1,0 +1,149 @@
+"""Parity-check sequences: fixed token sequences that trainer and engines score, to compare their log-probabilities.
+
+Prompts alone would only cover what the model expects to see. The pseudo-random tokens after them also reach parts of
+the distribution to which a good model gives little weight. Equal prompts and seed give equal sequences on any machine.
+
+Log-probability parity check: the trainer and each engine score the same sequences at the same weight version.
+
+Checksums prove that the bytes arrived. This check proves that the engine computes with them what the trainer computes.
+It finds a tensor put in the wrong place, a stale copy used instead, or a different scaling or position encoding. A mean
+difference that is above the tolerance or not finite stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll.data.records import derive_seed
+from roll.weights.publisher import AttestationError
+
+VOCABULARY_PROMPTS = 1024
+"""Number of prompts whose tokens the random part is drawn from."""
+
+
+def canary_sequences(prompts: Sequence[np.ndarray], *, count: int, length: int, seed: int) -> list[np.ndarray]:
+    """Return ``count`` sequences of ``length`` tokens, int32 ``[length]`` each.
+
+    A sequence begins with the beginning of one of ``prompts`` (int32 ``[prompt]`` each), at most half of its length
+    (rounded up). Tokens drawn from those of the prompts follow. The prompts are a random choice by ``seed``, without
+    repetition as long as there are enough.
+    """
+    rng = np.random.default_rng(derive_seed(seed, "canaries"))
+    order = rng.permutation(len(prompts))
+    vocabulary = np.unique(np.concatenate([prompts[index] for index in order[:VOCABULARY_PROMPTS]]))
+    sequences = []
+    for position in range(count):
+        head = prompts[order[position % len(order)]][: (length + 1) // 2]
+        tail = rng.choice(vocabulary, length - len(head))
+        sequences.append(np.concatenate([head, tail]).astype(np.int32))
+    return sequences
+
+
+SHOWN_TOKENS = 12
+"""Number of token ids of the worst sequence that an error message quotes."""
+
+
+@dataclass(frozen=True)
+class CanaryScores:
+    """The trainer's log-probabilities of the check sequences at one weight version."""
+
+    version: int
+    token_ids: list[np.ndarray]
+    """int32 ``[length]`` each."""
+    logprobs: list[np.ndarray]
+    """float32 ``[length]`` each, at temperature 1; the first entry is meaningless."""
+    tolerance: float
+    """Largest allowed mean absolute difference, in nats per token."""
+
+
+@dataclass(frozen=True)
+class CanaryDifference:
+    """Trainer minus engine over the tokens of the check sequences, in nats. Can be added up over engines."""
+
+    total: float = 0.0
+    absolute_total: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: CanaryDifference) -> CanaryDifference:
+        return CanaryDifference(
+            self.total + other.total,
+            self.absolute_total + other.absolute_total,
+            max(self.largest, other.largest),
+            self.tokens + other.tokens,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Signed mean difference in nats per token; 0 without tokens."""
+        return self.total / max(self.tokens, 1)
+
+    @property
+    def absolute_mean(self) -> float:
+        """Mean absolute difference in nats per token; 0 without tokens."""
+        return self.absolute_total / max(self.tokens, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ``mismatch/canary_...`` metrics: mean, mean absolute and largest difference, and token count."""
+        return {
+            "mismatch/canary_mean": self.mean,
+            "mismatch/canary_abs_mean": self.absolute_mean,
+            "mismatch/canary_max": self.largest,
+            "mismatch/canary_tokens": float(self.tokens),
+        }
+
+
+def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> CanaryDifference:
+    """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
+
+    Raises `AttestationError` naming the engine, the version and the worst sequence if the mean absolute difference is
+    above the tolerance or not finite, or if the engine did not score every token.
+    """
+    expected_lengths = [len(values) for values in canaries.token_ids]
+    if [len(values) for values in held] != expected_lengths:
+        raise AttestationError(
+            f"{engine}, version {canaries.version}: canary sequences of {expected_lengths} tokens came back as "
+            f"{[len(values) for values in held]} log-probabilities"
+        )
+    differences = [
+        trained[1:].astype(np.float64) - values[1:].astype(np.float64)
+        for trained, values in zip(canaries.logprobs, held, strict=True)
+    ]
+    everything = np.concatenate(differences)
+    found = CanaryDifference(
+        total=float(everything.sum()),
+        absolute_total=float(np.abs(everything).sum()),
+        largest=float(np.abs(everything).max(initial=0.0)),
+        tokens=len(everything),
+    )
+    # "not <=" also catches NaN; an infinite difference makes the mean infinite.
+    if not found.absolute_mean <= canaries.tolerance:
+        raise AttestationError(_message(engine, canaries, held, found, differences))
+    return found
+
+
+def _message(
+    engine: str,
+    canaries: CanaryScores,
+    held: Sequence[np.ndarray],
+    found: CanaryDifference,
+    differences: Sequence[np.ndarray],
+) -> str:
+    means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
+    worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))
+    place = 1 + int(np.argmax(np.nan_to_num(np.abs(differences[worst]), nan=np.inf)))
+    ids = canaries.token_ids[worst].tolist()
+    shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
+    return (
+        f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of the "
+        f"trainer by {found.absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} allowed, "
+        f"weight_update.canary_tolerance) and by {found.largest:.3g} at most, over {found.tokens} tokens. The worst is "
+        f"sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the trainer has "
+        f"{canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the weights were "
+        "checked before, so the engine computes something else with them: weights it does not use (a tied or fused "
+        "tensor, an adapter, a cached copy), other settings of the model (position encoding, attention), or a lower "
+        "precision than the tolerance allows for"
+    )

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import gymnasium
+import pytest
+
+from roll.agentic.base import observation_from
+from roll.agentic.library.frozen_lake import FrozenLakeEnv
+from roll.agentic.registry import BUILT_IN, TextAdapter, check_env_type, make_env
+from roll.configs.errors import ConfigError, ConfigProblem
+from tests.agentic.sample_envs import GoodEnv, Walk
+
+SAMPLES = "tests.agentic.sample_envs:"
+NEEDED = {"reasoning_gym": {"dataset": "chain_sum"}, "textarena": {"game": "GuessTheNumber-v0"}}
+
+
+def problem_of(env_type: str, **env_config) -> ConfigProblem:
+    with pytest.raises(ConfigError) as caught:
+        make_env(env_type, env_config)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def built_in_names() -> list[str]:
+    needed = {name: each.requires for name, each in BUILT_IN.items() if name != "math_tools"}  # has tests of its own
+    return sorted(name for name, module in needed.items() if module is None or importlib.util.find_spec(module))
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_a_built_in_environment_is_made_by_name_and_by_gymnasium(name):
+    options = NEEDED.get(name, {})
+    for env in (make_env(name, options), gymnasium.make(BUILT_IN[name].gymnasium_id, **options)):
+        observation = observation_from(*env.reset(seed=1))
+        assert observation.messages[-1]["content"]
+        env.close()
+    assert check_env_type("x", name, options) == []
+
+
+def test_gymnasium_finds_built_ins_by_module_and_id():
+    env = gymnasium.make("roll.agentic.registry:roll/FrozenLake-v0", size=3)
+    assert isinstance(env.unwrapped, FrozenLakeEnv)
+
+
+def test_a_class_and_a_function_are_found_by_import_path():
+    assert make_env(SAMPLES + "GoodEnv", {"length": "5"}).length == 5  # converted to the annotated type
+    assert make_env(SAMPLES + "make_good", {"length": 4}).length == 4
+    assert make_env(SAMPLES + "make_anything", {"a": 1, "action_format": "x"}).given == {"a": 1, "action_format": "x"}
+
+
+def test_a_gymnasium_id_is_found_with_and_without_its_module():
+    assert make_env("sample/Good-v0", {}).unwrapped.length == 2
+    env = make_env("tests.agentic.sample_envs:sample/Good-v0", {"length": 7, "max_episode_steps": 1})
+    env.reset(seed=0)
+    assert env.unwrapped.length == 7 and env.step("1")[3] is True
+    assert isinstance(make_env("tests.agentic.sample_envs:SampleWalk-v0", {}).unwrapped, Walk)
+
+
+def test_an_entry_point_is_found_by_its_name(tmp_path, monkeypatch):
+    folder = tmp_path / "other_package-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[roll.environments]\nother_game = other_package_games:Game\n")
+    (tmp_path / "other_package_games.py").write_text(
+        "from tests.agentic.sample_envs import GoodEnv\nclass Game(GoodEnv):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    env = make_env("other_game", {"length": 2})
+    assert type(env).__name__ == "Game" and isinstance(env, GoodEnv)
+    assert "did you mean `other_game`?" in problem_of("other_gane").remedy
+
+
+def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_games_here.py").write_text("from tests.agentic.sample_envs import GoodEnv as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert isinstance(make_env("my_games_here:Mine", {}), GoodEnv)
+
+
+def test_discrete_actions_are_wrapped_and_the_options_shared_out():
+    env = make_env(SAMPLES + "Walk", {"width": 3, "action_format": "plain", "action_names": ["back", "on"]})
+    assert isinstance(env, TextAdapter) and env.unwrapped.width == 3
+    assert env.reset(seed=0)[0] == "[@].."
+    assert env.step("on")[0] == ".[@]."
+    assert env.unwrapped.taken == [4]
+
+
+@pytest.mark.parametrize(
+    ("env_type", "env_config", "path", "message", "remedy"),
+    [
+        ("frozen_laek", {}, "env_type", "`frozen_laek` is no environment", "did you mean `frozen_lake`?"),
+        ("Taxi-v99", {}, "env_type", "is no environment", "did you mean"),
+        ("qqqqqq", {}, "env_type", "is no environment", "known: `frozen_lake`"),
+        ("", {}, "env_type", "is no environment", "package.module:Class"),
+        ("no_such_package:Env", {}, "env_type", "no_such_package", "PYTHONPATH"),
+        ("no_such_package:Env-v0", {}, "env_type", "no_such_package", "PYTHONPATH"),
+        (SAMPLES + "Nothing", {}, "env_type", "has no 'Nothing'", "correct it"),
+        (SAMPLES + "Nothing-v0", {}, "env_type", "is no environment", "package.module:Class"),
+        (SAMPLES + "NOT_CALLABLE", {}, "env_type", "is a int", "class or a function"),
+        (SAMPLES + "make_nothing", {}, "env_type", "made a str", "gymnasium.Env"),
+        (SAMPLES + "Steering", {}, "env_type", "no texts", "wrap it"),
+        (SAMPLES + "WalkWithoutText", {}, "env_type", "cannot be written as text", "ansi"),
+        ("CartPole-v1", {}, "env_type", "cannot be written as text", "ansi"),
+        ("builtins:max", {}, "env_type", "cannot be read", "wrap it"),
+        (SAMPLES + "GoodEnv", {"lenght": 3}, "env_config.lenght", "no option `lenght`", "did you mean `length`?"),
+        (SAMPLES + "GoodEnv", {"action_format": "plain"}, "env_config.action_format", "takes text already", "known"),
+        (SAMPLES + "GoodEnv", {"length": "much"}, "env_config.length", '"much" does not fit', "a value for `int`"),
+        (SAMPLES + "GoodEnv", {"length": 0}, "env_config.length", "0 is too short", "at least 1"),
+        (SAMPLES + "make_good", {}, "env_config.length", "needs `length`", "set `env_config.length`"),
+        (SAMPLES + "make_good", {"length": 1, "zzz": 1}, "env_config.zzz", "no option `zzz`", "`label`, `length`"),
+        (SAMPLES + "Walk", {"action_names": ["x"]}, "env_config.action_names", "1 names for 2 actions", "3, 4"),
+        ("frozen_lake", {"siez": 3}, "env_config.siez", "no option `siez`", "did you mean `size`?"),
+        ("frozen_lake", {"symbols": {"goal": "GG"}}, "env_config.symbols", "one visible character", "one character"),
+        ("number_guessing", {"action_names": ["x"]}, "env_config.action_names", "no option", "known"),
+        ("reasoning_gym", {}, "env_config.dataset", "needs `dataset`", "set"),
+        ("reasoning_gym", {"dataset": "chain_smu"}, "env_config.dataset", "no data set", "did you mean `chain_sum`?"),
+        ("Taxi-v4", {"is_rany": 1}, "env_config.is_rany", "no option", "did you mean `is_rainy`?"),
+    ],
+)
+def test_a_wrong_name_or_option_is_named_with_its_path(env_type, env_config, path, message, remedy):
+    problem = problem_of(env_type, **env_config)
+    assert problem.path == path
+    assert message in problem.message
+    assert remedy in problem.remedy
+
+
+def test_all_wrong_options_are_named_at_once_and_nothing_is_made():
+    with pytest.raises(ConfigError) as caught:
+        make_env(SAMPLES + "SlowToMake", {"a": 1, "b": 2})
+    assert [problem.path for problem in caught.value.problems] == ["env_config.a", "env_config.b"]
+
+
+def test_the_preflight_names_the_tag():
+    (problem,) = check_env_type("lake", "frozen_lake", {"size": 1})
+    assert problem.path == "custom_envs.lake.env_config.size"
+    (problem,) = check_env_type("lake", "frozen_laek", {})
+    assert problem.path == "custom_envs.lake.env_type"
+    (problem,) = check_env_type("pole", "CartPole-v1", {})
+    assert problem.path == "custom_envs.pole.env_type"
+
+
+def test_the_preflight_makes_no_environment_of_others():
+    assert check_env_type("slow", SAMPLES + "SlowToMake", {}) == []
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    problem = problem_of("textarena", game="GuessTheNumber-v0")
+    assert problem.path == "env_type" and problem.remedy == "pip install textarena"

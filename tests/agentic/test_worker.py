@@ -1,0 +1,102 @@
+"""The worker without its process: every answer leaves exactly once, whatever the order of commands and polls."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from roll.agentic.episode import Observation
+from roll.agentic.worker import Close, Command, EnvSpec, EnvWorker, HostSettings, Reset, Step, WorkerSetup
+from roll.runtime.plugins import DriverFolders
+
+T = TypeVar("T")
+HERE = "tests.agentic.sample_environments"
+SOON = 0.001
+LONG = 30.0
+
+
+def run(use: Callable[[EnvWorker], Awaitable[T]], observe: str = f"{HERE}:observe") -> T:
+    async def main() -> T:
+        async with asyncio.timeout(60):
+            specs, make = {"a": EnvSpec("obedient")}, f"{HERE}:make"
+            setup = WorkerSetup("w", specs, HostSettings(), make, observe, DriverFolders(), None)
+            worker = EnvWorker(setup)
+            await worker.start()
+            try:
+                return await use(worker)
+            finally:
+                await worker.close()
+
+    return asyncio.run(main())
+
+
+async def answered(worker: EnvWorker, *commands: Command) -> dict[int, str]:
+    """Submit and poll until as many answers came as there are calls."""
+    calls = sum(not isinstance(command, Close) for command in commands)
+    await worker.submit(commands)
+    answers: list[Any] = []
+    while len(answers) < calls:
+        answers += (await worker.collect(LONG)).answers
+    return {answer.session: answer.outcome.messages[0]["content"] for answer in answers}
+
+
+def test_no_answer_is_lost_between_polls(tmp_path):
+    async def use(worker: EnvWorker) -> dict[int, str]:
+        await answered(worker, *(Reset(number, "a", number, False) for number in range(6)))
+        await worker.submit([Step(number, f"wait-for {tmp_path / str(number)}") for number in range(3)])
+        answers = await answered(worker, *(Step(number, "go") for number in range(3, 6)))
+        assert (await worker.collect(SOON)).answers == []
+        for number in range(3):
+            (tmp_path / str(number)).touch()
+            (answer,) = (await worker.collect(LONG)).answers
+            answers[answer.session] = answer.outcome.messages[0]["content"].split()[-1]
+        return answers
+
+    assert run(use) == {0: "1", 1: "1", 2: "1", 3: "go 3 1", 4: "go 4 1", 5: "go 5 1"}
+
+
+def test_a_session_closed_in_the_call_that_opened_it_keeps_no_environment():
+    async def use(worker: EnvWorker) -> dict[str, int]:
+        await worker.submit([Reset(0, "a", 0, False), Close(0), Close(1)])
+        (answer,) = (await worker.collect(LONG)).answers
+        assert not isinstance(answer.outcome, Observation)
+        assert (await answered(worker, Reset(1, "a", 1, False)))[1] == "seed 1, episode 1"
+        return (await worker.collect(SOON)).counts
+
+    assert run(use)["made"] == 1
+
+
+def test_closing_frees_the_environment_for_the_next_command_of_the_same_batch():
+    async def use(worker: EnvWorker) -> dict[int, str]:
+        await answered(worker, Reset(0, "a", 0, False))
+        return await answered(worker, Close(0), Reset(1, "a", 1, False))
+
+    assert run(use) == {1: "seed 1, episode 2"}
+
+
+def test_an_error_of_the_worker_itself_fails_the_poll():
+    async def use(worker: EnvWorker) -> None:
+        await answered(worker, Reset(0, "a", 0, False))
+        worker._sessions[0]._step_limit = None
+        await worker.submit([Step(0, "go")])
+        with pytest.raises(AttributeError):
+            await worker.collect(LONG)
+
+    run(use)
+
+
+@pytest.mark.parametrize("module", ["host", "worker", "pool"])
+def test_loading_it_loads_no_heavy_library(module):
+    code = (
+        f"import sys, roll.agentic.pool.{module}\n"
+        "sys.exit(' '.join(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules))) or None)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,336 @@
+"""The pool of replicas against deaths, aborts, publications and sleep, in every awkward order."""
+
+import asyncio
+
+import pytest
+from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
+
+from roll.engines.base import EngineFailed
+from roll.engines.pool import RequestError
+from roll.rollout.clock import run_virtual
+from roll.runtime.errors import WorkerFailed
+
+
+async def cancel(task):
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def test_a_retry_is_never_answered_with_the_tokens_of_its_aborted_first_try(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            first = asyncio.create_task(local.pool.generate(request("train-0-0"), min_version=0))
+            await asyncio.sleep(2.5)
+            await local.publish(1)
+            await cancel(first)
+            completion = await local.pool.generate(request("train-0-0"), min_version=1)
+            assert completion.request_id == "train-0-0"
+            assert completion.finish_reason == "length"
+            assert completion.versions.tolist() == [1, 1, 1, 1]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancelled_request_does_not_go_on_in_the_engine_however_early_it_is_cancelled(monkeypatch, turns):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            task = asyncio.create_task(local.pool.generate(request(tokens=1000)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await cancel(task)
+            await asyncio.sleep(2)
+            assert not local.handles[0].engine.running
+            assert not local.handles[0].worker._tasks
+
+    run_virtual(scenario())
+
+
+def test_requests_that_end_one_after_the_other_all_come_back(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local, asyncio.timeout(20):
+            lengths = [1, 2, 3, 3, 12]
+            running = [local.pool.generate(request(f"r{index}", length)) for index, length in enumerate(lengths)]
+            assert [len(completion.token_ids) for completion in await asyncio.gather(*running)] == lengths
+
+    run_virtual(scenario())
+
+
+def test_requests_of_a_dead_replica_are_issued_again_and_it_comes_back_with_the_present_weights(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            await local.publish(1)
+            running = [asyncio.create_task(local.pool.generate(request(f"r{index}"))) for index in range(3)]
+            await asyncio.sleep(1.5)
+            local.handles[0].kill()
+            completions = await asyncio.gather(*running)
+            assert [completion.versions.tolist() for completion in completions] == [[1] * 4] * 3
+            assert (local.pool.restarts, local.pool.reissued) == (1, 3)
+            assert "actor_infer/0" in local.events[0]
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_restarts_during_a_publication_serves_the_new_version_only(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            local.handles[1].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS / 2)  # it is loading version 0
+            await local.publish(1)
+            completions = await asyncio.gather(
+                *(local.pool.generate(request(f"r{index}"), min_version=1) for index in range(4))
+            )
+            assert {version for each in completions for version in each.versions.tolist()} == {1}
+            assert [handle.engine.version for handle in local.handles] == [1, 0, 1]
+
+    run_virtual(scenario())
+
+
+def test_an_engine_that_cannot_go_on_is_replaced_like_a_dead_one_and_nothing_is_lost(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = [asyncio.create_task(local.pool.generate(request(f"r{index}"))) for index in range(3)]
+            await asyncio.sleep(1.5)
+            local.handles[0].engine.fail_next = EngineFailed("out of device memory")
+            completions = await asyncio.gather(*running)
+            assert all(completion.finish_reason == "length" for completion in completions)
+            assert local.pool.restarts == 1
+            assert "out of device memory" in local.events[0]
+
+    run_virtual(scenario())
+
+
+def test_a_request_that_cannot_be_handed_over_fails_at_once(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+
+            async def refuse(requests):
+                raise RuntimeError("cannot be read")
+
+            local.handles[0].worker.submit = refuse
+            with pytest.raises(RequestError, match="cannot be read"):
+                await asyncio.wait_for(local.pool.generate(request()), 5)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("slept_after", [0.0, 0.5, START_SECONDS - 0.5, START_SECONDS + 0.5, START_SECONDS + 3])
+@pytest.mark.parametrize("awake_after", [0.25, LOAD_SECONDS, 20.0])
+def test_devices_may_change_hands_at_any_moment_of_a_restart(monkeypatch, slept_after, awake_after):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
+            local.handles[0].kill()
+            await asyncio.sleep(slept_after)
+            await local.pool.offload_states()
+            assert all(handle.engine.asleep for handle in local.handles[1:])
+            await asyncio.sleep(awake_after)
+            assert all(handle.engine.asleep for handle in local.handles[1:])
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert not local._running.done(), local._running.exception()
+            moves = local.handles[1].engine.moves
+            assert moves in ([], ["sleep", "wake"])
+
+    run_virtual(scenario())
+
+
+def test_an_engine_that_dies_while_its_devices_are_lent_out_starts_when_they_are_back(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
+            await local.pool.offload_states()
+            local.handles[0].kill()
+            await asyncio.sleep(1000)
+            assert len(local.handles) == 1
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert local.pool.restarts == 1 and local.handles[1].engine.moves == []
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_dies_on_its_way_to_sleep_is_not_taken_for_live(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request()))
+            await asyncio.sleep(1)
+
+            def die_at_sleep(handle):
+                handle.dies_at = "sleep" if len(local.handles) == 2 else None
+
+            local.prepare_next = die_at_sleep
+            local.handles[0].kill()
+            await asyncio.sleep(1)
+            await local.pool.offload_states()
+            await asyncio.sleep(60)
+            await local.pool.load_states()
+            assert (await running).finish_reason == "length"
+            assert local.pool.restarts == 2
+
+    run_virtual(scenario())
+
+
+def test_a_late_report_of_a_death_does_not_hit_the_successor(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            first = local.pool._replicas["actor_infer/0"]
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            late = asyncio.create_task(first.generate(request("late")))
+            await asyncio.wait([late])
+            assert (await asyncio.wait_for(local.pool.generate(request()), 10)).finish_reason == "length"
+
+    run_virtual(scenario())
+
+
+def test_a_request_that_never_ends_fails_at_its_deadline_with_the_name_of_its_replica(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            with pytest.raises(RequestError, match=r"actor_infer/0, request r: no end after 50 s"):
+                await local.pool.generate(request(tokens=1000))
+
+    run_virtual(scenario())
+
+
+def test_time_that_the_engines_sleep_does_not_count_against_a_request(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+            running = asyncio.create_task(local.pool.generate(request(tokens=40)))
+            await asyncio.sleep(20)
+            await local.pool.offload_states()
+            await asyncio.sleep(1000)
+            await local.pool.load_states()
+            assert len((await running).token_ids) == 40
+
+    run_virtual(scenario())
+
+
+def test_too_many_deaths_end_the_pool_with_the_last_cause(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, max_restarts=1) as local:
+            for index in range(2):
+                local.handles[index].kill()
+                await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert "killed by the test" in str(local._running.exception().exceptions[0])
+
+    run_virtual(scenario())
+
+
+def test_a_failed_load_ends_the_publication_with_its_cause(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch) as local:
+
+            async def mismatch(buckets, version):
+                raise ValueError("tensor 'lm_head' has another shape")
+
+            local.handles[0].engine.prepare_weights = mismatch
+            with pytest.raises(WorkerFailed, match=r"actor_infer/0\.load_weights.*lm_head"):
+                await local.publish(1)
+
+    run_virtual(scenario())
+
+
+def test_an_ended_episode_is_forgotten_by_the_router(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            for episode in range(20):
+                await local.pool.generate(request(), sticky_key=episode)
+                local.pool.forget(episode)
+            assert local.pool._router._sticky == {}
+
+    run_virtual(scenario())
+
+
+async def waits(task) -> bool:
+    await asyncio.sleep(1)
+    return not task.done()
+
+
+def test_the_next_but_one_version_is_gathered_when_every_replica_has_left_its_half(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local:
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(LOAD_SECONDS + 0.5)  # the second replica is loading
+            gathering = asyncio.create_task(local.pool.buffers.acquire(2))
+            assert await waits(gathering)
+            await publishing
+            assert await gathering == 0
+
+    run_virtual(scenario())
+
+
+def test_engines_that_copy_let_go_at_once(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, in_place=False) as local:
+            await local.publish(1)
+            await local.publish(2)
+            async with asyncio.timeout(1):
+                assert local.pool.buffers.half_of(2) == await local.pool.buffers.acquire(2)
+                await local.pool.buffers.acquire(3)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("dies_after", [0.5, LOAD_SECONDS / 2 + 0.5, LOAD_SECONDS, LOAD_SECONDS + 0.5])
+def test_a_replica_that_dies_during_a_publication_blocks_no_later_one(monkeypatch, dies_after):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local, asyncio.timeout(500):
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(dies_after)
+            local.handles[0].kill()
+            await publishing
+            for version in (2, 3, 4):
+                await local.publish(version)
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert [handle.engine.version for handle in local.handles[1:]] == [4, 4]
+            assert (await local.pool.generate(request(), min_version=4)).versions.tolist() == [4] * 4
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_is_already_gone_when_its_turn_comes_holds_nothing(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, replicas=2) as local, asyncio.timeout(500):
+            publishing = asyncio.create_task(local.publish(1))
+            await asyncio.sleep(0.5)
+            local.handles[1].kill()  # the publication will come to it later
+            await publishing
+            for version in (2, 3):
+                await local.publish(version)
+            assert local.pool.buffers.has(3) and not local.pool.buffers.has(1)
+
+    run_virtual(scenario())
+
+
+def test_with_a_single_buffer_a_replica_that_restarts_while_it_is_written_waits_for_the_next_publication(monkeypatch):
+    async def scenario():
+        single = {"in_place": False, "dual_buffer": False}
+        async with LocalPool(monkeypatch, replicas=2, **single) as local, asyncio.timeout(500):
+            assert await local.pool.buffers.acquire(1) == 0
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS + 1)
+            assert local.handles[2].calls["start"] == 1 and local.handles[2].calls["load_weights"] == 0
+            served = asyncio.create_task(local.pool.generate(request(), min_version=1))
+            assert await waits(served)
+            await local.publish(1)
+            assert (await served).versions.tolist() == [1] * 4
+            assert local.handles[2].engine.version == 1
+
+    run_virtual(scenario())
+
+
+def test_with_a_single_buffer_a_restart_between_publications_loads_what_is_there(monkeypatch):
+    async def scenario():
+        async with LocalPool(monkeypatch, in_place=False, dual_buffer=False) as local, asyncio.timeout(500):
+            local.handles[0].kill()
+            await asyncio.sleep(START_SECONDS + LOAD_SECONDS / 2)  # the new one is loading version 0
+            gathering = asyncio.create_task(local.pool.buffers.acquire(1))
+            await asyncio.sleep(LOAD_SECONDS / 4)
+            assert not gathering.done()
+            assert await gathering == 0
+            assert (await local.pool.generate(request())).versions.tolist() == [0] * 4
+
+    run_virtual(scenario())

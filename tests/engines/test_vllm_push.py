@@ -1,0 +1,123 @@
+"""The trainer's end of weights that are pushed through vLLM's own transfer interface, without an engine; with one, and
+without GPUs, it is in `test_vllm_engine.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll.weights.engine_push import DeviceHalves, PushTarget, RayEngineCalls, WeightPusher, half_source
+from roll.weights.publisher import PushPublisher
+
+pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
+
+
+def test_halves_are_cast_kept_apart_and_written_in_place_again():
+    halves = DeviceHalves()
+    halves.gather(0, [("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16)
+    halves.gather(1, [("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16)
+    place = halves.tensors(0)["a"].data_ptr()
+    assert halves.layout(0) == {"a": ("bfloat16", (3,)), "n": ("int64", (1,))}
+    halves.gather(0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16)
+    assert halves.tensors(0)["a"].data_ptr() == place
+    assert [halves.tensors(half)["a"][0].item() for half in (0, 1)] == [3.5, 2.5]
+    source = half_source(halves)
+    source.half = 1
+    assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == [
+        ("a", torch.bfloat16, (3,)),
+        ("n", torch.int64, (1,)),
+    ]
+    assert [name for name, _ in source] == ["a", "n"] == [name for name, _ in source]
+    with pytest.raises(ValueError, match="'a' comes twice"):
+        halves.gather(0, [("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32)
+
+
+@pytest.fixture
+def recorder():
+    """Importing vLLM takes ten seconds."""
+    from tests.engines.vllm_transfers import Recorder
+
+    Recorder.made = []
+    return Recorder
+
+
+def test_each_engine_process_has_one_connection_and_a_new_process_a_new_one(recorder):
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    pusher = WeightPusher("nccl", 0, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
+    pusher.halves.gather(0, [("a", torch.zeros(1))], torch.float32)
+    for actor in ("first", "first", "second"):
+        pusher.push(0, PushTarget("actor_infer/0", actor, 4))
+    pusher.push(0, PushTarget("actor_infer/1", "other", 4))
+    first, second, other = recorder.made
+    assert (first.sent, first.closed) == (2, True)
+    assert (second.sent, second.closed, other.sent) == (1, False, 1)
+    info = second.init_info
+    assert isinstance(info, NCCLTrainerInitInfo) and info.is_sender
+    assert (info.master_address, info.world_size, info.packed_buffer_size_bytes) == ("10.0.0.1", 5, 4096)
+    second.broken = True
+    with pytest.raises(OSError):
+        pusher.push(0, PushTarget("actor_infer/0", "second", 4))
+    assert second.closed
+    pusher.push(0, PushTarget("actor_infer/0", "second", 4))
+    assert recorder.made[-1].sent == 1
+
+
+def test_shared_devices_use_cuda_ipc_on_every_rank(recorder):
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    for rank in (0, 1):
+        pusher = WeightPusher("cuda_ipc", rank, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
+        publisher = PushPublisher(pusher, rank, all_ranks=True)
+        publisher.gather(3, 1, [("a", torch.ones(2))], torch.float32, 4096)
+        publisher.push(3, PushTarget("actor_infer/0", "actor", 1))
+        engine = recorder.made[-1]
+        assert isinstance(engine.init_info, IPCTrainerInitInfo) and engine.init_info.packed
+        assert engine.is_sender == (rank == 0)
+        assert [tensor.tolist() for _, tensor in engine.source] == [[1.0, 1.0]]
+
+
+def test_other_ranks_of_an_nccl_push_keep_no_copy_but_draw_every_weight(recorder):
+    drawn = []
+
+    def weights():
+        for name in ("a", "b"):
+            drawn.append(name)
+            yield name, torch.zeros(2)
+
+    publisher = PushPublisher(WeightPusher("nccl", 1, "h", 4096, 10.0, recorder.trainer_init), 1, all_ranks=False)
+    publisher.gather(1, 0, weights(), torch.float32, 4096)
+    publisher.push(1, PushTarget("actor_infer/0", "actor", 1))
+    assert drawn == ["a", "b"]
+    assert list(recorder.made[-1].source) == []
+
+
+def test_engine_calls_travel_as_the_workers_method_with_a_deadline(monkeypatch):
+    """The client's four calls, one after the other, on a Ray actor."""
+    import ray
+
+    seen = []
+
+    class Method:
+        def remote(self, *args):
+            seen.append(args)
+            return "ref"
+
+    class Actor:
+        invoke = Method()
+
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: seen.append((ref, timeout)))
+    calls = RayEngineCalls(Actor(), 9.0)
+    calls.init_weight_transfer_engine({"packed": True})
+    calls.start_weight_update()
+    calls.update_weights({"names": ["a"]})
+    calls.finish_weight_update()
+    asked = [args for args in seen if args != ("ref", 9.0)]
+    assert asked == [
+        ("transfer_step", "init", {"packed": True}),
+        ("transfer_step", "start", None),
+        ("transfer_step", "update", {"names": ["a"]}),
+        ("transfer_step", "finish", None),
+    ]
+    assert len(seen) == 8

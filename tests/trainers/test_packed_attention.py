@@ -1,0 +1,179 @@
+"""Samples in one row do not see each other, in every kind of model that is let through; the others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from roll.trainers.packing import UnpackableModel, install_packed_attention
+from roll.trainers.step import Packing
+
+SIZES = {
+    "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"sliding_window": 3}
+LENGTHS = (5, 5, 9, 1, 2, 7)
+
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "Qwen2": (Qwen2Config, SIZES),
+    "Qwen2 with windows": (
+        Qwen2Config,
+        SIZES | WINDOW | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "Qwen3": (Qwen3Config, SIZES),
+    "Qwen3-MoE": (
+        Qwen3MoeConfig, SIZES | {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "Llama": (LlamaConfig, SIZES),
+    "Mistral, all layers with windows": (MistralConfig, SIZES | WINDOW),
+    "Gemma 2": (Gemma2Config, SIZES | WINDOW | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
+    "GPT-2, learned positions": (
+        GPT2Config, {"vocab_size": 29, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    ),
+}  # fmt: skip
+
+# SDPA cannot cap the scores of Gemma 2; transformers from 5.20 on refuses the pair.
+KINDS = [(name, kind) for name in MODELS for kind in ("sdpa", "eager") if (name, kind) != ("Gemma 2", "sdpa")]
+
+
+def random_model(config: type, settings: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**settings), attn_implementation=attention).eval()
+
+
+def packed_logits(model: PreTrainedModel, samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    packing = Packing.of([len(sample) for sample in samples], torch.device("cpu"))
+    logits = model(input_ids=torch.cat(samples)[None], use_cache=False, **packing.model_arguments()).logits[0]
+    return list(logits.split([len(sample) for sample in samples]))
+
+
+def some_samples(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 29, (length,), generator=generator) for length in LENGTHS]
+
+
+def gradients(model: PreTrainedModel, logits: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of something that depends on every logit, and on which."""
+    model.zero_grad()
+    flat = torch.cat(logits).log_softmax(-1).flatten()
+    (flat * torch.arange(len(flat)).cos()).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "attention"), KINDS)
+def test_a_packed_row_gives_what_each_sample_gives_alone(name, attention):
+    model, samples = random_model(*MODELS[name], attention), some_samples()
+    alone = [model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
+    expected = gradients(model, alone)
+    install_packed_attention(model, attention)
+    together = packed_logits(model, samples)
+    for found, wanted in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    found = gradients(model, together)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=2e-5 * scale, msg=parameter)
+
+
+@pytest.mark.parametrize(("name", "attention"), [kind for kind in KINDS if kind[0] != "Qwen3-MoE"])
+def test_a_changed_sample_moves_no_bit_of_its_neighbours(name, attention):
+    model = random_model(*MODELS[name], attention)
+    install_packed_attention(model, attention)
+    samples = some_samples()
+    before = packed_logits(model, samples)
+    for changed in range(len(samples)):
+        others = [sample + (number == changed) * -1 for number, sample in enumerate(samples)]
+        after = packed_logits(model, others)
+        same = [torch.equal(found, wanted) for found, wanted in zip(after, before, strict=True)]
+        assert same == [number != changed for number in range(len(samples))]
+
+
+def test_padded_rows_pass_through_a_model_that_packs():
+    model = random_model(*MODELS["Qwen2 with windows"])
+    ids = torch.stack([sample[:5] for sample in some_samples() if len(sample) >= 5])
+    expected = model(input_ids=ids, use_cache=False).logits
+    install_packed_attention(model, "sdpa")
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+UNPACKABLE: dict[str, tuple[type, dict[str, Any], str, str]] = {
+    "a state that is carried on": (MambaConfig, {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}, "eager",
+        "linear_attention"),
+    "kinds of layers that are no setting": (JambaConfig, SIZES | {"attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 1, "num_experts_per_tok": 1, "mamba_d_state": 4}, "sdpa", "linear_attention"),
+    "a convolution": (Lfm2Config, SIZES | {"full_attn_idxs": [1]}, "sdpa", "conv"),
+    "chunks counted from the start of the row": (Llama4TextConfig, SIZES | {"num_local_experts": 1,
+        "attention_chunk_size": 4, "intermediate_size_mlp": 24}, "sdpa", "chunked_attention"),
+    "positions that depend on the longest sample": (LlamaConfig,
+        SIZES | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "sdpa", "dynamic"),
+    "positions inside the attention": (BloomConfig, {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2},
+        "eager", "does not take positions"),
+    "attention sinks": (GptOssConfig, SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1}, "eager",
+        "results change"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_a_model_that_would_mix_samples_is_refused(name):
+    config, settings, attention, reason = UNPACKABLE[name]
+    with pytest.raises(UnpackableModel, match=f"use_sequence_packing: .*{reason}.*use_sequence_packing: false"):
+        install_packed_attention(random_model(config, settings, attention), attention)
+
+
+class CarriesOver(LlamaForCausalLM):
+    """Says nothing of it anywhere, and adds what stood before to every embedding."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeddings = self.model.embed_tokens(input_ids)
+        seen = 0.01 * embeddings.cumsum(dim=1)
+        return super().forward(inputs_embeds=embeddings + seen, position_ids=position_ids, **kwargs)
+
+
+class DeafToPositions(LlamaForCausalLM):
+    """Counts positions from the start of the row; learned ones would be wrong."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeddings = self.model.embed_tokens(input_ids)
+        counted = torch.arange(input_ids.shape[1])[:, None] / 10
+        return super().forward(inputs_embeds=embeddings + counted, position_ids=position_ids, **kwargs)
+
+
+class DropsBoundaries(LlamaForCausalLM):
+    """Does not tell its layers where samples begin."""
+
+    def forward(self, input_ids=None, position_ids=None, output_hidden_states=None, **kwargs):
+        return super().forward(input_ids, position_ids=position_ids, output_hidden_states=output_hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [(CarriesOver, "influence"), (DeafToPositions, "results change"), (DropsBoundaries, "influence")],
+)
+def test_a_model_that_mixes_samples_in_secret_is_found_out(model_class, reason):
+    torch.manual_seed(0)
+    model = model_class._from_config(LlamaConfig(**SIZES), attn_implementation="sdpa").eval()
+    with pytest.raises(UnpackableModel, match=reason):
+        install_packed_attention(model, "sdpa")

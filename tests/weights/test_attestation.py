@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+import torch
+
+from roll.weights.buckets import WeightReceipt, manifest, pack_buckets
+from roll.weights.publisher import AttestationError, Publication, attest
+
+
+def published():
+    tensors = {"embed": torch.arange(6.0).reshape(2, 3), "head": torch.ones(4)}
+    buckets = list(pack_buckets(tensors.items(), 8, float_dtype=torch.bfloat16))
+    count, checksums = manifest(buckets)
+    return buckets, Publication(3, [], count, checksums, sum(bucket.data.nbytes for bucket in buckets))
+
+
+def receipt(publication, **changes):
+    facts = {"version": 3, "parameter_count": publication.parameter_count, "checksums": dict(publication.checksums)}
+    return WeightReceipt(**{**facts, **changes})
+
+
+def test_what_was_published_is_what_is_counted():
+    buckets, publication = published()
+    assert publication.parameter_count == 10
+    assert publication.total_bytes == 20
+    assert publication.checksums.keys() == {"embed", "head"}
+    attest("actor_infer/0", publication, receipt(publication))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "actor_infer/0 holds version 2 after version 3"),
+        ({"parameter_count": 9}, "9 parameters held, 10 published"),
+        ({"checksums": {"embed": 1}}, r"never received: \['head'\]"),
+        ({"checksums": {"embed": 1, "head": 2, "adapter": 3}}, r"never published: \['adapter'\]"),
+    ],
+)
+def test_every_difference_is_named(changes, message):
+    _, publication = published()
+    with pytest.raises(AttestationError, match=message):
+        attest("actor_infer/0", publication, receipt(publication, **changes))
+
+
+def test_one_changed_bit_names_its_tensor():
+    buckets, publication = published()
+    held = [np.array(bucket.data) for bucket in buckets]
+    held[0][0] ^= 1
+    for bucket, data in zip(buckets, held, strict=True):
+        bucket.data = data
+    _, checksums = manifest(buckets)
+    with pytest.raises(AttestationError, match="the content of 'embed' differs from what was published$"):
+        attest("actor_infer/0", publication, receipt(publication, checksums=checksums))
