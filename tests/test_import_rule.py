@@ -1,8 +1,8 @@
 """Who may know whom: every import of the package, also inside functions and under TYPE_CHECKING, follows the arrows.
 
-pipeline -> distributed -> strategies -> {rollout, rewards, agentic} -> data -> algorithms -> configs; `tracking` may
-be used by anyone, `sandbox` from rewards and agentic on, and neither uses another room. Some rooms stay free of heavy
-libraries, in their sources and when loaded.
+cli -> {doctor, report} -> pipeline -> {trainers, engines} -> {rewards, agentic, weights, check} ->
+{data, algorithms, runtime} -> {configs, rollout}; `tracking` may be used by anyone, `sandbox` from rewards and agentic
+on, and neither uses another room. Some rooms stay free of heavy libraries, in their sources and when loaded.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ PACKAGE = Path(__file__).resolve().parent.parent / "roll"
 
 LEVELS = {
     "configs": 0,
+    "rollout": 0,
+    "data": 1,
     "algorithms": 1,
-    "data": 2,
-    "rollout": 3,
-    "rewards": 3,
-    "agentic": 3,
-    "strategies": 4,
-    "distributed": 5,
-    "pipeline": 6,
+    "runtime": 1,
+    "rewards": 2,
+    "agentic": 2,
+    "weights": 2,
+    "check": 2,
+    "trainers": 3,
+    "engines": 3,
+    "pipeline": 4,
+    "doctor": 5,
+    "report": 5,
+    "cli": 6,
 }
-LEAVES = {"tracking": 0, "sandbox": 3}
+LEAVES = {"tracking": 0, "sandbox": 2}
 """Rooms that use no other one, and the lowest level of those that may use them."""
+UPWARDS = {("pipeline/status.py", "doctor")}
+"""The only import against the arrows: a run that stands still says why with the doctor's words before it ends."""
 FORBIDDEN_LIBRARIES = {
     "configs": {"torch", "ray", "transformers", "vllm", "sglang", "deepspeed", "megatron"},
     "rollout": {"torch", "ray"},
@@ -81,7 +89,7 @@ def violations(package: Path) -> list[str]:
             continue
         for line, name in imported_modules(path, package):
             problem = _problem(room, name.split("."), package.name)
-            if problem:
+            if problem and (str(place), ".".join(name.split(".")[1:2])) not in UPWARDS:
                 found.append(f"{place}:{line}: {problem}")
     return found
 
@@ -157,12 +165,14 @@ def synthetic(tmp_path: Path, place: str, source: str) -> list[str]:
         ("rollout/a.py", "import importlib\nimportlib.import_module('torch')", "rollout must not import torch"),
         ("rollout/a.py", "from roll.rewards.math import judge", "rollout must not import rewards"),
         ("rollout/a.py", "if TYPE_CHECKING:\n    import roll.pipeline.stage", "rollout must not import pipeline"),
-        ("rollout/a.py", "from .. import strategies", "rollout must not import strategies"),
+        ("rollout/a.py", "from .. import trainers", "rollout must not import trainers"),
         ("data/a.py", "from ..rewards.math import judge", "data must not import rewards"),
         ("data/deep/a.py", "from ...rewards import math", "data must not import rewards"),
         ("data/a.py", "from roll import rewards", "data must not import rewards"),
         ("algorithms/a.py", "from roll.data.records import Sample", "algorithms must not import data"),
-        ("strategies/train/a.py", "import roll.runtime.actors", "strategies must not import distributed"),
+        ("runtime/a.py", "import roll.engines.hf.engine", "runtime must not import engines"),
+        ("trainers/a.py", "from roll.engines.base import Engine", "trainers must not import engines"),
+        ("pipeline/a.py", "from roll.doctor.graph import Edge", "pipeline must not import doctor"),
         ("tracking/a.py", "from roll.configs.run import RLVRConfig", "tracking must not import configs"),
         ("sandbox/a.py", "from roll.configs.run import RLVRConfig", "sandbox must not import configs"),
         ("sandbox/a.py", "from roll.tracking.timeline import Timeline", "sandbox must not import tracking"),
@@ -179,10 +189,10 @@ def test_a_wrong_import_is_found(tmp_path, place, source, problem):
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("rollout/a.py", "from roll.data.records import Group\nfrom roll.configs.run import RLVRConfig"),
+        ("data/a.py", "from roll.rollout.ledger import Ledger\nfrom roll.configs.run import RLVRConfig"),
         ("rollout/a.py", "from roll.tracking.timeline import Timeline\nfrom .ledger import Ledger"),
-        ("rollout/__init__.py", "from . import clock\nfrom ..data import records"),
-        ("strategies/train/a.py", "import torch\nfrom ..infer import base\nfrom ...rollout import router"),
+        ("data/__init__.py", "from . import prompts\nfrom ..rollout import clock"),
+        ("trainers/megatron/a.py", "import torch\nfrom .. import base\nfrom ...weights import buckets"),
         ("configs/a.py", "from .errors import ConfigError\nimport torchless"),
         ("rewards/a.py", "from roll.sandbox.sandbox import Sandbox"),
         ("agentic/tools/a.py", "from ...sandbox.sandbox import Sandbox"),

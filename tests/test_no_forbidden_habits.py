@@ -128,7 +128,7 @@ def test_the_product_has_no_forbidden_habit():
 
 
 def test_the_product_is_where_the_search_looks():
-    assert REPOSITORY / "roll" / "configs" / "schema" / "run.py" in product_modules()
+    assert REPOSITORY / "roll" / "configs" / "run.py" in product_modules()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Reading a named action from the policy's text.
+"""Text environments: their interface, the reading of actions, and parts that grid games share.
+
+Reading a named action from the policy's text.
 
 A text without an action is data, not an error: reading it returns None. Reading takes time linear in the length of the
 text, whatever it contains.

@@ -1,4 +1,6 @@
-"""Errors of episodes that yield no data. The caller decides whether to try again.
+"""One episode: its limits, its records, and the errors that leave no data.
+
+Errors of episodes that yield no data. The caller decides whether to try again.
 
 Limits and penalties of an episode. Lengths are in tokens.
 

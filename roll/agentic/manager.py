@@ -1,4 +1,6 @@
-"""Conversion of played episodes to training samples and readable records. Pure functions.
+"""Managers, which run one episode each between an environment and the policy, and make samples of it.
+
+Conversion of played episodes to training samples and readable records. Pure functions.
 
 A sample is one row of tokens: the last prompt and the last response. It contains every turn, because each turn's prompt
 begins with everything before it. A sample of a single turn works the same way.

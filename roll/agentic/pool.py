@@ -1,4 +1,6 @@
-"""A fixed number of slots, first come, first served. The count stays exact whenever a waiter is cancelled.
+"""The driver's part of environment workers: slots for episodes, processes, and what happens when one dies.
+
+A fixed number of slots, first come, first served. The count stays exact whenever a waiter is cancelled.
 
 Environments for thousands of concurrent episodes, in a few worker processes that are replaced as needed.
 

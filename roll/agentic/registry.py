@@ -1,4 +1,6 @@
-"""Adapter that turns any gymnasium environment with discrete actions and a text rendering into a text environment.
+"""Environments by name, import path, entry point or gymnasium id, and the adapter for games with discrete actions.
+
+Adapter that turns any gymnasium environment with discrete actions and a text rendering into a text environment.
 
 The rendering is the observation. Gymnasium's own small games need more than that: names of actions, a text where there
 is no rendering, a criterion of success. Each has one entry in `KNOWN_GAMES`. A text without an action does not reach

@@ -1,4 +1,6 @@
-"""All environments of one process. No environment waits for another, and none is reused after a failure.
+"""One environment worker: a process that holds many environments, whose calls have deadlines.
+
+All environments of one process. No environment waits for another, and none is reused after a failure.
 
 Every call of an environment (make, reset, step, render, close) runs in a thread with a deadline. An environment that
 raises, does not return or gives an invalid answer is abandoned: it is closed in the background and never used again. An

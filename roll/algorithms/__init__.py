@@ -4,3 +4,7 @@ Masked positions influence no value and no gradient, inputs are never changed, a
 split. The modules imported here register their variants: a new family of losses or estimators is a new file and one
 line below.
 """
+
+from roll.algorithms import advantages, losses
+
+__all__ = ["advantages", "losses"]

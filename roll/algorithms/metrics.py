@@ -1,4 +1,6 @@
-"""Metrics of a loss that add up exactly over micro-batches and ranks.
+"""Metrics of losses, critics, staleness and engine mismatch, as sums that add up over micro-batches and ranks.
+
+Metrics of a loss that add up exactly over micro-batches and ranks.
 
 Only sums and maxima are exchanged. Ratios of sums (means, effective sample size) and quantiles are computed once, at
 the end, so a metric does not depend on how the batch was split. Every part of a batch has the same names in the same

@@ -1,4 +1,6 @@
-"""Rules about external inputs: models, prompts, rewards, validation.
+"""Rules about models, prompts, environments, rewards and validation.
+
+Rules about external inputs: models, prompts, rewards, validation.
 
 Rules about environments: their kinds, number and length, and their use in validation.
 """

@@ -1,4 +1,6 @@
-"""The trained elements: all weights, or adapters (LoRA) beside frozen weights.
+"""What the memory estimate is made of: sizes of models, activations, trained elements, and the parts of a rank.
+
+The trained elements: all weights, or adapters (LoRA) beside frozen weights.
 
 One rank of a trainer: the records and helpers of the trainers' memory arithmetic.
 

@@ -1,4 +1,6 @@
-"""Rules about fault injection: never by accident, and only events that can happen.
+"""Rules about single keys and options: ranges, names, keys without effect, adapters, restarts, trackers, faults.
+
+Rules about fault injection: never by accident, and only events that can happen.
 
 Rules about DeepSpeed on shared devices: its states must be able to leave, or the other roles never get the device.
 

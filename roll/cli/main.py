@@ -1,4 +1,6 @@
-"""The commands of `roll`. Their modules are imported when called, so that each command answers at once.
+"""The command line: check everything, print what will happen, run, and return a reliable exit code.
+
+The commands of `roll`. Their modules are imported when called, so that each command answers at once.
 
 The command line: check everything, print what will happen, run, and return a reliable exit code.
 

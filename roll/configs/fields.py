@@ -1,4 +1,6 @@
-"""The range of numbers that a setting accepts.
+"""How a key is declared: its help text, its range, its default.
+
+The range of numbers that a setting accepts.
 
 Declaration of a key: its help text, and the range of its number.
 """

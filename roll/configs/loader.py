@@ -1,4 +1,6 @@
-"""Validation errors in plain words: what is wrong at which path, and what would be right.
+"""From a YAML file and overrides to a typed configuration, or to every problem at once.
+
+Validation errors in plain words: what is wrong at which path, and what would be right.
 
 An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A key known from
 another toolkit gets its replacement. A wrong value gets the expected type. If several readings of one value fail, one

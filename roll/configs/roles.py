@@ -1,4 +1,6 @@
-"""Arguments that roles share: model, training, data, sampling and engine.
+"""The roles that run a model, and the arguments that they share.
+
+Arguments that roles share: model, training, data, sampling and engine.
 
 Names that a configuration may use for things registered elsewhere; a test compares both sides.
 

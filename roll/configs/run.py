@@ -1,4 +1,6 @@
-"""Fault injection, for tests of recovery.
+"""The keys of a run, and those of each pipeline.
+
+Fault injection, for tests of recovery.
 
 The devices of the run.
 

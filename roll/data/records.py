@@ -1,4 +1,6 @@
-"""Lossless conversion of groups to bytes and back, so that finished rollouts outlive the process that made them.
+"""The records of a run (prompt, sample, group, batch), their form as bytes, and reproducible seeds.
+
+Lossless conversion of groups to bytes and back, so that finished rollouts outlive the process that made them.
 
 A JSON header holds everything but the arrays, which follow it. Nothing is ever unpickled. The fields of a prompt that
 only scoring needs (ground truth, metadata: any objects; messages) are left out, since a finished group has been scored.

@@ -1,4 +1,6 @@
-"""Diagnosis of a dead run: how it ended and how to resume it.
+"""What is wrong with a run, alive or dead, as far as its files and this host can tell.
+
+Diagnosis of a dead run: how it ended and how to resume it.
 
 Choice between the diagnoses of a live and of a dead run. The functions are pure: all input is in the evidence.
 

@@ -317,7 +317,7 @@ def test_loading_is_light(write, tree):
     code = (
         "import sys\n"
         "import roll.check.plan, roll.check.reference_page\n"
-        "from roll.configs import check_config, load_config\n"
+        "from roll.check.config import check_config\nfrom roll.configs.loader import load_config\n"
         "check_config(load_config(sys.argv[1], ['max_steps=3', 'exp_name=x-${max_steps}']))\n"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"

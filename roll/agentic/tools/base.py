@@ -1,4 +1,6 @@
-"""The tool interface: a name, a description, a JSON schema of the arguments, and a call that returns text.
+"""Tools that a policy may call: their interface, the calls in its text, and tools by name or import path.
+
+The tool interface: a name, a description, a JSON schema of the arguments, and a call that returns text.
 
 A call that fails because of the policy's text returns an answer marked as an error, which the policy can read and
 correct. Exceptions are for our own mistakes.
