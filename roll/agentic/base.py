@@ -1,17 +1,10 @@
 """Text environments: their interface, the reading of actions, and parts that grid games share.
 
-Reading a named action from the policy's text.
-
-A text without an action is data, not an error: reading it returns None. Reading takes time linear in the length of the
-text, whatever it contains.
-
-The environment interface: a `gymnasium.Env` that speaks text, and the conversion of its answers to records.
-
-`reset(seed=, options=) -> (text, info)` and `step(text) -> (text, reward, terminated, truncated, info)`; `render()`
-returns a frame of text for people. An environment's answers are not trusted: `observation_from` reports values of a
-wrong type. `INFO_KEYS` lists the keys of `info` that have a meaning; all others are ignored.
-
-Shared parts of the grid games: cells, moves, and ways to write a grid for a policy.
+An environment is a `gymnasium.Env` that speaks text: `reset(seed=, options=) -> (text, info)` and `step(text) -> (text,
+reward, terminated, truncated, info)`; `render()` returns a frame of text for people. An environment's answers are not
+trusted: `observation_from` reports values of a wrong type. `INFO_KEYS` lists the keys of `info` that have a meaning;
+all others are ignored. A text without an action is data, not an error: reading it returns None, in time linear in the
+length of the text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""One episode: its limits, its records, and the errors that leave no data.
+"""One episode: its limits (in tokens), its records, and the errors that leave no data.
 
-Errors of episodes that yield no data. The caller decides whether to try again.
-
-Limits and penalties of an episode. Lengths are in tokens.
-
-Records of an episode: observations, sampled turns, and the result.
-
-They cross process boundaries, and are all that environments, their managers and the pipeline share. An environment
-never sees tokens, and a policy never sees rewards; the manager between them keeps both.
+The records cross process boundaries, and are all that environments, their managers and the pipeline share. An
+environment never sees tokens, and a policy never sees rewards; the manager between them keeps both.
 """
 
 from __future__ import annotations

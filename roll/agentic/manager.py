@@ -1,28 +1,12 @@
-"""Managers, which run one episode each between an environment and the policy, and make samples of it.
-
-Conversion of played episodes to training samples and readable records. Pure functions.
-
-A sample is one row of tokens: the last prompt and the last response. It contains every turn, because each turn's prompt
-begins with everything before it. A sample of a single turn works the same way.
-
-The loop of an episode: read, write, act, until it ends. All managers share it.
-
-Prompts, sampled tokens and answers are kept unchanged. Samples and scores are made from them afterwards (see
-`bookkeeping`). The session is closed whatever happens.
-
-Environment managers by name, or a user's own class by its import path.
-
-The manager `step`: each turn's prompt is rendered from a window of the episode, and each turn becomes a sample.
-
-It suits episodes that are longer than a context, and chat templates that rewrite earlier turns. Earlier responses are
-part of a prompt as text, and are never trained on there.
-
-The manager `trajectory`: the policy reads its whole episode as one growing context, which becomes one sample.
-
-Environment managers. Each one runs one episode between an environment and the policy.
+"""Managers, which run one episode each between an environment and the policy, and make training samples of it.
 
 The policy is trained on exactly what it sampled: its tokens are never encoded again, and the response mask is true at
-them and nowhere else. Managers are pure asyncio and keep no state between episodes.
+them and nowhere else. Managers are pure asyncio and keep no state between episodes. The session is closed whatever
+happens.
+
+`trajectory`: the policy reads its whole episode as one growing context, which becomes one sample. `step`: each turn's
+prompt is rendered from a window of the episode, and each turn becomes a sample. That suits episodes that are longer
+than a context, and chat templates that rewrite earlier turns. Any other manager is a user's class, by its import path.
 """
 
 from __future__ import annotations

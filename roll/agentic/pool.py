@@ -1,33 +1,15 @@
-"""The driver's part of environment workers: slots for episodes, processes, and what happens when one dies.
-
-A fixed number of slots, first come, first served. The count stays exact whenever a waiter is cancelled.
-
-Environments for thousands of concurrent episodes, in a few worker processes that are replaced as needed.
+"""The driver's part of environment workers: thousands of concurrent episodes in a few processes, replaced as needed.
 
 An episode holds one of `max_sessions` slots from its first reset until it is closed, fails or is cancelled. Slots are
 given first come, first served. When a process dies or stops answering, its sessions fail with the cause and the process
-is replaced. An episode that was in a call at two deaths runs alone from then on (see `suspects` and `quarantine`). A
-process that should retire is replaced at once and ends with its last session. Nothing is left after `shutdown`.
+is replaced. A process that should retire is replaced at once and ends with its last session. Nothing is left after
+`shutdown`.
 
-One worker process as the driver sees it: commands go in, answers come out, until it dies or retires.
+A process holds many environments and cannot say which one ended it. Being in a call when a process dies raises
+suspicion. After two such deaths an episode runs alone, in quarantine; a death there is proof, and proof is permanent.
 
 All commands of one turn of the event loop leave in one call. The next call leaves when that one has arrived. So batches
 grow under load, and commands never overtake each other. The long poll for answers is the process's sign of life.
-
-Quarantine for suspects: one process that holds one session at a time, first come, first served.
-
-The process is started when it is first needed, and again when the last one died or was not left clean. A session waits
-for its turn here first and then for a slot of the pool, so waiting sessions hold no slot.
-
-Suspicion about deaths of environment processes, by tag and seed, which together make an episode repeatable.
-
-A process holds many environments and cannot say which one ended it. Being in a call when a process dies raises
-suspicion. After two such deaths an episode runs apart from others; a death there is proof. Proof is permanent.
-
-Environment workers: processes that hold many environments each, and the pool that assigns them to episodes.
-
-`host` and `threads` run in a worker and do not use Ray; `worker` is the Ray actor around them; `process` and `pool` are
-the driver's part.
 """
 
 from __future__ import annotations

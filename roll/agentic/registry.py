@@ -1,19 +1,14 @@
 """Environments by name, import path, entry point or gymnasium id, and the adapter for games with discrete actions.
 
-Adapter that turns any gymnasium environment with discrete actions and a text rendering into a text environment.
-
-The rendering is the observation. Gymnasium's own small games need more than that: names of actions, a text where there
-is no rendering, a criterion of success. Each has one entry in `KNOWN_GAMES`. A text without an action does not reach
-the game: the policy is told so, and the reward is 0.
-
-Environments by name, import path, entry point or gymnasium id, checked against their signature before creation.
-
 A new built-in environment is one file and one line in `BUILT_IN`. Any other environment is named by its import path, by
-a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id.
+a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id. The signature is
+checked before an environment is made. Importing this module registers the built-in ones with gymnasium
+(`gymnasium.make("roll/FrozenLake-v0")`).
 
-Environments: text in, text out, through gymnasium's interface (`base`).
-
-Importing this package registers the built-in ones with gymnasium (`gymnasium.make("roll/FrozenLake-v0")`).
+`TextAdapter` turns an environment with discrete actions and a text rendering into a text environment. Gymnasium's own
+small games need more than that: names of actions, a text where there is no rendering, a criterion of success. Each has
+one entry in `KNOWN_GAMES`. A text without an action does not reach the game: the policy is told so, and the reward is
+0.
 """
 
 from __future__ import annotations

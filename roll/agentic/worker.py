@@ -1,32 +1,14 @@
-"""One environment worker: a process that holds many environments, whose calls have deadlines.
+"""One environment worker: a process that holds many environments, and the threads that their calls run in.
 
-All environments of one process. No environment waits for another, and none is reused after a failure.
-
-Every call of an environment (make, reset, step, render, close) runs in a thread with a deadline. An environment that
-raises, does not return or gives an invalid answer is abandoned: it is closed in the background and never used again. An
-environment whose calls all returned serves the next episode of its tag. Stuck threads and leaks cannot be repaired in a
-running process. They are counted, and at a limit the host asks to be replaced.
-
-Resources that the process holds: the only way to notice an environment that leaks them.
-
-Environments of many tags share a process, so a leak cannot be attributed to one of them. It can still be detected, and
-a new process starts without it. Linux only: elsewhere nothing is measured and every number is 0.
-
-Records that the driver and an environment worker exchange: commands one way, answers the other.
-
-A failure is a record, not an exception: thousands of episodes share one call, and one failure must not fail the others.
-
-Threads for calls that may never return.
-
-Every call has its own thread, so no call waits for another. Python cannot end a thread: a late call keeps its thread,
-which counts as stuck until the call returns, if ever. Threads are daemons, because a stuck one must not keep the
-process alive. They are reused, the one that became idle last first.
-
-The process of one environment worker: an async Ray actor around an `EnvHost`.
+No environment waits for another. Every call (make, reset, step, render, close) runs in a thread of its own with a
+deadline. An environment that raises, does not return or gives an invalid answer is abandoned: it is closed in the
+background and never used again. An environment whose calls all returned serves the next episode of its tag. Python
+cannot end a thread: a late call keeps its thread, which counts as stuck until the call returns. Stuck threads and leaks
+cannot be repaired in a running process. They are counted, and at a limit the process asks to be replaced.
 
 Commands arrive in batches and answers leave in batches through one long poll, so the cost of crossing processes is paid
-per event, not per step. An environment's failure travels as data. An error of the worker itself makes the poll fail,
-and the whole process is replaced.
+per event, not per step. A failure is a record, not an exception: one failure must not fail the others of its batch. An
+error of the worker itself makes the poll fail, and the whole process is replaced.
 """
 
 from __future__ import annotations

@@ -1,25 +1,15 @@
 """Metrics of losses, critics, staleness and engine mismatch, as sums that add up over micro-batches and ranks.
 
-Metrics of a loss that add up exactly over micro-batches and ranks.
-
 Only sums and maxima are exchanged. Ratios of sums (means, effective sample size) and quantiles are computed once, at
 the end, so a metric does not depend on how the batch was split. Every part of a batch has the same names in the same
-order.
-
-The difference between trainer and engine on the same tokens under the same weights, as sums that add up.
+order. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 makes chi2 infinite and the effective
+sample size 0. Nothing becomes NaN unless a log-probability was NaN.
 
 Two implementations of the same model differ by rounding, or by a mistake. Neither is off-policy data, and no correction
-is meant for it. Quantiles come from counts in fixed logarithmic bins of the absolute difference, 20 a decade from 1e-8
-to 100 nats: a quantile is reported as the geometric middle of its bin, at most 6 % off. Less than 1e-8 is reported as 0
-(float32 does not resolve it), more than 100 as the largest difference.
-
-The distance between the sampling policy and the trained policy, from sums that add up over any split of the batch.
-
-Every metric here is a function of a few sums over tokens. Micro-batches and ranks add their sums, and the ratios are
-computed once. The sums are float64: a ratio of e^40 is exact enough. A ratio of e^2000 makes chi2 infinite and the
-effective sample size 0. Nothing becomes NaN unless a log-probability was NaN.
-
-Metrics of a critic that add up exactly over micro-batches and ranks, like `LossMetrics` for a policy.
+is meant for it; `mismatch` measures it on tokens of equal weights. Its quantiles come from counts in fixed logarithmic
+bins of the absolute difference, 20 a decade from 1e-8 to 100 nats: a quantile is reported as the geometric middle of
+its bin, at most 6 % off. Less than 1e-8 is reported as 0 (float32 does not resolve it), more than 100 as the largest
+difference.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """The loss of one optimizer step, as a picklable description that a trainer can apply to any part of the batch.
 
-loss = policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the same way with
-the normalisers of the whole batch. Contributions of disjoint rows add up to the whole, in value, gradient and metrics.
-Losses see all response tokens, so that a sequence ratio covers the whole sequence. The aggregate counts the tokens of
-the loss mask: the response tokens that remain after rejection.
-
-The loss of a value model, per token; callers choose the tokens and average them (`aggregate`).
-
-The loss of a value model, as a description that a trainer can apply to any part of the batch.
-
-It has the contract of `PolicyObjective`, so that every trainer of a policy can also train a critic: contributions of
-disjoint rows add up to the whole, in value, gradient and metrics.
+Of a policy: policy loss + kl_loss_coef x KL to the reference - entropy_loss_coef x entropy, each aggregated the same
+way with the normalisers of the whole batch. Of a value model: its squared error. Contributions of disjoint rows add up
+to the whole, in value, gradient and metrics. Losses see all response tokens, so that a sequence ratio covers the whole
+sequence. The aggregate counts the tokens of the loss mask: the response tokens that remain after rejection.
 """
 
 from __future__ import annotations

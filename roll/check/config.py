@@ -1,8 +1,8 @@
-"""Checks that a configuration can work, run before anything loads.
+"""`check_config`: can a configuration work? Run before anything loads.
 
-The loader checks types. The rules here check ranges and relations: between keys, between roles and devices, and with
-the file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that
-would have no effect is a problem too. Rules are plain functions in the `rules_*` modules; a new one is one line below.
+The loader checks types. The rules check ranges and relations: between keys, between roles and devices, and with the
+file system. Every problem is reported at once with its path, the value, the reason and a remedy. A setting that would
+have no effect is a problem too. Rules are plain functions in the modules of this package; a new one is one line below.
 """
 
 from __future__ import annotations

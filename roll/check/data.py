@@ -1,9 +1,4 @@
-"""Rules about models, prompts, environments, rewards and validation.
-
-Rules about external inputs: models, prompts, rewards, validation.
-
-Rules about environments: their kinds, number and length, and their use in validation.
-"""
+"""Rules about models, prompts, environments, rewards and validation."""
 
 from __future__ import annotations
 

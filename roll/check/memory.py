@@ -1,12 +1,10 @@
-"""The memory of a run: each role by itself, then the sum on each device and on the host of each node.
+"""`estimate_memory`: the memory of a run by arithmetic alone, for each device and for the host of each node.
 
-On GPUs, roles that share devices take turns: the active role has its states on the device, the states of the others are
-on the host. On CPU slots nothing moves, so everything exists at once. Lengths are the maximum that the configuration
-allows, so a run of shorter samples needs less.
-
-Memory of one process of a reward model: weights, and a forward pass over one batch of conversations.
-
-A memory estimate as lines for a console: every part with its arithmetic, and the phase that needs most.
+It takes a configuration that passed `check_config`; `render` prints the estimate line by line, each with its
+arithmetic. On GPUs, roles that share devices take turns: the active role has its states on the device, the states of
+the others are on the host. On CPU slots nothing moves, so everything exists at once. Lengths are the maximum that the
+configuration allows, so a run of shorter samples needs less. `docs/memory.md` explains each line for a 7B model;
+`benchmarks/README.md` compares the estimate with measurements.
 """
 
 from __future__ import annotations

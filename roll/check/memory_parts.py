@@ -1,19 +1,10 @@
 """What the memory estimate is made of: sizes of models, activations, trained elements, and the parts of a rank.
 
-The trained elements: all weights, or adapters (LoRA) beside frozen weights.
-
-One rank of a trainer: the records and helpers of the trainers' memory arithmetic.
-
-The records of a memory estimate: parts with their arithmetic, phases (only the largest counts), roles.
-
-Sizes of models, from the `config.json` of a folder or from a table of published models, which need not be present.
-
-Only sizes that decide memory are kept: matrices are counted, positions and tokens are not.
-
-Bytes that a layer keeps for its backward pass, tensor by tensor, per token of a micro-batch.
-
-The counts follow what autograd saves, with attention that never holds scores (`sdpa`, `flash_attention_2`); `eager`
-does. For layers of transformers the counts are exact to a percent, and a test compares them with what torch saves.
+Sizes come from the `config.json` of a folder or from a table of published models, which need not be present. Only sizes
+that decide memory are kept: matrices are counted, positions and tokens are not. Activations are the bytes that a layer
+keeps for its backward pass, tensor by tensor, per token of a micro-batch. The counts follow what autograd saves, with
+attention that never holds scores (`sdpa`, `flash_attention_2`); `eager` does. For layers of transformers the counts are
+exact to a percent, and a test compares them with what torch saves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Memory of one rank of a trainer: what it always holds, and the moment of a step that needs most.
-
-Memory of one rank of `megatron_train`: its share of matrices, layers and experts, and micro-batches in flight.
-
-Memory of one rank of a trainer: the parts it always holds, and the moments of a step that may need most.
+"""Memory of one rank of a trainer: the parts it always holds, and the moments of a step that may need most.
 
 States are exact; activations are those of the longest samples that fit into a micro-batch; communication buffers follow
 the engines' defaults. Forward-only roles have weights and one forward pass.

@@ -1,24 +1,9 @@
 """Rules about single keys and options: ranges, names, keys without effect, adapters, restarts, trackers, faults.
 
-Rules about fault injection: never by accident, and only events that can happen.
-
-Rules about DeepSpeed on shared devices: its states must be able to leave, or the other roles never get the device.
-
-DeepSpeed 0.19 can move states only with some settings. It reports the others in the middle of a run, when a device is
-handed over for the first time. The movable settings are listed here once; the trainer uses the same list.
-
-Rules about single keys: numbers in range, known names, and no key that nothing reads.
-
-Rules about adapters (LoRA): the roles that may train them, and the adapter-free reference.
-
-The rule about options of engines and trainers: options that the arithmetic reads have the right type and range.
-
-Rules about restarts after a failure.
-
-Rules about trackers: known names, valid options, and their packages and keys present before anything loads.
-
-The options are dataclasses beside each tracker's code, so a new tracker brings its own keys. Only the named trackers
-are imported, and their libraries are not.
+DeepSpeed 0.19 can move its states off a shared device only with some settings. It reports the others in the middle of a
+run, when a device is handed over for the first time. The movable settings are listed here once; the trainer uses the
+same list. The options of trackers are dataclasses beside each tracker's code, so a new tracker brings its own keys.
+Only the named trackers are imported, and their libraries are not.
 """
 
 from __future__ import annotations

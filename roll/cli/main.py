@@ -1,11 +1,8 @@
 """The command line: check everything, print what will happen, run, and return a reliable exit code.
 
-The commands of `roll`. Their modules are imported when called, so that each command answers at once.
-
-The command line: check everything, print what will happen, run, and return a reliable exit code.
-
 Exit code 0: the run reached its last step. 2: the configuration cannot work (printed before Ray or a model starts,
-without a traceback). 1: any other failure, with its cause in one line and its traceback in the run's log.
+without a traceback). 1: any other failure, with its cause in one line and its traceback in the run's log. The modules
+of other commands are imported when called, so that each command answers at once.
 """
 
 from __future__ import annotations

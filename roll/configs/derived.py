@@ -1,7 +1,7 @@
 """Numbers that follow from a configuration, each computed in one place.
 
 The pipeline, the checks and the printed plan all read them here, so what is printed is what runs. Functions expect a
-configuration whose single values are in range; `checks.py` decides if the values fit together.
+configuration whose single values are in range; `roll.check` decides if the values fit together.
 """
 
 from __future__ import annotations

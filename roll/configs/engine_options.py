@@ -1,8 +1,9 @@
 """The options of engines and trainers that the arithmetic reads, with their allowed values, declared once.
 
 `strategy_config` goes to the engine unchanged, and each strategy knows its own option names. But ranks and memory are
-computed from some options before an engine is asked, even if it is not installed. `rules_options` checks these options,
-and the arithmetic reads them only through `Options`. It rejects undeclared names, so no option is read unchecked.
+computed from some options before an engine is asked, even if it is not installed. `roll.check.rules` checks these
+options, and the arithmetic reads them only through `Options`. It rejects undeclared names, so no option is read
+unchecked.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """Errors of a configuration that cannot work: every problem at once, each with its path and a remedy.
 
-The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2.
-
-Keys that users bring from other toolkits, mainly from ROLL, and what to write instead.
-
-`docs/migration/roll.md` has the same information in tables. The nearest name of ours would often be a wrong guess, so
-these suggestions come first.
-
-Wording of messages: how they format values and suggest names; secrets are masked here too.
-
-A key is secret by its name. Its value appears in no message and in no saved configuration.
-
-Hints with the nearest valid name, for messages about data sets, domains and verifiers.
+The command line turns a `ConfigError` into exit code 2 and a plain message; nothing else ever becomes exit code 2. A
+key that users bring from another toolkit, mainly from ROLL, gets its replacement (`docs/migration/roll.md` has the same
+in tables); the nearest name of ours would often be a wrong guess. A key is secret by its name: its value appears in no
+message and in no saved configuration.
 """
 
 from __future__ import annotations

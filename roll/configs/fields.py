@@ -1,9 +1,4 @@
-"""How a key is declared: its help text, its range, its default.
-
-The range of numbers that a setting accepts.
-
-Declaration of a key: its help text, and the range of its number.
-"""
+"""How a key is declared: its help text, the range of its number, its default."""
 
 from __future__ import annotations
 

@@ -1,28 +1,14 @@
 """From a YAML file and overrides to a typed configuration, or to every problem at once.
 
-Validation errors in plain words: what is wrong at which path, and what would be right.
-
-An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A key known from
-another toolkit gets its replacement. A wrong value gets the expected type. If several readings of one value fail, one
-problem is reported.
-
-Loading: from a YAML file and overrides to a typed configuration, or to every problem at once.
-
 Order: read, lay the file over the defaults, apply `dotted.key=value` overrides, resolve `${...}`, validate against the
-dataclasses. Nothing is executed, nothing heavy is imported, and no key is silently ignored. `checks.py` decides if the
-values fit together.
+dataclasses. Nothing is executed, nothing heavy is imported, and no key is silently ignored. Plain values follow YAML
+1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A repeated key, a tag such as `!!python/object` and
+an alias that grows without bound are reported with line and column.
 
-The schema read as data: the keys with their paths, and their types in words.
-
-The loader, the checks and the reference page all walk the same dataclasses through these functions. A key added to
-`schema` is therefore validated, suggested and documented without another line anywhere. Paths are written as
-``rewards.math.tag_included[0]``.
-
-YAML in and out, as data only.
-
-Plain values follow YAML 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A repeated key, a tag such
-as `!!python/object` and an alias that grows without bound are reported with line and column, all at once. Nothing in a
-file is ever executed.
+An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A wrong value
+gets the expected type. If several readings of one value fail, one problem is reported. The loader, the checks and the
+reference page all walk the same dataclasses, so a new key is validated, suggested and documented without another line
+anywhere.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""The roles that run a model, and the arguments that they share.
-
-Arguments that roles share: model, training, data, sampling and engine.
-
-Names that a configuration may use for things registered elsewhere; a test compares both sides.
-
-The roles that run a model on devices, and the keys that each of them does not read.
-
-Settings of validation.
-"""
+"""The roles that run a model on devices, the arguments that they share, and the keys that each does not read."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""The keys of a run, and those of each pipeline.
-
-Fault injection, for tests of recovery.
-
-The devices of the run.
-
-Restarts after a failure that the run could not recover from.
-
-Transfer of new weights to the engines.
-
-The root configuration: the keys of every run, and those of each pipeline.
-"""
+"""The keys of a run, and those of each pipeline."""
 
 from __future__ import annotations
 

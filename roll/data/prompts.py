@@ -1,22 +1,11 @@
-"""The prompts of a run, rendered and checked before anything else starts.
+"""The prompts of a run: read, rendered and checked before anything else starts.
 
 `load_prompts` returns prompts that a policy can start from, or raises every problem of the data at once. The order of
-its result depends only on the files, the configuration and the seed.
-
-Sources of prompts: JSONL files and reasoning-gym's procedural tasks.
-
-Each reader returns all rows it could read and all problems it met, so that a user sees every broken line at once. Files
-are untrusted: a line that is not UTF-8, JSON or a prompt is reported with its file and number.
-
-Rendering: from a row of a data set to the text and the token ids that a policy starts from.
-
-The text that is tokenised is exactly the text in the logs. No special token is added to the data: a raw prompt that
-needs a leading token contains it, and a chat template writes its own.
-
-Loading of tokenizers: fast, and with a plain message if there is none.
-
-The configuration check renders the prompts before anything heavy starts. A folder whose tokenizer needs no class of its
-own is therefore read without importing torch (under a second). Every other tokenizer goes through `AutoTokenizer`.
+its result depends only on the files, the configuration and the seed. Files are untrusted: a line that is not UTF-8,
+JSON or a prompt is reported with its file and number. The text that is tokenised is exactly the text in the logs. No
+special token is added to the data: a raw prompt that needs a leading token contains it, and a chat template writes its
+own. A folder whose tokenizer needs no class of its own is read without importing torch (under a second); every other
+tokenizer goes through `AutoTokenizer`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """The records of a run (prompt, sample, group, batch), their form as bytes, and reproducible seeds.
 
-Lossless conversion of groups to bytes and back, so that finished rollouts outlive the process that made them.
-
-A JSON header holds everything but the arrays, which follow it. Nothing is ever unpickled. The fields of a prompt that
-only scoring needs (ground truth, metadata: any objects; messages) are left out, since a finished group has been scored.
-
-The records of a run: prompt, sample, group, batch.
-
 Everything is ragged numpy until a micro-batch is built. A sample's arrays have one entry per token of prompt plus
 response. An entry describes *that* token (its log-probability given the tokens before it), so nothing is shifted before
 a trainer shifts it. If the response mask is 0, the other arrays hold 0 (versions: -1) and have no meaning.
 
-Reproducible seeds: a run's seed and a name give the same seed on any machine, in any order.
+A finished group becomes bytes and comes back without loss, so that it outlives the process that made it: a JSON header,
+then the arrays; nothing is ever unpickled. The fields of a prompt that only scoring needs (ground truth, metadata,
+messages) are left out, since a finished group has been scored.
 
-No random generator is shared between parts of a run, so what one part draws never changes what another one sees.
+A run's seed and a name give the same seed on any machine, in any order (`derive_seed`). No random generator is shared
+between parts of a run, so what one part draws never changes what another one sees.
 """
 
 from __future__ import annotations

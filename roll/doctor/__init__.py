@@ -1,0 +1,1 @@
+"""`roll doctor`: who waits for whom in a run, and what became of it."""

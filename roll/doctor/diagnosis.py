@@ -1,19 +1,8 @@
-"""What is wrong with a run, alive or dead, as far as its files and this host can tell.
+"""What is wrong with a run, alive or dead, as far as its files and this host can tell, and what to do about it.
 
-Diagnosis of a dead run: how it ended and how to resume it.
-
-Choice between the diagnoses of a live and of a dead run. The functions are pure: all input is in the evidence.
-
-The evidence on a run, from its folder and this host. Collecting it only reads and imports nothing heavy.
-
-The evidence on a run, and the diagnosis made of it.
-
-Diagnosis of a live run: a driver in trouble, a ring of waits, a worker in trouble, or a run in which nothing moves.
-
-The surest cause is reported first. The driver uses this module too, when nothing has moved for too long
-(`explain_stall`).
-
-Texts that describe the waits of a run to a user.
+Collecting the evidence only reads and imports nothing heavy; the diagnosis is a pure function of it. The surest cause
+is reported first: of a live run, a driver in trouble, a ring of waits, a worker in trouble, or nothing that moves. The
+driver asks here too, when nothing has moved for too long (`explain_stall`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Generation engines, one folder each, and the pool of their replicas."""

@@ -4,15 +4,9 @@ An engine knows nothing of groups, batches or training steps. Each request joins
 the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
 methods belong to one event loop; an engine that computes in a thread hides it.
 
-Busy time of an engine that does not report when it computed.
-
-Options that `strategy_config` may contain for `hf_infer`. Kept apart from the engine, so that checking needs no
-torch.
-
-Facts about a model that its files tell without loading its weights.
-
-Names and shapes come from the transformers class on the meta device, which is what a trainer publishes. End tokens come
-from where transformers would look for them, so every engine ends a response at the same ones.
+`ModelFacts` are what a model's files tell without its weights: names and shapes, which are what a trainer publishes,
+and the end tokens, from where transformers would look for them, so that every engine ends a response at the same
+ones.
 """
 
 from __future__ import annotations

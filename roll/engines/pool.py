@@ -5,12 +5,10 @@ same call is the engine's sign of life. When a replica dies, its requests contin
 far, and a new process with the current weights takes its place. Restarts are counted; too many stop the run with the
 last cause. Weights reach the replicas one after the other, and each update is verified by checksums.
 
-A response assembled from the output of several engines. An engine's death loses no token that it had reported.
-
-Each attempt requests what is still missing: the prompt plus the tokens so far, at the next position of the request's
-random stream, from an engine whose weights are at least as new as those of the last token. Versions therefore never
-decrease along a response, every token is at least as new as the request demands, and a continued response is sampled
-exactly like an uninterrupted one.
+Each attempt of a response requests what is still missing: the prompt plus the tokens so far, at the next position of
+the request's random stream, from an engine whose weights are at least as new as those of the last token. Versions
+therefore never decrease along a response, every token is at least as new as the request demands, and a continued
+response is sampled exactly like an uninterrupted one.
 """
 
 from __future__ import annotations

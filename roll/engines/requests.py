@@ -1,28 +1,15 @@
-"""Admission to an engine: first come, first served while slots are free, and nothing enters while the gate is shut.
+"""The requests of an engine that computes in its own processes: waiting outside, admitted, and their tokens.
 
-The engine does not know the requests that wait here. A weight update therefore never waits for them, and each begins
-with the weights and the cache that the engine has when it enters.
+Admission is first come, first served while slots are free, and nothing enters while the gate is shut. The engine does
+not know the requests that wait here, so a weight update never waits for them. Every such engine meets the same cases:
+an abort that arrives before the request is inside, a request that must leave and enter again before all others, a drain
+that is interrupted. They are handled here once; the content of the messages is left to the engine's own module.
 
-The requests of an engine that computes in its own processes: known, waiting, or inside the engine.
-
-Every engine that is driven by messages meets the same cases: an abort that arrives before the request is inside, a
-request that must leave and enter again before all others, a drain that is interrupted. They are handled here once. The
-content of the messages is left to the engine's own module.
-
-Checks of a weight update: that it is complete and fits before it is loaded, and which tensors to read back
-afterwards.
-
-The response to one request inside an engine process, as its tokens arrive.
-
-The engine reports a few tokens at a time. It reports which weights produced which tokens only when the request
-ends; until then each token carries a version that is never too new. Stop strings are matched here, token by token and
-across the seam of a continued response, as in every other engine of this project.
-
-Stop strings: detects token by token when a response contains one, without decoding the whole text again.
-
-A tokenizer decodes a token differently at the start of a text than inside it, and a character may be spread over
-several tokens. A few earlier tokens are therefore decoded along with the new ones, and unfinished characters are
-decoded again.
+The engine reports which weights produced which tokens only when the request ends; until then each token carries a
+version that is never too new. Stop strings are matched here, token by token and across the seam of a continued
+response, without decoding the whole text again. A tokenizer decodes a token differently at the start of a text than
+inside it, and a character may be spread over several tokens, so a few earlier tokens are decoded along with the new
+ones.
 """
 
 from __future__ import annotations

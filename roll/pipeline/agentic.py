@@ -1,16 +1,14 @@
-"""The rollout side of the agentic pipeline: environments in worker processes, and the managers of episodes.
+"""The rollout side of the agentic pipeline: groups of episodes, and validation in environments.
 
-Validation in environments: a fixed set of seeds, one pinned policy version.
+A group is the episodes of one environment seed, all at once, each a chain of requests. Everything random derives from
+(run seed, group id, episode index, turn), so a group can be generated again. If an episode fails through the fault of
+its environment, a spare episode replaces it. When the spare episodes are used up, the group fails with all causes. An
+episode that was lost with its process, perhaps through another episode's fault, restarts. No episode is left out for
+being slow.
 
-It runs inside the stage that publishes weights, so no newer version can arrive before it ends. A group whose
-environments keep failing is left out, counted and reported. If no group is left, the validation fails.
-
-Rollout of an agentic group: episodes of one environment seed, all at once, each a chain of requests.
-
-Everything random derives from (run seed, group id, episode index, turn), so a group can be generated again. If an
-episode fails through the fault of its environment, a spare episode replaces it. When the spare episodes are used up,
-the group fails with all causes. An episode that was lost with its process, perhaps through another episode's fault,
-restarts. No episode is left out for being slow.
+Validation is a fixed set of seeds at one pinned policy version. It runs inside the stage that publishes weights, so no
+newer version can arrive before it ends. A group whose environments keep failing is left out, counted and reported. If
+no group is left, the validation fails.
 """
 
 from __future__ import annotations

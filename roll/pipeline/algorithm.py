@@ -1,17 +1,12 @@
-"""Conversion of a batch's scores to advantages: reward shaping, then the estimator.
-
-The algorithms of a run, built from its configuration: policy loss, correction, reward shaping, advantages.
+"""The algorithms of a run, built from its configuration, and what they do to the batch of a training step.
 
 A combination is refused here, with the reason, if a part of it would have no effect, act twice, or train on stale
 tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`traits`),
 not from its name.
 
-The batch of one training step, which the stages of a pipeline fill in as it passes through them.
-
-Off-policy correction of a batch, before its first update.
-
-Weights and rejection come from the distance between two policies: the trainer's at that moment (proximal) and the one
-that sampled (behaviour).
+The stages fill in a batch as it passes through them: scores become rewards and advantages, and before the first update
+the correction weighs or rejects tokens by the distance between the trainer's policy at that moment (proximal) and the
+one that sampled (behaviour).
 """
 
 from __future__ import annotations

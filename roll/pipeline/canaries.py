@@ -1,12 +1,9 @@
-"""The log-probability parity check: which weight updates are checked, and the trainer's scores of the canary sequences.
+"""The log-probability parity check of a run: which weight updates are checked, and the alarm on differences.
 
 The trainer scores the sequences right after its weights are gathered, and the engines after they have loaded them
-(`InferencePool.publish`). Both therefore score with the same version.
-
-The alarm on the log-probability difference between trainer and engine at equal weights.
-
-It reads `mismatch/abs_mean`, which a training step measures anyway. A step without tokens of equal version measures
-nothing and raises no alarm. Then only the log-probability parity check of the weight update is left.
+(`InferencePool.publish`). Both therefore score with the same version. The alarm reads `mismatch/abs_mean`, which a
+training step measures anyway. A step without tokens of equal version measures nothing and raises no alarm. Then only
+the parity check of the weight update is left.
 """
 
 from __future__ import annotations

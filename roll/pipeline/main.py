@@ -1,15 +1,13 @@
-"""The worker processes of a run: started together, killed together.
-
-They start at once because each process spends seconds on imports, and the slowest one decides when the first step can
-begin. Roles that share devices load their models in turn, and each leaves the devices before the next one comes: an
-engine that sizes its caches by the free memory must not find a trainer there. `shutdown` leaves no process behind,
-whatever happens during start or run.
-
-A run, top to bottom: start the roles, wire the stages, let them run.
+"""A run, top to bottom: start the roles, wire the stages, let them run.
 
 Synchronous, one-step-off and fully asynchronous runs are this same code; they differ in how far the scheduler may run
 ahead. Colocated and split runs differ in which roles share a device lock. RLVR and agentic runs differ in their rollout
 side.
+
+The worker processes start at once because each spends seconds on imports, and the slowest one decides when the first
+step can begin. Roles that share devices load their models in turn, and each leaves the devices before the next one
+comes: an engine that sizes its caches by the free memory must not find a trainer there. `shutdown` leaves no process
+behind, whatever happens during start or run.
 """
 
 from __future__ import annotations

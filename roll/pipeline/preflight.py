@@ -1,11 +1,8 @@
-"""Preflight of the agentic pipeline: its environments, their managers, and a template that can write turns.
+"""Checks of everything that can be known to be wrong before Ray or a model starts.
 
-Preflight: checks of everything that can be known to be wrong before Ray or a model starts.
-
-The configuration's own checks come first. Then its names are looked up: the cluster, the needs of the rollouts (one
-module per pipeline), algorithms, stages, worker classes and engine options. All problems are reported at once.
-
-Preflight of RLVR: prompts and verifiers, found and checked against each other.
+The configuration's own checks come first. Then its names are looked up: the cluster, the needs of the rollouts (prompts
+and verifiers, or environments, managers and a template that can write turns), algorithms, stages, worker classes and
+engine options. All problems are reported at once.
 """
 
 from __future__ import annotations

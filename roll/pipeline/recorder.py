@@ -1,15 +1,10 @@
-"""Episodes to look at: the best, the worst and a random one of each tag and validation.
-
-Each is written as text, PNG (beginning and end) and animated GIF.
-
-Conversion of groups to the readable records of `samples.jsonl`: texts, and the version and advantage of tokens.
-
-The functions are pure. Decoding token by token takes some milliseconds per sample, so they are called in a thread.
-
-The recorder of a run: metrics, timeline, samples, summary and console in one place.
+"""The recorder of a run: metrics, timeline, samples, episodes to look at, summary and console in one place.
 
 Stages report their results to it; it knows nothing of how they work. Shares and rates are over the wall-clock time
-between the ends of two consecutive steps.
+between the ends of two consecutive steps. Groups become the readable records of `samples.jsonl`: texts, and the version
+and advantage of tokens. Decoding token by token takes some milliseconds per sample, so it is done in a thread. The
+best, the worst and a random episode of each tag and validation are written as text, PNG (beginning and end) and
+animated GIF.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
-"""The difference between two configurations, with a judgement for each key: what may a resumed run change?
+"""Resumption of an interrupted run: where it resumes, if this configuration may resume it, and automatic restarts.
 
-Most keys say how a run is carried out and may change freely. Some say what is learned: changing them makes the rest of
-the run a different experiment, so the user must confirm it. A few fix the meaning of numbers in a checkpoint; with
-other values these would mean something else.
+The newest whole checkpoint counts; damaged ones are reported and passed over. Records in the run directory of later
+steps are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted: the run has yet
+to show that it can start, and the user may have named the wrong checkpoint. The headers of files tell whether a
+checkpoint is of the model that is to be trained before any model loads, if the model is a folder. For a model on a hub,
+the trainers find it out.
 
-Automatic restarts of a failed run: when it restarts, and with which configuration.
+Each changed key is judged. Most keys say how a run is carried out and may change freely. Some say what is learned:
+changing them makes the rest of the run a different experiment, so the user must confirm it. A few fix the meaning of
+numbers in a checkpoint; with other values these would mean something else.
 
 Failures count as consecutive if there is no new checkpoint between them. A long run may therefore fail now and then as
 long as it makes progress, and a run without progress ends. Interrupted runs do not restart, nor does a run that was
 refused before its first attempt. A later attempt that is refused counts as a failure.
-
-Resumption of an interrupted run: where it resumes, and if this configuration may resume it.
-
-The newest whole checkpoint counts; damaged ones are reported and passed over. Records in the run directory of later
-steps are moved aside, so that metrics, samples and checkpoints tell one history. They are not deleted: the run has yet
-to show that it can start, and the user may have named the wrong checkpoint.
-
-Check that a checkpoint is of the model that a resumed run is to train.
-
-The headers of files tell this before any model loads, if the model is a folder. For a model on a hub, the trainers find
-it out.
 """
 
 from __future__ import annotations

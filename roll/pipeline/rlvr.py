@@ -1,6 +1,6 @@
-"""The rewards of a run: verifiers and judges in processes without devices, reward models on the run's devices.
+"""The rollout side of RLVR: prompts are sampled, responses are judged by verifiers, judges and reward models.
 
-The rollout side of RLVR: prompts are sampled, responses are judged by verifiers and reward models.
+Verifiers and judges run in processes without devices, reward models on the run's devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Rollout of one RLVR group: sample the prompt n times and judge each response.
 
 Everything random derives from (run seed, group id, sample index, turn), so a group can be generated again.
-
-Conversion of the configured sampling to the engine's parameters.
 """
 
 from __future__ import annotations

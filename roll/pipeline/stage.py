@@ -1,20 +1,14 @@
-"""The bounded channel between two stages.
-
-It has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches the
-rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
-producer that fails leaves its channel open, and the graph cancels the consumer.
-
-The stage: a small state machine with its own consume-produce loop.
+"""The stage, a small state machine with its own consume-produce loop, and the channels between stages.
 
 Every change of state is recorded with its time. That record is the timeline, the idle shares and the hang report. A
 stage that raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
 
-The registry of stages, with which a run can replace a built-in stage by one of its own.
+A channel has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches
+the rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
+producer that fails leaves its channel open, and the graph cancels the consumer.
 
 A custom stage subclasses the built-in stage that it replaces and is built with the same arguments. It is registered
 with `register_stage`, or named as `package.module:Class` in the `stages` section of the configuration.
-
-Counter of completed training steps, for a stage that must not run ahead of them.
 """
 
 from __future__ import annotations

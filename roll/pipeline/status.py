@@ -1,8 +1,7 @@
-"""The deadline of a run in which nothing moves: it fails with a report of its waits.
+"""The current state of a run, for `status.json`, `roll doctor` and the watch over a run in which nothing moves.
 
-The current state of a run, for `status.json`, for the stall watch and so for `roll doctor`.
-
-All stages, waits and workers are read in one turn of the event loop, so the picture is of one instant.
+All stages, waits and workers are read in one turn of the event loop, so the picture is of one instant. A run that
+stands still for too long fails with a report of its waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """`roll report`: the outputs of a run as one page that opens anywhere, without a network or a server.
 
-Reading (`run_files`), choosing and thinning out (`panels`, `lanes`, `excerpts`), judging (`findings`) and writing
-(`page`) are separate modules. Numbers on the page are those of the files and are never rounded before they are
-embedded. The page says what was left out to keep it small.
+Numbers on the page are those of the files and are never rounded before they are embedded. The page says what was left
+out to keep it small.
 """

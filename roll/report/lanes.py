@@ -1,9 +1,8 @@
-"""Choice of the samples on the page: as many as fit, from steps spread over the run, long texts cut.
-
-The timeline as lanes: the states of each stage and worker over time, their shares, and a drawing of bounded size.
+"""The timeline as lanes (states of each stage and worker over time) of bounded size, and the samples that fit.
 
 Shares are taken from all spans. The latest spans are drawn exactly, as many as fit. For the time before them, each lane
-gives the share of each state in each short interval.
+gives the share of each state in each short interval. Samples are taken from steps spread over the run, long texts
+cut.
 """
 
 from __future__ import annotations

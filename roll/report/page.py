@@ -1,12 +1,8 @@
-"""`roll report`: the page of a run, finished or not.
-
-Exit code 0: the page is written. 1: it cannot be written. 2: the folder holds no run. The run's own files are only
-read.
-
-The page: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
+"""`roll report`: one HTML file with its styles, its script and all its data inside, which loads nothing from anywhere.
 
 A content security policy names the style sheet and the script by their hashes. Nothing else runs, whatever a model has
-written, and the script writes text as text, never as markup.
+written, and the script writes text as text, never as markup. The run's own files are only read. Exit code 0: the page
+is written. 1: it cannot be written. 2: the folder holds no run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The verifier `code`: it runs the program of a response in the sandbox against the prompt's tests.
 
 A fault of the program (an exception, too much time, memory or output, no program at all) only lowers the score. A fault
-of the tests or of the sandbox raises an error, so that no response is punished for it. See docs/rewards.md.
-
-The tests that a program must pass, read from a prompt's ground truth.
-
-Expected output and return values never enter the process of the program: its output is compared here. Assertions are
-the exception: they are code, and must run where the program runs.
+of the tests or of the sandbox raises an error, so that no response is punished for it. Expected output and return
+values never enter the process of the program: its output is compared here. Assertions are the exception: they are code,
+and must run where the program runs. See docs/rewards.md.
 """
 
 from __future__ import annotations

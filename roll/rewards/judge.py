@@ -1,16 +1,11 @@
-"""Client for chat completions from an OpenAI-compatible service that may be busy, slow, broken or gone.
-
-Temporary failures are retried with growing waits; permanent ones fail at once. The error names the address and the last
-cause, and never contains the key.
-
-A language model as judge: asked through an OpenAI-compatible service, its answer read as a score from 0 to 1.
+"""A language model as judge: asked through an OpenAI-compatible service, its answer read as a score from 0 to 1.
 
 The judged texts are untrusted. Each one stands between marks derived from its own checksum; to contain its mark, a text
-would have to solve for its own hash. The service is untrusted too. `chat_client` handles one that is gone or slow. An
-answer without a score in range is asked for again; after that the response fails, unless a fallback score is
-configured.
-
-Check of a judge's service before any model of the run loads: it must answer and have the judge's model.
+would have to solve for its own hash. The service is untrusted too: it may be busy, slow, broken or gone. Temporary
+failures are retried with growing waits; permanent ones fail at once. The error names the address and the last cause,
+and never contains the key. An answer without a score in range is asked for again; after that the response fails, unless
+a fallback score is configured. Before any model of the run loads, the service must answer and have the judge's
+model.
 """
 
 from __future__ import annotations

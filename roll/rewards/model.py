@@ -1,11 +1,9 @@
-"""The interface of reward models, which give each conversation a number.
+"""The interface of reward models, which give each conversation a number, and their engines by name.
 
 The score of a conversation does not depend on the others in its batch, except for rounding. A problem with one
-conversation is returned as data to its sender. An exception means that the whole call failed.
-
-Facts about a sequence classifier that its files tell, so that a wrong one is refused before anything loads.
-
-Engines of reward models by name. An engine's module, and with it torch, is imported only when it is chosen.
+conversation is returned as data to its sender. An exception means that the whole call failed. The files of a sequence
+classifier tell if it is a wrong one, so it is refused before anything loads; torch is imported only when an engine is
+chosen.
 """
 
 from __future__ import annotations

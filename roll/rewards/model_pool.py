@@ -1,6 +1,4 @@
-"""The process of one copy of a reward model.
-
-A reward model seen from the driver: it scores responses, whatever happens to its processes.
+"""A reward model seen from the driver, and the process of one copy: it scores responses, whatever happens to processes.
 
 Responses of many groups share a batch. A call ends in one of three ways: an output for every response, `RewardFailed`
 naming reward, prompt and cause, or cancellation. A process that dies or hangs is replaced. The groups in its batch are

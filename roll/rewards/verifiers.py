@@ -1,20 +1,11 @@
-"""The verifier `exact`: the response, or the part that a pattern finds, equals the ground truth.
+"""The verifiers `exact`, `math`, `numeric` and `reasoning_gym`.
 
-The verifier `math`: mathematical answers, compared by math-verify.
-
-math-verify's own time limits are off, because they would take the process's only alarm, which the worker needs.
-Expressions whose value is too large to write down (``9^{9^9}``) are rejected before sympy tries: evaluating them blocks
-the process in one long C call that no alarm can interrupt.
-
-The verifier `numeric`: the last number of the response equals the ground truth, within tolerances.
-
-Numbers are compared as fractions, so a long integer with a wrong last digit is wrong. A number of absurd size
-(thousands of digits, exponents like 1e999999999) does not count as a number, because model output is untrusted.
-
-The verifier `reasoning_gym`: procedural tasks, scored by the data set that generated them.
-
-The prompt's ground truth is the task's whole entry. Its metadata names the data set and its arguments
-(`roll.data.prompts.read_reasoning_gym` writes both).
+Model output is untrusted. `numeric` compares fractions, so a long integer with a wrong last digit is wrong, and a
+number of absurd size (thousands of digits, exponents like 1e999999999) does not count as a number. `math` rejects
+expressions whose value is too large to write down (``9^{9^9}``) before sympy tries: evaluating them blocks the process
+in one long C call that no alarm can interrupt. math-verify's own time limits are off, because they would take the
+process's only alarm, which the worker needs. The ground truth of `reasoning_gym` is the task's whole entry; its
+metadata names the data set and its arguments (`roll.data.prompts.read_reasoning_gym` writes both).
 """
 
 from __future__ import annotations

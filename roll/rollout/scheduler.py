@@ -1,6 +1,4 @@
-"""The scheduler's records, settings and errors.
-
-The scheduler: keeps as many groups in flight as the plan allows, and hands them out batch by batch.
+"""The scheduler: keeps as many groups in flight as the plan allows, and hands them out batch by batch.
 
 The decisions are made in `admission.py`, `buffer.py` and `ledger.py`; this file owns the tasks. Every rollout runs
 inside `run`, so none outlives it. All groups that one event allows are started at once, in order, without an await in

@@ -1,0 +1,1 @@
+"""Ray: the processes of a run, their devices, locks and deadlines."""

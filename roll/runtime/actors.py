@@ -1,25 +1,17 @@
-"""The errors of Ray that mean that an actor's process is gone.
-
-Ray has no common class for them: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
-`RayActorError`. Rewards, environments and workers all need this list but do not import each other, so it is kept here.
-
-Deadlines that pause while the engines sleep: a request is not charged for time when another role has the devices.
-
-The workers of one role, as the driver sees them.
+"""The worker processes of a role: Ray actors, their calls, their signs of life, and what happens when one dies.
 
 Every wait ends with the answer, the worker's own error, its death, or a timeout; each of these errors names the worker.
-At the end of a run workers are killed, not asked to stop, so none outlives it.
+At the end of a run workers are killed, not asked to stop, so none outlives it. Deadlines pause while the engines sleep:
+a request is not charged for time when another role has the devices.
 
-Signs of life of the worker processes, and the line of code that each one is in.
+In a worker, heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray
+resolves that call with an error as soon as the process ends, so a death is noticed and named without polling. Ray has
+no common class for such errors: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
+`RayActorError`; `ACTOR_DEATHS` lists them.
 
-The driver asks each worker every few seconds. A thread that does nothing else answers, so a worker that computes for
-minutes still answers. The answer also says how long the worker's event loop has been stuck, and where in the program.
-No answer at all means that the process is stopped, gone or unreachable.
-
-The process of one worker: a Ray actor around one strategy.
-
-Heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray resolves
-that call with an error as soon as the process ends, so a death is noticed and named without polling.
+Every few seconds the driver also asks each worker for a sign of life. A thread that does nothing else answers, so a
+worker that computes for minutes still answers. The answer says how long the worker's event loop has been stuck, and
+where in the program. No answer at all means that the process is stopped, gone or unreachable.
 """
 
 from __future__ import annotations

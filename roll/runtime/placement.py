@@ -1,15 +1,13 @@
-"""Free TCP ports for processes that connect later.
+"""The devices of a run in a Ray cluster, and ports for processes that connect later.
+
+Device ``i`` lives on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per
+node, so a run either gets its devices or fails at the start and says what is missing. Workers of several roles may then
+share a device: they take no Ray resources beyond the reservation, and see exactly their own devices.
 
 A port is chosen now, sent to other processes, and opened seconds or minutes later. In between, an outgoing connection
 could take a port from the range that the system uses for them (on Linux 32768 to 60999 by default), and the run would
 fail with "address already in use". The port therefore comes from below that range, above the ports that Ray gives to
 its workers (10002 to 19999) and below those that Kubernetes gives to services (30000 to 32767).
-
-Mapping of device numbers to places in a Ray cluster.
-
-Device ``i`` lives on node ``i // num_devices_per_node``. All devices of a run are reserved at once, one bundle per
-node, so a run either gets its devices or fails at the start and says what is missing. Workers of several roles may then
-share a device: they take no Ray resources beyond the reservation, and see exactly their own devices.
 """
 
 from __future__ import annotations

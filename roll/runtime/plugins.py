@@ -1,13 +1,8 @@
-"""Keyword arguments from a configuration, converted to the types that a user's function or class asks for.
-
-Import of user code that a configuration names as `package.module:attribute`.
+"""Users' code: its import by `package.module:attribute`, and its arguments, converted to the types that it asks for.
 
 Importable are installed packages, `PYTHONPATH` and the working folder. A console command does not search the working
 folder by itself, but a user who writes a file beside the configuration expects it to be found. All processes of a run
 find the same modules, and relative paths mean the same to them, even if their Ray was started elsewhere.
-
-Turns a registered name into a strategy's class. The class is imported only now, so naming a strategy costs
-nothing.
 """
 
 from __future__ import annotations

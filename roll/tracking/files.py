@@ -1,9 +1,8 @@
-"""Files that stay readable after a crash, and errors that say which file could not be written.
+"""Files that stay readable after a crash, errors that say which file could not be written, and printing.
 
 A file is either replaced as a whole (the old content stays until the new one is on disk) or grows by whole lines, each
-flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it.
-
-Printing to a reader that may be gone (`| head`, a closed terminal) or to a full disk.
+flushed. A reader therefore meets at most one torn line, at the end, and knows to skip it. The reader of what is printed
+may be gone (`| head`, a closed terminal), or its disk full.
 """
 
 from __future__ import annotations

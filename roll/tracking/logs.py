@@ -1,19 +1,15 @@
-"""Captured native output: everything that libraries print goes to one file per process, from Python or native code.
+"""Logs of a run: a file per role without secrets, captured native output, and warnings on the driver's terminal.
+
+Redaction looks for names (``api_key: …``, ``HF_TOKEN=…``) and for the values of such environment variables, wherever
+they occur in a text. It is a safety net for logs, not a reason to print secrets.
 
 Engines, Ray and compilers write to the file descriptors of a process and of its children, bypassing `logging`. A
 process of a role redirects both descriptors for good. The driver redirects them for the length of a run and keeps a way
 to its terminal for Python, so that output of our own code or of a user's stage is still seen.
 
-Console output for processes that have no console: lines of the run's log files, with the role in front.
-
-It shows warnings and errors of this project and errors of libraries, or everything if asked. A thread of the driver
-reads the growth of the files. It reads and shows a bounded amount and counts the rest, so a role that logs a thousand
-times a second costs a few lines. Roles on other hosts are seen if they write to the same folder.
-
-Quiet, complete logging without secrets: a file per role, and only warnings on the driver's terminal.
-
-Redaction looks for names (``api_key: …``, ``HF_TOKEN=…``) and for the values of such environment variables, wherever
-they occur in a text. It is a safety net for logs, not a reason to print secrets.
+A thread of the driver reads the growth of the files and shows warnings and errors of this project and errors of
+libraries, or everything if asked, with the role in front. It shows a bounded amount and counts the rest, so a role that
+logs a thousand times a second costs a few lines. Roles on other hosts are seen if they write to the same folder.
 """
 
 from __future__ import annotations

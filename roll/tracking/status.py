@@ -1,21 +1,15 @@
-"""The watch over a driver that is stuck or does not end: when to interrupt it, and when to kill it.
-
-It is pure: the caller looks every second and reports what it saw. Only watched time counts. A pause of the whole
-process (SIGSTOP, a laptop that sleeps) or a changed clock is no reason to end a run.
-
-Facts of a process on this host: if it still exists, and if it is the same one.
-
-Positions of threads and tasks as one line of the program: the innermost frame outside of libraries.
-
-That line says more about a hang than the frames inside the library. The function that hangs in the library is added.
-
-`status.json`: the present state of a run, for a reader in another process.
+"""`status.json`: the present state of a run, for a reader in another process; and the watch over a stuck driver.
 
 A thread of its own rewrites the file every second. The file therefore tells a working driver from one that is busy,
-that is gone, or whose event loop is stuck (and where). A watch on the event loop cannot end a run whose event loop is
-stuck, and the file's own disk may hang, so a second thread does that (`driver_watch`). The file holds the last known
-state, bounded however large the run is, and stays when the run ends. It is not essential: a failed write is logged and
-tried again.
+that is gone, or whose event loop is stuck (and where). The file holds the last known state, bounded however large the
+run is, and stays when the run ends. It is not essential: a failed write is logged and tried again.
+
+A watch on the event loop cannot end a run whose event loop is stuck, and the file's own disk may hang, so a second
+thread interrupts or kills a driver that does not end. Only watched time counts: a pause of the whole process (SIGSTOP,
+a laptop that sleeps) or a changed clock is no reason to end a run.
+
+The position of a thread or task is one line of the program: the innermost frame outside of libraries, which says more
+about a hang than the frames inside. The function that hangs in the library is added.
 """
 
 from __future__ import annotations

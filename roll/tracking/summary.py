@@ -1,12 +1,8 @@
-"""`samples.jsonl`: a few readable rollouts per step and per validation, for users to read.
+"""`summary.json`, the state of the run in one small file, and `samples.jsonl`, a few readable rollouts per step.
 
-Each sample also has a bounded number of single tokens, with their policy versions and advantages. Equal neighbouring
-values are written once.
-
-`summary.json`: the state of the run in one small file that is true at every moment.
-
-It says ``running`` from the start, so a run that is killed at once never looks like a success. Once a failure is
-recorded, nothing turns it into a success.
+The summary is true at every moment. It says ``running`` from the start, so a run that is killed at once never looks
+like a success. Once a failure is recorded, nothing turns it into a success. Each sample also has a bounded number of
+single tokens, with their policy versions and advantages. Equal neighbouring values are written once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Spans of work in wall-clock time, so that they fit on the timeline of another process.
-
-Only the recent past is kept. A reader that asks once per step sees all of it, unless a step has more separate spans
-than are kept; then the beginning of that step is missing. Safe between threads.
-
-The timeline: one record of states over time, for the timeline file, idle shares and the present states.
+"""The timeline: one record of states over time, for the timeline file, idle shares and the present states.
 
 Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
 the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Only
 the recent past is kept in memory. Not thread-safe: the driver's event loop is the one writer.
+
+A worker records its busy spans in wall-clock time, safe between threads, for a reader that asks once per step. If a
+step has more separate spans than are kept, its beginning is missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`metrics.jsonl`: one JSON object per step, valid JSON for any metric values, readable after any crash.
+"""`metrics.jsonl` and TensorBoard: the trackers that the driver writes itself, on disk when `log` returns.
 
-Trackers that the driver writes itself, and that a run needs: files, on disk when `log` returns.
-
-TensorBoard events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or
-fail are run by `roll.tracking.plugins`.
+`metrics.jsonl` has one JSON object per step, valid JSON for any metric values, readable after any crash. TensorBoard
+events are written with TensorBoard's own writer, so the driver needs no torch. Libraries that may hang or fail are run
+by `roll.tracking.plugins`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Trainers, and the parts that all of them share."""

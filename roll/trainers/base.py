@@ -1,17 +1,9 @@
-"""The interface of every trainer, one object per rank.
+"""The interface of every trainer, one object per rank, and the arguments from which it is built.
 
 A call is collective: all ranks make it with the same batch, each computes its share, and the result is the same as that
 of one rank with all samples. Losses are normalised over the whole batch of the call, so neither the number of ranks nor
-the split into micro-batches changes the gradient.
-
-Options that `strategy_config` may contain for `fsdp2_train`. Kept apart from the trainer, so that checking is
-quick.
-
-Options that `strategy_config` may contain for `hf_infer` as the reference. Kept apart, so that checking is quick.
-
-Converts wrong options of a trainer to problems of the configuration.
-
-The arguments from which every trainer is built.
+the split into micro-batches changes the gradient. The options of `fsdp2_train`, and of `hf_infer` as the reference,
+are here and not beside the trainers, so that checking them imports no torch.
 """
 
 from __future__ import annotations

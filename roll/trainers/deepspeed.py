@@ -3,12 +3,8 @@
 DeepSpeed shards, communicates and steps. Choosing the tokens that count, normalising the loss, the schedule and the
 accounting are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer
 states are float32; computing is in the configured precision. An update whose gradient is not finite is skipped and
-reported. Dropout is off.
-
-Starts DeepSpeed on a model that is loaded already.
-
-DeepSpeed takes its kind of device and its local rank from the environment only. Both are set here, in a process that
-trains nothing else.
+reported. Dropout is off. DeepSpeed takes its kind of device and its local rank from the environment only; both are set
+here, in a process that trains nothing else.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
-"""The output head of a model, which can return something smaller than logits for one forward pass.
+"""A Hugging Face model as trainers use it: loaded, prepared, with an output head that need not return logits, exported.
+
+Weights are read from safetensors only, never from pickles. An export is complete: weights (safetensors), configuration,
+generation settings and the tokenizer's files. It can be loaded from its folder alone. It is copied while training
+pauses, and written while training continues.
 
 Logits of a large vocabulary are the largest tensor of training. The loss needs only two numbers per position from them,
 and those can be computed inside the head. They must be computed there: sharded weights are gathered only inside the
 forward pass of the whole model, and gradients flow back only from what that pass returns. The head keeps its
-parameters, so names, tying, sharding and exports do not change.
-
-Some models change logits after the head (a cap, a scale, a bias). They would also change the two numbers, so each model
-is first tested: does it return what its head returned? If not, full logits are used.
-
-Loads models in Hugging Face format. Weights are read from safetensors only, never from pickles.
-
-Exports of models in Hugging Face format: copied while training pauses, written while it continues.
-
-An export is complete: weights (safetensors), configuration, generation settings and the tokenizer's files. It can be
-loaded from its folder alone.
-
-Prepares a Hugging Face model for a trainer that keeps its modules, whichever engine shards them afterwards.
+parameters, so names, tying, sharding and exports do not change. Some models change logits after the head (a cap, a
+scale, a bias). They would also change the two numbers, so each model is first tested: does it return what its head
+returned? If not, full logits are used.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""AdamW and its learning-rate schedule, from training arguments.
+"""AdamW and its learning-rate schedule, and one rank among the others: its device and its process group.
 
 Weight decay spares biases, norms and other vectors. The learning rate is a pure function of the number of optimizer
 steps taken. No step is wasted at rate 0: warm-up reaches the peak at its last step, and decay ends one step after the
-last.
-
-One rank among the others: its device and its process group.
-
-Every trainer uses this code, so that a rank is found where the others expect it, and a collective that gets no answer
-fails after a configured time.
+last. A collective that gets no answer fails after a configured time.
 """
 
 from __future__ import annotations

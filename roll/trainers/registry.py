@@ -1,6 +1,6 @@
 """Trainers by the name that ``strategy_args.strategy_name`` uses.
 
-A strategy is imported when it is built, so naming one costs nothing. A new trainer is a new file and one line here.
+A trainer is imported when it is built, so naming one costs nothing. A new trainer is a new file and one line here.
 """
 
 from __future__ import annotations

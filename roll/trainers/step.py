@@ -1,14 +1,10 @@
-"""Turns ragged samples into padded or packed micro-batches, split over ranks.
+"""One optimizer step, independent of any engine: ragged samples become micro-batches, and a loss over the whole batch.
 
-A plan is a pure function of the lengths, so all ranks make the same one. Ranks get about equally many tokens and
-exactly equally many micro-batches, because sharded models need matching collectives. Padding is on the right. Only this
-module shifts tokens against the logits that predict them. Packing changes what the model computes on, never what the
-loss sees: results return to one row per sample.
-
-One optimizer step's share of the batch, independent of any engine: which tokens count, and the loss's divisors.
-
-Both are decided once for the whole batch and equal on all ranks, so a trainer only has to run its micro-batches and add
-up.
+Which tokens count and the loss's divisors are decided once for the whole batch and equal on all ranks, so a trainer
+only has to run its micro-batches and add up. A plan of micro-batches is a pure function of the lengths, so all ranks
+make the same one. Ranks get about equally many tokens and exactly equally many micro-batches, because sharded models
+need matching collectives. Padding is on the right. Only this module shifts tokens against the logits that predict them.
+Packing changes what the model computes on, never what the loss sees: results return to one row per sample.
 """
 
 from __future__ import annotations

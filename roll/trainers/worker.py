@@ -1,9 +1,7 @@
-"""The process of one trainer rank (or of one rank of a forward-only role).
+"""The process of one trainer rank (or of one rank of a forward-only role), and its writes in the background.
 
 All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them and
 returns, so that training may continue; `send` takes their checksums and hands them over from another thread.
-
-Background writes of a worker, and their progress.
 
 The time a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so no fixed
 deadline fits. A waiting caller checks for movement instead: bytes in the file, allocated disk blocks, and bytes known

@@ -1,0 +1,1 @@
+"""The weight update, whole: buckets, buffers, transports, verification."""

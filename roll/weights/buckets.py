@@ -1,13 +1,12 @@
-"""Memory shared by processes of one host: one writes it, others map it, and it is gone when the last one has ended.
-
-The memory has no name in any file system. Other processes open it through the owner's ``/proc`` entry, so a killed
-process leaves nothing behind, and the size of a container's ``/dev/shm`` does not matter. Linux only.
-
-Model weights as bytes: a trainer packs one weight update into buckets, and an engine reads them back.
+"""Model weights as bytes: a trainer packs one weight update into buckets, and an engine reads them back.
 
 Promises: a tensor is never split, the bytes arrive unchanged in any dtype, and both sides compute the same checksum of
 the same tensor. Packing copies each tensor once, casting on the way, straight into the given memory. Weights travel as
 raw bytes with a header, never as pickles.
+
+`MemoryFile` is memory shared by processes of one host: one writes it, others map it. It has no name in any file system;
+other processes open it through the owner's ``/proc`` entry, so a killed process leaves nothing behind, and the size of
+a container's ``/dev/shm`` does not matter. Linux only.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The trainer's part of a weight update, on every rank: gather into a buffer, hand over, push.
-
-There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
-them from there. With a push, copies stay on the devices and the engine library's own transfer sends them, engine by
-engine.
-
-Weight update: from the trainer's tensors to the engine's, with proof that they are the same.
+"""Weight update: from the trainer's tensors to the engine's, with proof that they are the same.
 
 Gather copies the weights into the transport's memory (brief, collective). Send takes their checksums and hands them
 over in the background. Load happens in the engine. Before the engine serves a request, its weights are compared with
 those that the trainer gathered: version, number of parameters, and the checksum of each tensor over all its bytes. A
 tensor that the engine cannot read back is not compared. A difference names the tensor and stops the run.
+
+There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
+them from there. With a push, copies stay on the devices and the engine library's own transfer sends them, engine by
+engine.
 """
 
 from __future__ import annotations

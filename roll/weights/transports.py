@@ -1,32 +1,20 @@
-"""Checkpoints on disk: one folder of safetensors files per version, for hosts that share only a file system.
+"""Transports of weight updates: shared memory, Ray's object store, checkpoints on disk. A new one is one line below.
 
-A folder appears complete, by one rename, and is deleted when its version is released. Readers map the files; an engine
-can keep reading a file after it was deleted.
+A transport has two ends: memory that the trainer gathers into, and buckets that the engine loads from. A sender lives
+as long as its trainer and keeps one set of memory per buffer of the double buffer. First touching memory costs several
+times as much as copying into it, so it is allocated once and reused. `roll.weights.buffers` decides which buffer is
+free; a sender writes where it is told to.
 
-The folder of published weights that travel as files, and its cleanup.
+`shared_memory`: anonymous memory of one host (`memfd_create`), read in place. The kernel frees it when the last process
+that has it open ends, however it ends. A buffer is one file that only grows. Its first page holds the version of the
+data behind it, so an outdated handle is detected instead of read. `object_store` works everywhere, at the price of two
+more copies; each further host gets one copy from the first. `checkpoint`: one folder of safetensors files per version,
+for hosts that share only a file system. A folder appears complete, by one rename, and is deleted when its version is
+released; an engine can keep reading a file after it was deleted.
 
-Each process of a run writes into a folder of its own. It never meets the files of a process that was killed before it,
-or that is still dying on another host. The next process of the run deletes those first: everything in the run's own
-folder, and under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
-
-The two ends of a transport: memory that the trainer gathers into, and buckets that the engine loads from.
-
-A sender lives as long as its trainer and keeps one set of memory per buffer of the double buffer. First touching memory
-costs several times as much as copying into it, so it is allocated once and reused. `roll.weights.buffers`
-decides which buffer is free; a sender writes where it is told to.
-
-Ray's object store: works everywhere, at the price of two more copies (into the store and out of it).
-
-Objects live as long as their weight update is referenced. Each further host gets one copy from the first.
-
-Shared memory of one host: the trainer gathers into it, and engines read it in place.
-
-The memory is anonymous (`memfd_create`) and reached through `/proc/<pid>/fd/<fd>`. It has no name that could be left
-behind, the kernel frees it when the last process that has it open ends, however it ends, and the size of `/dev/shm`
-does not bound it. A buffer is one file that only grows. Its first page holds the version of the data behind it, so an
-outdated handle is detected instead of read.
-
-Transports of weight updates. A new transport is one file next to these and one line below.
+Each process of a run writes checkpoints into a folder of its own. It never meets the files of a process that was killed
+before it, or that is still dying on another host. The next process of the run deletes those first: everything in the
+run's own folder, and under `weight_update.checkpoint_dir` the folder that a note in the run's folder names.
 """
 
 from __future__ import annotations

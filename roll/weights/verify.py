@@ -1,13 +1,12 @@
-"""Parity-check sequences: fixed token sequences that trainer and engines score, to compare their log-probabilities.
-
-Prompts alone would only cover what the model expects to see. The pseudo-random tokens after them also reach parts of
-the distribution to which a good model gives little weight. Equal prompts and seed give equal sequences on any machine.
-
-Log-probability parity check: the trainer and each engine score the same sequences at the same weight version.
+"""Log-probability parity check: the trainer and each engine score the same sequences at the same weight version.
 
 Checksums prove that the bytes arrived. This check proves that the engine computes with them what the trainer computes.
 It finds a tensor put in the wrong place, a stale copy used instead, or a different scaling or position encoding. A mean
 difference that is above the tolerance or not finite stops the run.
+
+The sequences are prompts followed by pseudo-random tokens. Prompts alone would only cover what the model expects to
+see; the tokens after them also reach parts of the distribution to which a good model gives little weight. Equal prompts
+and seed give equal sequences on any machine.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_built_in_environments_pass_without_warnings(env_type, env_config):
 
 
 def test_the_environment_of_the_page_passes(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     (tmp_path / "my_games_of_the_page.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     report = check_env("my_games_of_the_page:Parity", {"digits": 4}, episodes=5, deadline_seconds=60)

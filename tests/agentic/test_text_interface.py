@@ -133,7 +133,7 @@ def test_a_long_wrong_value_is_shortened():
 
 
 def test_the_page_explains_every_key():
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     for key in INFO_KEYS:
         assert f"`{key}`" in page
 

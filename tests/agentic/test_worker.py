@@ -97,6 +97,6 @@ def test_loading_it_loads_no_heavy_library(module):
         f"import sys, roll.agentic.pool.{module}\n"
         "sys.exit(' '.join(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules))) or None)"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

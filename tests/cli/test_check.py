@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny import make_task, tiny_config, write_config
+from tests.pipeline.tiny import make_task, tiny_config, write_config
 
 from roll.check import needs
 from roll.cli.main import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import make_task, write_config
+from tests.pipeline.tiny import make_task, write_config
 
 from roll.cli.main import main
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import make_task
+from tests.pipeline.tiny import make_task
 
 from roll.cli.init import QUESTIONS, main
 from roll.cli.main import main as roll

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 from roll.engines.base import EngineFailed
 from roll.engines.pool import RequestError

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 from roll.engines.base import EngineFailed, TokenChunk
 from roll.engines.pool import PROGRESS_SECONDS

@@ -17,7 +17,7 @@ from tests.engines.vllm_helpers import PLACES, assert_close, make_model
 from tests.engines.vllm_owner import PROMPT, TOKENS
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.timeout(300)]
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

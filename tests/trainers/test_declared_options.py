@@ -68,7 +68,7 @@ def test_deepspeed_takes_what_is_taken(option):
 
 def test_checking_the_options_of_trainers_loads_none_of_them():
     code = (
-        "import sys; from roll.trainers import OPTION_CHECKS, train_option_check\n"
+        "import sys; from roll.trainers.registry import OPTION_CHECKS, train_option_check\n"
         "assert all(train_option_check(name)({'x': 1}, 'p') for name in OPTION_CHECKS)\n"
         "sys.exit(' '.join({'deepspeed', 'megatron', 'transformers'} & set(sys.modules)) or None)"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll import configs as schema
+from roll.configs import roles as schema
 from roll.engines.registry import INFER_STRATEGIES
 from roll.rewards.model import SCORE_STRATEGIES
 from roll.trainers.registry import FORWARD_STRATEGIES, TRAIN_STRATEGIES

@@ -1,16 +1,10 @@
 """Tools that a policy may call: their interface, the calls in its text, and tools by name or import path.
 
-The tool interface: a name, a description, a JSON schema of the arguments, and a call that returns text.
-
-A call that fails because of the policy's text returns an answer marked as an error, which the policy can read and
-correct. Exceptions are for our own mistakes.
-
-Parser for the tool calls in a policy's text. Malformed calls are reported; nothing raises, whatever the text.
-
-It reads the form that the chat templates of Hermes and Qwen teach: a JSON object with `name` and `arguments` between
-`<tool_call>` and `</tool_call>`, any number of times. On request, a fenced block of Python is a call too.
-
-Tools by name or import path, checked against their signature before anything runs.
+A tool has a name, a description, a JSON schema of its arguments, and a call that returns text. A call that fails
+because of the policy's text returns an answer marked as an error, which the policy can read and correct. Exceptions are
+for our own mistakes. The parser reads the form that the chat templates of Hermes and Qwen teach: a JSON object with
+`name` and `arguments` between `<tool_call>` and `</tool_call>`, any number of times; on request, a fenced block of
+Python is a call too. Nothing raises, whatever the text.
 
 A tool in a configuration is a name, or a mapping of `tool` and the keyword arguments of its class. A new built-in tool
 is one file and one line in `BUILT_IN`; a user's own tool is `package.module:Class`.

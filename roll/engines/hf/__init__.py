@@ -1,0 +1,1 @@
+"""`hf_infer`: the embedded engine, continuous batching over a transformers model."""

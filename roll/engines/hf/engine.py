@@ -5,16 +5,10 @@ tokens and log-probabilities of a request have the same bits whatever runs besid
 it, a prompt is prefilled only with prompts of the same padded length, and a decoding step pads rows and lengths to
 multiples for which the kernels' sums do not depend on the shape. All methods must be called from one thread.
 
-Keys and values of the running requests, one row per request, in rows 0 to n.
-
-The running rows are a compact prefix, so a decoding step attends to plain views ``[:rows, :, :kv_length]`` and gathers
-nothing. The buffers grow geometrically in rows and length, and never shrink until `release`.
-
-The running requests as a table: one row per request, arrays instead of objects, so a step needs no loop over
-requests.
-
-Rows 0 to n are in use. The last row takes the place of a row that ends, in the table and in the cache alike; the table
-reports which rows moved. It knows nothing of models.
+The running requests are a table, one row each, and so are their keys and values. Rows 0 to n are in use, and the last
+row takes the place of a row that ends. A decoding step therefore attends to plain views ``[:rows, :, :kv_length]``,
+loops over no request and gathers nothing. The buffers grow geometrically in rows and length, and never shrink until
+`release`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
-"""Attention of a decoding step on a CPU: the query heads of a group share their keys without copying them.
+"""A transformers causal language model as the engine drives it: loading, attention of decoding steps, sampling.
 
-The function is registered with transformers through its public attention interface. Only a single query token per row
-is computed here; everything else goes to transformers' own SDPA function. Promise: a row's output has the same bits for
-any other rows, any padded length (a multiple of 16) and any number of threads. The CPU kernel gives each thread a
-scratch buffer whose alignment depends on the thread, and its sums depend on the alignment, so attention of a decoding
-step runs on one thread.
+Models that the engine cannot drive correctly are refused by name before anything is generated: its promise needs a
+cache row that is a plain list of keys and values (no sliding windows, no state spaces, no position encodings that
+depend on the longest sequence).
 
-Loads a transformers causal language model for the engine and refuses models that the engine cannot drive correctly.
+Attention of a single query token per row shares the key heads of a group without copying them; everything else goes to
+transformers' own SDPA function. Promise: a row's output has the same bits for any other rows, any padded length (a
+multiple of 16) and any number of threads. The CPU kernel gives each thread a scratch buffer whose alignment depends on
+the thread, and its sums depend on the alignment, so attention of a decoding step runs on one thread.
 
-The engine promises that a request's tokens do not depend on its neighbours, and it relies on a cache row being a plain
-list of keys and values. Models that break one of the two (sliding windows, state spaces, position encodings that depend
-on the longest sequence) are refused by name before anything is generated.
-
-Token sampling: one distribution per row, one random number per token, nothing shared between rows.
-
-The random number is a hash of (seed, token index), so a request is sampled alike whatever runs beside it and wherever
-it is continued. The recorded log-probability belongs to the distribution that is really sampled from, after
-temperature, top-k and top-p. A token of probability zero is never chosen.
+Sampling draws one random number per token, a hash of (seed, token index), so a request is sampled alike whatever runs
+beside it and wherever it is continued. The recorded log-probability belongs to the distribution that is really sampled
+from, after temperature, top-k and top-p. A token of probability zero is never chosen.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""The thread in which an engine lives: commands go in through a queue, one report per step comes out.
+"""`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` protocol.
 
-Only the thread touches the engine, so the engine needs no locks. Reports are delivered by one ``call_soon_threadsafe``
-per turn, however many requests ended in it. An error that is not a command's own mistake ends the thread, and every
-waiting caller gets the cause.
-
-`hf_infer`: the embedded generation engine, transformers in a thread behind the `InferStrategy` protocol.
-
-The thread owns the model; the event loop owns the requests. They meet in two places only: a queue of commands into the
-thread, and one callback per step out of it. If the thread fails, every request and every later call fails with
-`EngineFailed` and its cause; nothing waits for a thread that has ended.
+The thread owns the model, so the engine needs no locks; the event loop owns the requests. They meet in two places only:
+a queue of commands into the thread, and one callback per step out of it, however many requests ended in that step. If
+the thread fails, every request and every later call fails with `EngineFailed` and its cause; nothing waits for a thread
+that has ended.
 """
 
 from __future__ import annotations

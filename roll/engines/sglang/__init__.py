@@ -1,0 +1,1 @@
+"""`sglang`: an adapter to SGLang's server."""

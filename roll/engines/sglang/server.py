@@ -1,11 +1,9 @@
 """SGLang's server as a child process: started, called over HTTP on the loopback address, stopped.
 
 A call that cannot reach the server raises `EngineFailed`, with the exit status if the process has ended. A call that
-the server refuses raises `CallRefused`; no refusal passes silently.
-
-The process of SGLang's server: reads its arguments as JSON from standard input and serves until its owner has ended.
-
-It is started as ``python -m``, so that SGLang's own processes, which begin by importing this module, find it again.
+the server refuses raises `CallRefused`; no refusal passes silently. The child reads its arguments as JSON from standard
+input and serves until its owner has ended. It is started as ``python -m``, so that SGLang's own processes, which begin
+by importing this module, find it again.
 """
 
 from __future__ import annotations

@@ -10,18 +10,11 @@ Written against the sources of SGLang 0.5.23, without a GPU at hand: this module
 server (tests/engines/sglang_stand_in). Not promised: equal bits, or equal samples without
 ``enable_deterministic_inference`` in `strategy_config`.
 
-A weight update as a checkpoint that SGLang reads, in memory instead of on a disk.
-
-SGLang takes weights over HTTP in several ways. This one needs no pickles (DESIGN §12) and splits tensors over GPUs by
-itself. The files are anonymous shared memory; a folder of links gives them names.
-
-A request in SGLang's terms: the body of a call to ``/generate``.
-
-The parameters decide which log-probability SGLang reports. Plain ones (``return_logprob``) are those after temperature
-and before top-k and top-p. A truncated distribution's come with the sampling mask, and only for a top-k within
-the server's limit. A request whose distribution SGLang would not report is refused.
-
-Messages of SGLang's server about a request, translated into the project's own terms.
+Weights arrive as a checkpoint in memory: the files are anonymous shared memory, and a folder of links gives them names.
+Of the ways that SGLang offers, this one needs no pickles (DESIGN §12) and splits tensors over GPUs by itself. Plain
+log-probabilities (``return_logprob``) are those after temperature and before top-k and top-p. A truncated
+distribution's come with the sampling mask, and only for a top-k within the server's limit. A request whose distribution
+SGLang would not report is refused.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""`vllm`: an adapter to vLLM's asynchronous engine."""

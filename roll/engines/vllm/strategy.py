@@ -2,18 +2,11 @@
 
 Only public interfaces are used: token ids in and out, pause and resume of generation, sleep and wake, weight updates in
 checkpoint names. vLLM computes in its own processes; this object belongs to one event loop. Requests wait outside vLLM
-until a slot is free, so no update waits for a request that has not begun.
+until a slot is free, so no update waits for a request that has not begun. A weight update is checked for being complete
+and fitting before the engine is paused.
 
 Not promised: equal bits whatever runs beside a request (vLLM's kernels depend on the batch), and the same random stream
 for a response that is continued elsewhere (it gets a stream of its own).
-
-A weight update on its way into vLLM: checks that it is complete and fits, and makes its bytes readable for vLLM.
-
-All of this happens before the engine is paused, and without vLLM.
-
-A request in vLLM's terms: its sampling parameters, seed and cache key.
-
-Messages of vLLM about a request, translated into the project's own terms.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""The contract of a plug-in tracker: a class with options that takes metrics and an end, in a process of its own.
+"""Plug-in trackers: their contract, their process, and the driver's end of it.
 
-The process of a plug-in tracker: it reads one JSON object per line and writes one for each report to the driver.
+A plug-in tracker is a class with options that takes metrics and an end. Its process reads one JSON object per line and
+writes one for each report to the driver. Everything that the library prints goes to the tracker's log. The process ends
+with the run: with the status that the driver reports, or as failed if the driver disappears. A library that hangs then
+is killed, so no process stays behind. Ids stay the same after a resume.
 
-Everything that the library prints goes to the tracker's log. The process ends with the run: with the status that the
-driver reports, or as failed if the driver disappears. A library that hangs then is killed, so no process stays behind.
+Logging never waits: a bounded queue, a thread that feeds the process, and a deadline. Records that do not fit into the
+queue are left out and counted. This is reported once when it begins and once at the end; `metrics.jsonl` has
+everything. The run continues whatever becomes of the process.
 
-The start of a run's plug-in trackers, with ids that stay the same after a resume.
-
-The driver's end of a plug-in tracker: a bounded queue, a thread that feeds a process, and a deadline.
-
-Logging never waits. Records that do not fit into the queue are left out and counted. This is reported once when it
-begins and once at the end; `metrics.jsonl` has everything. The run continues whatever becomes of the process.
-
-Plug-in trackers by name. A new one is a file with a `PlugIn` class and one line here.
-
-Classes are named, not imported, so an unused tracker costs nothing.
+Classes are named, not imported, so an unused tracker costs nothing. A new one is a file with a `PlugIn` class and one
+line here.
 """
 
 from __future__ import annotations

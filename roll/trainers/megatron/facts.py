@@ -1,13 +1,9 @@
-"""Facts that megatron-core needs about a Hugging Face model, and which models and layouts this trainer accepts.
+"""What megatron-core needs to know of a Hugging Face model, and the models, layouts and options that are accepted.
 
 Everything is judged from the configuration alone, before any weight is read. A family, a position encoding or a layout
-that would train a different model than the one in the file is refused with a sentence.
-
-Options that `strategy_config` may contain for `megatron_train`. Kept apart from the trainer, so that checking is
-quick.
-
-Keys keep the names that megatron-core and users of ROLL know. An option with which this trainer could not keep its
-promises is refused with the reason, rather than accepted and ignored.
+that would train a different model than the one in the file is refused with a sentence. Options of `strategy_config`
+keep the names that megatron-core and users of ROLL know. An option with which this trainer could not keep its promises
+is refused with the reason, rather than accepted and ignored.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Layers that megatron-core has only for GPUs with extra libraries, and the recipe that puts them into a model.
+"""One rank's part of a model in megatron-core: its configuration, its layers, and a vocabulary that ranks split.
 
-The norm works with sequence parallelism and rounds like transformers'. Attention uses PyTorch's kernels, which hold no
-matrix of scores. If Transformer Engine is used, its own layers replace these.
+Parameters are allocated without values; the checkpoint fills them. Some layers exist in megatron-core only for GPUs
+with extra libraries: the norm here works with sequence parallelism and rounds like transformers', and attention uses
+PyTorch's kernels, which hold no matrix of scores. If Transformer Engine is used, its own layers replace these.
 
-Builds one rank's part of a model: megatron-core's configuration from facts and options, and the rank's model chunks.
-
-Parameters are allocated without values; the checkpoint fills them.
-
-Log-probabilities and entropies for logits whose vocabulary is split over tensor-parallel ranks.
-
-Only maxima, sums and chosen logits travel between ranks, never logits. Rows that pad the vocabulary to a multiple of
-the ranks take no part in the distribution. Results are exact in float32, whatever the precision of the logits.
+Log-probabilities and entropies are computed from logits whose vocabulary is split: only maxima, sums and chosen logits
+travel between ranks. Rows that pad the vocabulary to a multiple of the ranks take no part in the distribution. Results
+are exact in float32, whatever the precision of the logits.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Forward and backward passes over micro-batches, by the pipeline schedule of megatron-core.
-
-Only the last pipeline stage has logits, split over its tensor-parallel ranks, so only that stage has results. All ranks
-must run equally many micro-batches, because pipelines and experts exchange tensors in each.
-
-Training state of `megatron_train`: float32 weights and moments, as parts of tensors of the Hugging Face model.
-
-The state is independent of the layout in which it was saved: each rank of another layout, or of any other trainer,
-finds its share by name. One parameter is gathered at a time, over the ranks that split its optimizer state.
-
-`megatron_train`: one rank of a trainer whose model is split over tensor-, pipeline- and expert-parallel ranks.
+"""`megatron_train`: one rank of a trainer whose model is split over tensor-, pipeline- and expert-parallel ranks.
 
 Data-parallel ranks split the samples; their number is that of all ranks divided by the tensor- times the
 pipeline-parallel size. All semantics are those of `fsdp2_train`: losses are normalised over the whole batch, gradients
 are float32, an update that is not finite is skipped, dropout is off. megatron-core keeps its process groups per
-process, so a process holds one trainer at a time.
+process, so a process holds one trainer at a time. Only the last pipeline stage has logits, so only that stage has
+results. All ranks must run equally many micro-batches, because pipelines and experts exchange tensors in each.
+
+The training state does not depend on the layout in which it was saved: float32 weights and moments as parts of tensors
+of the Hugging Face model, of which each rank of another layout, or of any other trainer, finds its share by name. One
+parameter is gathered at a time, over the ranks that split its optimizer state.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Reads parts of tensors from the safetensors files of a checkpoint without loading the rest.
+"""The weights of a model in megatron-core's layout: loaded from a checkpoint, and streamed back under its names.
 
-Mapping between Hugging Face tensors and parameters of megatron-core: one table, used in both directions.
+One table maps both ways. A rule names the tensors as they are in a checkpoint, the dimension that tensor-parallel ranks
+split, and how the shares of several tensors are fused into one. Each tensor is cut before it is fused, so a rank reads
+only its share, and splitting a share gives contiguous pieces of the tensors.
 
-A rule names the tensors as they are in a checkpoint, the dimension that tensor-parallel ranks split, and how the shares
-of several tensors are fused into one. Each tensor is cut before it is fused, so a rank reads only its share, and
-splitting a share gives contiguous pieces of the tensors.
-
-The Hugging Face model that a Megatron model stands for, to be combined with the trained weights.
-
-The weights of a model in megatron-core's layout: loaded from a checkpoint, and streamed back under its names.
-
-Each rank reads its own share. Streaming gathers one tensor at a time over tensor- and expert-parallel ranks and sends
-it to the other pipeline stages. (The experts of one layer are one tensor in a Hugging Face model.) Beside the model,
-memory never holds more than that tensor and its shares.
+Streaming gathers one tensor at a time over tensor- and expert-parallel ranks and sends it to the other pipeline stages.
+(The experts of one layer are one tensor in a Hugging Face model.) Beside the model, memory never holds more than that
+tensor and its shares.
 """
 
 from __future__ import annotations
