@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENOUGH = 0.9
 COPIED = ("roll", "tests", "docs", "examples", "benchmarks")
-DISTRIBUTED, PIPELINE, TRAIN = "tests/runtime", "tests/pipeline", "tests/trainers"
+PIPELINE, TRAINERS, WEIGHTS = "tests/pipeline", "tests/trainers", "tests/weights"
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "algorithms": (["roll/algorithms"], ["tests/algorithms"]),
     "rollout": (["roll/rollout"], ["tests/rollout"]),
@@ -37,21 +37,17 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             "roll/weights/buckets.py",
             "roll/weights/transports.py",
-            "roll/weights/transports.py",
             "roll/weights/engine_push.py:DeviceHalves",  # the rest is nothing without vLLM
-            "roll/weights/transports.py",
-            "roll/weights/transports.py",
             "roll/weights/buffers.py",
-            "roll/weights/publisher.py",
             "roll/weights/publisher.py",
         ],
         [
             "tests/engines/test_hf_weights.py",
-            f"{DISTRIBUTED}/test_weight_buffers.py",
-            f"{DISTRIBUTED}/test_attestation.py",
-            f"{DISTRIBUTED}/test_publishers.py",
-            f"{DISTRIBUTED}/test_transports.py",
-            f"{DISTRIBUTED}/test_pushed_weights.py",
+            f"{WEIGHTS}/test_weight_buffers.py",
+            f"{WEIGHTS}/test_attestation.py",
+            f"{WEIGHTS}/test_publishers.py",
+            f"{WEIGHTS}/test_transports.py",
+            f"{WEIGHTS}/test_pushed_weights.py",
         ],
     ),
     "stages": (
@@ -59,13 +55,13 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{PIPELINE}/test_publication_schedule.py", f"{PIPELINE}/test_weight_settings.py"],
     ),
     "checkpoints": (
-        ["roll/pipeline/checkpoints.py", "roll/trainers/state.py", "roll/trainers/worker.py"],
+        ["roll/pipeline/checkpoints.py", "roll/trainers/state.py", "roll/trainers/worker.py:WritingProgress,Writing"],
         [
-            f"{TRAIN}/test_sharded_state.py",
+            f"{TRAINERS}/test_sharded_state.py",
             f"{PIPELINE}/test_durability.py",
             f"{PIPELINE}/test_resume_point.py",
             f"{PIPELINE}/test_checkpoints.py",
-            f"{DISTRIBUTED}/test_writing.py",
+            f"{TRAINERS}/test_writing.py",
         ],
     ),
 }

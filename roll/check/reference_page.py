@@ -21,7 +21,7 @@ HEAD = """\
 # Configuration
 
 One YAML file describes a run. This page lists every key; `python -m roll.check.reference_page` writes it from the
-dataclasses in `roll/configs/schema/`, so edit those.
+dataclasses in `roll/configs`, so edit those.
 
 - **Overrides.** `dotted.key=value` on the command line, the value in YAML: `max_steps=10`,
   `actor_train.training_args.learning_rate=3e-4`, `rewards.math.tag_included=[gsm8k]`, `track_with=[wandb]`.

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +36,8 @@ Option = tuple[str, str]
 """Class and field."""
 
 DERIVING = {"configs/derived.py", "configs/devices.py"}
-"""Modules of `roll/configs` that work for the run; all others of that room judge, document, print or estimate."""
+"""Modules of `roll/configs` that work for the run; all others there and in `roll/check` judge, document or estimate."""
+SCHEMA_FILES = ("configs/environments.py", "configs/rewards.py", "configs/roles.py", "configs/run.py")
 
 MYPY = (
     *(sys.executable, "-m", "mypy", "--config-file=", "--no-incremental", "--cache-dir=/dev/null"),
@@ -57,15 +58,14 @@ Place = tuple[str, str, str]
 
 def does_something(file: str) -> bool:
     """Whether a read in this module of the package counts."""
-    return not file.startswith("configs/") or file in DERIVING
+    return not file.startswith(("configs/", "check/")) or file in DERIVING
 
 
-def options_read(package: Path, schema: str, counts: Callable[[str], bool]) -> frozenset[Option]:
-    """The fields of data classes in ``schema``, a file or a folder of a package, that its files which count read."""
-    sources = sorted((package / schema).glob("*.py")) if (package / schema).is_dir() else [package / schema]
+def options_read(package: Path, schema: Sequence[str], counts: Callable[[str], bool]) -> frozenset[Option]:
+    """The fields of data classes in ``schema``, files of a package, that its files which count read."""
     with tempfile.TemporaryDirectory() as folder:
         shadows: list[str] = []
-        for source in sources:
+        for source in map(package.joinpath, schema):
             text = source.read_text(encoding="utf-8")
             if "@dataclass" in text:
                 marked = Path(folder) / source.name
@@ -107,7 +107,7 @@ def _marked(cls: str, statement: ast.stmt) -> list[ast.stmt]:
 
 @cache
 def read_in_the_package() -> frozenset[Option]:
-    return options_read(PACKAGE, "configs/schema", does_something)
+    return options_read(PACKAGE, SCHEMA_FILES, does_something)
 
 
 def owners(roots: Collection[type]) -> dict[Option, Option]:
@@ -255,7 +255,7 @@ def test_only_what_is_read_of_the_class_itself_counts(tmp_path):
     package.mkdir()
     for name, text in {"__init__": "", "schema": SCHEMA, "work": WORK, "judge": JUDGE}.items():
         (package / f"{name}.py").write_text(text)
-    assert options_read(package, "schema.py", lambda file: file == "work.py") == {
+    assert options_read(package, ["schema.py"], lambda file: file == "work.py") == {
         ("Base", "inherited"),
         ("Base", "from_below"),
         ("Root", "part"),

@@ -23,7 +23,7 @@ from tests.engines.test_sglang_options import arguments
 from tests.engines.vllm_helpers import request
 from tests.tiers import need
 
-HERE = Path(roll.engines.__file__).parent
+HERE = Path(roll.engines.__file__).parent / "sglang"
 
 
 def problems_of(**changes) -> list[str]:
@@ -32,7 +32,7 @@ def problems_of(**changes) -> list[str]:
 
 
 def test_every_address_that_the_adapter_calls_is_known():
-    sources = (HERE / "sglang_infer.py").read_text() + (HERE / "sglang_client.py").read_text()
+    sources = (HERE / "strategy.py").read_text() + (HERE / "server.py").read_text()
     called = set(re.findall(r'"(/[a-z_]+)"', sources))
     assert {"/generate", "/pause_generation", "/update_weights_from_disk"} <= called
     assert called == set(TABLE["endpoints"])

@@ -167,7 +167,7 @@ def test_the_server_finds_this_package_and_tells_processed_logprobs(monkeypatch)
     environment = server_environment()
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
     assert environment["PYTHONPATH"].split(":")[1:] == ["/elsewhere"]
-    assert (Path(environment["PYTHONPATH"].split(":")[0]) / "roll" / "strategies").is_dir()
+    assert (Path(environment["PYTHONPATH"].split(":")[0]) / "roll" / "engines").is_dir()
 
 
 def test_a_publication_becomes_a_checkpoint_that_safetensors_reads():

@@ -20,12 +20,11 @@ pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm"), pytest.mark.ti
 ROLL = Path(roll.__file__).parent
 CALLERS = (
     "engines/vllm/strategy.py",
-    "engines/vllm/strategy.py",
     "engines/vllm/worker.py",
     "weights/engine_push.py",
 )
 ENGINES = ("engine", "self._engine", "self._live_engine()")
-"""How `vllm_infer` calls the engine."""
+"""How the strategy calls the engine."""
 
 
 def tree_of(file: str) -> ast.Module:
@@ -56,7 +55,7 @@ def calls_of_vllm(file: str) -> Iterator[tuple[ast.Call, Callable[..., Any]]]:
             yield node, names[called]
         elif owner in names:
             yield node, getattr(names[owner], method)
-        elif owner in ENGINES and file.endswith("vllm_infer.py"):
+        elif owner in ENGINES and file == CALLERS[0]:
             yield node, getattr(AsyncLLM, method).__get__(object())
 
 

@@ -107,7 +107,7 @@ WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine
 
 
 class WorkerCalls:
-    """Calls that `vllm_infer` makes on every worker. vLLM's worker, which has these attributes, inherits from this
+    """Calls that the strategy makes on every worker. vLLM's worker, which has these attributes, inherits from this
     class."""
 
     weight_transfer_engine: Any
