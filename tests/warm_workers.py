@@ -59,7 +59,9 @@ def warm_workers() -> Iterator[dict[str, str]]:
             listener.bind(path)
             listener.listen(64)  # who asks while the imports run waits
             command = [sys.executable, "-P", "-m", "tests.warm_workers", str(listener.fileno())]
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+            # Libraries of numbers would start threads of their own, and then it could not fork.
+            alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=alone)
         try:
             yield {ADDRESS: path}
         finally:
@@ -180,11 +182,11 @@ def ask() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(os.environ[ADDRESS])
+            socket.send_fds(server, [len(body).to_bytes(4)], [0, 1, 2])
+            server.sendall(body)
+            server.recv(1)
         except OSError:  # it died, for what it imports is broken, say
             become_cold_worker()
-        socket.send_fds(server, [len(body).to_bytes(4)], [0, 1, 2])
-        server.sendall(body)
-        server.recv(1)
 
 
 def become_cold_worker() -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.pipeline.tiny import make_task, tiny_config, write_config
 
 from roll.check import needs
 from roll.cli.main import main
@@ -14,6 +13,7 @@ from roll.configs.loader import load_config
 from roll.engines.sglang import options as sglang_options
 from roll.pipeline.preflight import look_up
 from roll.sandbox.sandbox import Sandbox
+from tests.pipeline.tiny import make_task, tiny_config, write_config
 from tests.sandbox.sandboxes import needs_sandbox
 
 GPUS = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml"

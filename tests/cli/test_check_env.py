@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.pipeline.tiny import make_task, write_config
 
 from roll.cli.main import main
+from tests.pipeline.tiny import make_task, write_config
 
 LAKE = {"env_type": "frozen_lake", "env_config": {"size": 3}}
 

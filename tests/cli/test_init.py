@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.pipeline.tiny import make_task
 
 from roll.cli.init import QUESTIONS, main
 from roll.cli.main import main as roll
 from roll.configs.loader import load_config
+from tests.pipeline.tiny import make_task
 
 
 def test_the_defaults_make_a_run_that_passes_check(tmp_path, capsys):

@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 from roll.engines.base import EngineFailed
 from roll.engines.pool import RequestError
 from roll.rollout.clock import run_virtual
 from roll.runtime.errors import WorkerFailed
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 
 async def cancel(task):

@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 from roll.engines.base import EngineFailed, TokenChunk
 from roll.engines.pool import PROGRESS_SECONDS
 from roll.rollout.clock import run_virtual
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from tests.runtime.local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request
 
 
 def assert_whole(completion, tokens):
