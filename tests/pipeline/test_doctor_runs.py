@@ -10,16 +10,16 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from fake_cluster import IN_THIS_PROCESS
+from killed_runs import KilledRun, newest_checkpoint, recorded_steps
+from runs import run_pipeline, start_command
+from tiny import tiny_config
 
 from roll.cli import main as cli
 from roll.pipeline import main as pipeline
 from roll.pipeline.status import RunStalled
 from roll.tracking.status import read_status
 from roll.tracking.trackers import read_metrics
-from tests.pipeline.fake_cluster import IN_THIS_PROCESS
-from tests.pipeline.killed_runs import KilledRun, newest_checkpoint, recorded_steps
-from tests.pipeline.runs import run_pipeline, start_command
-from tests.pipeline.tiny import tiny_config
 
 PATIENCE_SECONDS = 120
 
