@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from roll.configs.fields import differs_from_default
 from roll.configs.roles import ROLL_KNOBS
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch
-from roll.weights.verify import CanaryScores
+
+if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
+    from roll.weights.verify import CanaryScores
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from roll.pipeline.checkpoints import (
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import keep_lines, remove_partials, write_atomically
 from roll.tracking.run_directory import RunDirectory
-from roll.trainers.megatron.weights import CheckpointFiles
+from roll.trainers.checkpoint_files import CheckpointFiles
 from roll.trainers.state import SavedState, UnfitState
 
 Judgement = Literal["harmless", "needs confirmation", "impossible"]

@@ -157,6 +157,9 @@ def option_problems(
     return []
 
 
+ModelKind = Literal["policy", "value"]
+
+
 @dataclass(frozen=True)
 class TrainerSetup:
     """One rank of a trainer, or of a forward-only role such as the reference."""
@@ -175,7 +178,7 @@ class TrainerSetup:
     train_limits: MicroBatchLimits
     infer_limits: MicroBatchLimits
     """Limits for passes without gradients."""
-    kind: Literal["policy", "value"]
+    kind: ModelKind
     """Output of the model for each token: log-probabilities, or a value."""
     forward_only: bool
     """True if the role has no optimizer, and weights in the precision of `model_args`."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from roll.configs.roles import ModelArguments
 from roll.runtime.allocator import keep_blocks_of
-from roll.trainers.base import TrainerSetup
+from roll.trainers.base import ModelKind, TrainerSetup
 from roll.trainers.packing import install_packed_attention
 
 if TYPE_CHECKING:
@@ -112,9 +112,6 @@ def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: tor
         logger.info("%s cannot do without full logits", type(model).__name__, exc_info=True)
         return False
     return asked == [tokens.shape] and received.shape == sent.shape and torch.equal(received.to(sent.dtype), sent)
-
-
-ModelKind = Literal["policy", "value"]
 
 
 def model_class(kind: ModelKind) -> Any:

@@ -26,8 +26,8 @@ from roll.configs.roles import WorkerConfig
 from roll.data.records import SampleBatch, derive_seed
 from roll.runtime.actors import Worker
 from roll.tracking.files import sync_file
-from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy
-from roll.trainers.model import ModelExport, ModelKind
+from roll.trainers.base import ForwardStrategy, ModelKind, TrainerSetup, TrainStrategy
+from roll.trainers.model import ModelExport
 from roll.trainers.registry import build_forward_strategy, build_train_strategy
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import MicroBatchLimits, Objective

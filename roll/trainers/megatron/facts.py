@@ -17,8 +17,7 @@ from roll.algorithms.registry import KnobError, build_knobs, knob
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigProblem
 from roll.configs.roles import WorkerConfig
-from roll.trainers.base import option_problems
-from roll.trainers.model import ModelKind
+from roll.trainers.base import ModelKind, option_problems
 
 FAMILIES = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False}
 """`model_type` -> True if queries, keys and values have biases."""

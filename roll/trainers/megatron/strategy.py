@@ -29,10 +29,11 @@ from torch.nn import functional
 
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
+from roll.trainers.checkpoint_files import CheckpointFiles, checkpoint_folder
 from roll.trainers.megatron.facts import ModelFacts, check_layout, parse_options, read_facts
 from roll.trainers.megatron.model import CHUNK_ELEMENTS, build_chunks, parallel_logprobs_and_entropy, transformer_config
 from roll.trainers.megatron.optimizer import Updater, free_buffers, restore_buffers, wrap_for_gradients
-from roll.trainers.megatron.weights import CheckpointFiles, ModelWeights, Piece, checkpoint_folder, hugging_face_model
+from roll.trainers.megatron.weights import ModelWeights, Piece, hugging_face_model
 from roll.trainers.model import ModelExport, build_export, copied_weights
 from roll.trainers.optimizer import join_process_group, learning_rate_schedule, leave_process_group, pick_device
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, common_updates, own_share
