@@ -9,15 +9,16 @@ is refused with the reason, rather than accepted and ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from transformers import AutoConfig, PretrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.algorithms.registry import KnobError, build_knobs, knob
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigProblem
 from roll.configs.roles import WorkerConfig
 from roll.trainers.base import ModelKind, option_problems
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILIES = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False}
 """`model_type` -> True if queries, keys and values have biases."""
@@ -82,6 +83,8 @@ def read_facts(model_path: str, trust_remote_code: bool, kind: ModelKind = "poli
 
     Raises ``ValueError`` for a model that cannot be trained here.
     """
+    from transformers import AutoConfig  # checking the options must not wait for it
+
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if config.model_type not in FAMILIES:
         raise ValueError(
