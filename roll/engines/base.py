@@ -3,27 +3,17 @@
 An engine knows nothing of groups, batches or training steps. Each request joins and leaves on its own. Its tokens carry
 the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
 methods belong to one event loop; an engine that computes in a thread hides it.
-
-`ModelFacts` are what a model's files tell without its weights: names and shapes, which are what a trainer publishes,
-and the end tokens, from where transformers would look for them, so that every engine ends a response at the same
-ones.
 """
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from roll.configs.errors import ConfigError, ConfigProblem
-from roll.data import prompts
 from roll.tracking.timeline import BusySpans
 from roll.weights.buckets import TransferStep, WeightBucket, WeightReceipt
 
@@ -207,112 +197,3 @@ class BusyClock:
     def stats(self) -> dict[str, Any]:
         """Return `busy_seconds` and `busy_spans` for the engine's stats."""
         return {"busy_seconds": self.read(), "busy_spans": self.spans.recent()}
-
-
-@dataclass(frozen=True)
-class HFInferConfig:
-    """Keys of `strategy_config` for `hf_infer`."""
-
-    max_running_requests: int = 256
-    """Requests decoded at once; more wait."""
-    max_prefill_tokens: int = 8192
-    """Most prompt tokens, with padding, in one forward pass."""
-    threads: int | None = None
-    """Number of torch's computing threads on a CPU. Default: torch's own."""
-
-    @classmethod
-    def parse(cls, strategy_config: dict[str, Any], path: str = "strategy_args.strategy_config") -> HFInferConfig:
-        """Check a user's options and return them. Raises ``ConfigError`` with every unknown key and wrong value."""
-        known = [entry.name for entry in fields(cls)]
-        problems = []
-        for key, value in strategy_config.items():
-            key_path = f"{path}.{key}"
-            if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean `{nearest[0]}`?" if nearest else f"known: {', '.join(known)}"
-                problems.append(ConfigProblem(key_path, "hf_infer has no such option", hint))
-            elif not _is_positive_integer(value) and not (key == "threads" and value is None):
-                problems.append(ConfigProblem(key_path, f"{value!r} is not usable", "a whole number of at least 1"))
-        if problems:
-            raise ConfigError(problems)
-        return cls(**strategy_config)
-
-
-def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
-    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    try:
-        HFInferConfig.parse(strategy_config, path)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def _is_positive_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Location of a model, and how to load and run it."""
-
-    model_path: str
-    device: str
-    dtype: str
-    attn_implementation: str
-    max_length: int
-    trust_remote_code: bool = False
-
-
-def load_config(model_path: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the model's configuration."""
-    return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-
-
-def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by its Hugging Face name; tied parameters appear once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the end tokens of the generation configuration, else of the model configuration, else of the tokenizer.
-    Empty if none of them names one."""
-    for eos in (_generation_eos(spec.model_path), config.get_text_config(decoder=True).eos_token_id):
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    try:
-        eos = load_tokenizer(spec).eos_token_id
-    except OSError:
-        return ()
-    return () if eos is None else (int(eos),)
-
-
-def _generation_eos(model_path: str) -> int | list[int] | None:
-    try:
-        return GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        return None  # A model without generation_config.json is complete.
-
-
-def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer stored with the model, which also reads the prompts.
-
-    Raises ``OSError`` if there is none. For a folder without a tokenizer, transformers itself would invent an empty
-    one.
-    """
-    folder = Path(spec.model_path)
-    if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
-        raise OSError(f"{folder} holds no tokenizer_config.json")
-    try:
-        return prompts.load_tokenizer(spec.model_path, trust_remote_code=spec.trust_remote_code)
-    except ConfigError as error:
-        raise OSError(str(error)) from error
-
-
-def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes that the keys and values of one token take, over all layers."""
-    text = config.get_text_config(decoder=True)
-    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
-    head_size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_size * getattr(torch, dtype).itemsize

@@ -18,7 +18,7 @@ INFER_STRATEGIES: dict[str, str] = {
 """Strategy name -> ``module:class``."""
 
 OPTION_CHECKS: dict[str, str] = {
-    "hf_infer": "roll.engines.base:check_options",
+    "hf_infer": "roll.engines.hf.options:check_options",
     "sglang": "roll.engines.sglang.options:check_options",
     "vllm": "roll.engines.vllm.options:check_options",
 }

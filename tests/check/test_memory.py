@@ -40,7 +40,7 @@ from roll.check.memory_parts import (
 )
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.roles import ModelArguments
-from roll.engines.base import HFInferConfig
+from roll.engines.hf.options import HFInferConfig
 from roll.engines.sglang.options import PLACES
 from roll.trainers.lora import is_adapter, resolve_targets
 from roll.trainers.packing import install_packed_attention

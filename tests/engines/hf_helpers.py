@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll.engines.base import GenerateRequest, ModelSpec, SamplingParams
+from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.hf.engine import EngineLimits, HFEngine
 from roll.engines.hf.model import load_model
 from roll.engines.hf.strategy import HFInferStrategy
+from roll.engines.model_facts import ModelSpec
 from roll.engines.requests import StopStrings
 
 VOCABULARY = 40

@@ -69,7 +69,7 @@ if sys.argv[1] in ("small", "large"):
     print(keep_blocks_of(SMALL_MODEL - (sys.argv[1] == "small")))
 else:
     from roll.engines.hf.model import load_model
-    from roll.engines.base import ModelSpec
+    from roll.engines.model_facts import ModelSpec
     load_model(ModelSpec(sys.argv[1], "cpu", "float32", "sdpa", 32))
     print("loaded")
 

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.engines.base import ModelSpec
+from roll.engines.model_facts import ModelSpec
 from roll.runtime.allocator import keep_blocks_of
 
 SLOT_SDPA = "roll_slot_sdpa"

@@ -21,19 +21,11 @@ import numpy as np
 import torch
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.engines.base import (
-    Completion,
-    EngineFailed,
-    GenerateRequest,
-    HFInferConfig,
-    ModelSpec,
-    PauseMode,
-    TokenChunk,
-    eos_token_ids,
-    load_tokenizer,
-)
+from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk
 from roll.engines.hf.engine import EngineLimits, EngineOutput, HFEngine, StagedWeights
 from roll.engines.hf.model import load_model
+from roll.engines.hf.options import HFInferConfig
+from roll.engines.model_facts import ModelSpec, eos_token_ids, load_tokenizer
 from roll.engines.requests import StopStrings
 from roll.weights.buckets import WeightBucket, WeightReceipt
 

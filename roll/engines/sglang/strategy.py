@@ -41,16 +41,12 @@ from roll.engines.base import (
     EngineFailed,
     FinishReason,
     GenerateRequest,
-    ModelSpec,
     PauseMode,
     SamplingParams,
     TokenChunk,
-    eos_token_ids,
-    load_config,
-    load_tokenizer,
-    parameter_shapes,
 )
 from roll.engines.hf.engine import check_request
+from roll.engines.model_facts import ModelSpec, eos_token_ids, load_config, load_tokenizer, parameter_shapes
 from roll.engines.requests import (
     AdmittedRequests,
     Drains,

@@ -24,22 +24,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 import numpy as np
 
 from roll.data.records import derive_seed
-from roll.engines.base import (
-    BusyClock,
-    Completion,
-    EngineFailed,
-    FinishReason,
-    GenerateRequest,
+from roll.engines.base import BusyClock, Completion, EngineFailed, FinishReason, GenerateRequest, PauseMode, TokenChunk
+from roll.engines.hf.engine import check_request
+from roll.engines.model_facts import (
     ModelSpec,
-    PauseMode,
-    TokenChunk,
     cache_bytes_per_token,
     eos_token_ids,
     load_config,
     load_tokenizer,
     parameter_shapes,
 )
-from roll.engines.hf.engine import check_request
 from roll.engines.requests import (
     AdmittedRequests,
     Drains,
