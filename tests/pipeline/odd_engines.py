@@ -1,6 +1,5 @@
 """Engine processes with something wrong, named in the configurations of tests as `odd_engines:Name`."""
 
-import asyncio
 import os
 import signal
 import time
@@ -52,21 +51,18 @@ class KilledTwice(InferWorker):
 
 
 class KilledTwiceWithVLLM(InferWorker):
-    """Of the first replica vLLM's process is killed while it generates, after its third version; the second one is
-    killed itself while it takes its third version. Each only once in a run."""
+    """Of the first replica vLLM's process is killed with requests that it has just been given, after its third version;
+    the second one is killed itself while it takes its third version. Each only once in a run."""
 
     async def start(self, spec):
         await super().start(spec)
         self._loads = 0
-        self._watching = asyncio.ensure_future(self._kill_engine())
 
-    async def _kill_engine(self):
-        while self._loads < 3 or not await super().progress({}):
-            await asyncio.sleep(0)
-        if first_time(self.identity, rank=0):
-            engines = [child for child in psutil.Process().children() if child.name().startswith("VLLM::EngineCor")]
-            assert len(engines) == 1
-            engines[0].kill()
+    async def submit(self, requests):
+        await super().submit(requests)
+        if self._loads >= 3 and first_time(self.identity, rank=0):
+            (engine,) = (child for child in psutil.Process().children() if child.name().startswith("VLLM::EngineCor"))
+            engine.kill()
 
     async def load_weights(self, *args):
         self._loads += 1
