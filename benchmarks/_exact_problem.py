@@ -26,7 +26,7 @@ class Method:
     """A policy loss, the policy its ratio is taken against, and the weight that multiplies it."""
 
     loss: PolicyLoss
-    anchor: str = "behaviour"
+    old_policy: str = "behaviour"
     correction: Correction | None = None
 
 
@@ -100,7 +100,7 @@ class ExactProblem:
                 response_mask=mask,
                 proximal_logprobs=logprobs.detach(),
                 scores=self.rewards,
-                anchor=method.anchor,
+                old_policy=method.old_policy,
             )
         )
         if method.correction is not None:

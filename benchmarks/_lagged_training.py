@@ -25,7 +25,7 @@ class LaggedRun:
 
     method: str
     pg_variant: str
-    anchor: str
+    old_policy: str
     lag: int
     seed: int
     steps: int
@@ -63,7 +63,7 @@ def train_lagged(run: LaggedRun, model_path: Path, data: Path) -> LaggedResult:
     generator = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     training, held_out = (read_problems(data / name) for name in ("train.jsonl", "val.jsonl"))
-    objective = PolicyObjective(max_response_length=4, pg_variant=run.pg_variant, anchor=run.anchor)
+    objective = PolicyObjective(max_response_length=4, pg_variant=run.pg_variant, old_policy=run.old_policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     published = deque([_copy(model)], maxlen=run.lag + 1)
     result = LaggedResult([], [], [], [])

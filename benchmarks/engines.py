@@ -25,8 +25,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+from roll.configs.strategies import ENGINES, strategy_class
 from roll.engines.base import GenerateRequest, InferStrategy, SamplingParams
-from roll.engines.registry import infer_strategy_class
 
 VOCABULARY = 4096
 MAX_LENGTH = 512
@@ -85,7 +85,7 @@ def loads(requests: int) -> dict[str, Load]:
 async def start(name: str, path: Path, rows: int, threads: int) -> InferStrategy:
     """Start an engine in this process (vLLM computes in a process of its own) with this many rows and threads."""
     options = {"max_running_requests": rows, "threads": threads} if name == "hf_infer" else {"max_num_seqs": rows}
-    engine = infer_strategy_class(name)(
+    engine = strategy_class(ENGINES, name)(
         str(path),
         device="cpu",
         dtype="float32",

@@ -49,7 +49,7 @@ def exact_methods() -> dict[str, Method]:
     methods = {}
     for name in POLICY_LOSSES.names():
         loss = make_policy_loss(name)
-        methods[name] = Method(loss, "proximal" if loss.traits.needs_proximal else "behaviour")
+        methods[name] = Method(loss, "proximal" if loss.requirements.needs_proximal else "behaviour")
     methods[UNCORRECTED] = Method(make_policy_loss("ppo"), "proximal")
     for level in ("token", "sequence"):
         for name, upper in (("no bound", 1e30), ("at most 2", 2.0)):
@@ -64,11 +64,11 @@ def training_runs(arguments: argparse.Namespace) -> Iterator[LaggedRun]:
     """Yield methods x lags x seeds, the seeds outermost, so that a stopped session leaves complete tables."""
     for seed in range(arguments.seeds):
         for lag in arguments.lags:
-            for method, (variant, anchor) in METHODS.items():
+            for method, (variant, old_policy) in METHODS.items():
                 yield LaggedRun(
                     method=method,
                     pg_variant=variant,
-                    anchor=anchor,
+                    old_policy=old_policy,
                     lag=lag,
                     seed=seed,
                     steps=arguments.steps,

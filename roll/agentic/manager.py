@@ -32,10 +32,9 @@ from roll.agentic.episode import (
     SampledTurn,
     TurnRecord,
 )
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.plugins import Kind, PlugIn
 from roll.data.chat import Conversation, TurnTemplate
 from roll.data.records import Sample
-from roll.runtime.plugins import import_object
 
 
 def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
@@ -304,10 +303,16 @@ def _too_long(tag: str, seed: int, tokens: int, settings: ManagerSettings) -> st
     )
 
 
-BUILT_IN = {
-    "trajectory": "roll.agentic.manager:TrajectoryManager",
-    "step": "roll.agentic.manager:StepManager",
-}
+ENVIRONMENT_MANAGERS = Kind(
+    "environment manager",
+    "roll.environment_managers",
+    {
+        "trajectory": PlugIn("roll.agentic.manager:TrajectoryManager"),
+        "step": PlugIn("roll.agentic.manager:StepManager"),
+    },
+    PlugIn,
+    "package.module:Class",
+)
 
 
 class EnvManager(Protocol):
@@ -323,31 +328,14 @@ class EnvManagerFactory(Protocol):
     def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
 
 
-def manager_factory(name: str, path: str = "env_manager_cls") -> EnvManagerFactory:
-    """Return the manager called ``name``: `trajectory`, `step`, or ``package.module:Class``.
-
-    ``path`` is the configuration key that named it. Raises `ConfigError`.
-    """
-    import_path = BUILT_IN.get(name, name)
-    if ":" not in import_path:
-        remedy = f"{nearest_name_hint(name, BUILT_IN)}; or use an import path `package.module:Class`"
-        raise ConfigError([ConfigProblem(path, f"`{name}` is no environment manager", remedy)])
-    try:
-        found = import_object(import_path)
-    except ImportError as cause:
-        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
-        raise ConfigError([ConfigProblem(path, str(cause), remedy)]) from cause
-    if not callable(found):
-        message = f"`{import_path}` is a {type(found).__name__}"
-        raise ConfigError([ConfigProblem(path, message, "name a class that takes settings, template and decoder")])
-    return found
-
-
 def make_manager(
     name: str, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder, path: str = "env_manager_cls"
 ) -> EnvManager:
-    """Return a manager; see `manager_factory`. Raises `ConfigError`."""
-    return manager_factory(name, path)(settings, template, decoder)
+    """Return the manager called ``name``: `trajectory`, `step`, or a plug-in's (see `EnvManagerFactory`).
+
+    ``path`` is the configuration key that named it. Raises `ConfigError`.
+    """
+    return ENVIRONMENT_MANAGERS.load(name, path)(settings, template, decoder)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Environments by name, import path, entry point or gymnasium id, and the adapter for games with discrete actions.
 
-A new built-in environment is one file and one line in `BUILT_IN`. Any other environment is named by its import path, by
-a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id. The signature is
-checked before an environment is made. Importing this module registers the built-in ones with gymnasium
+A new built-in environment is one file and one line in `ENVIRONMENTS`. Any other environment is named by its import
+path, by a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id. The
+signature is checked before an environment is made. Importing this module registers the built-in ones with gymnasium
 (`gymnasium.make("roll/FrozenLake-v0")`).
 
 `TextAdapter` turns an environment with discrete actions and a text rendering into a text environment. Gymnasium's own
@@ -17,8 +17,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
@@ -27,7 +26,17 @@ from gymnasium.envs.registration import parse_env_id
 
 from roll.agentic.base import ActionFormat, AnyText, BadOption, action_reader
 from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint
-from roll.runtime.plugins import converted_arguments, import_object, look_in_working_folder
+from roll.configs.plugins import (
+    IMPORT_REMEDY,
+    Kind,
+    PlugIn,
+    by_name,
+    checked_arguments,
+    look_in_working_folder,
+    parameters_of,
+    problem,
+    takes_anything,
+)
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -214,7 +223,6 @@ KNOWN_GAMES = {
 }
 """Known games by gymnasium's name, without the version."""
 
-ENTRY_POINTS = "roll.environments"
 GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
 GYMNASIUM_OPTIONS = ("max_episode_steps",)
 """Options that `gymnasium.make` accepts for every environment."""
@@ -223,32 +231,44 @@ NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Se
 
 
 @dataclass(frozen=True)
-class BuiltIn:
-    """The import path and the requirements of a built-in environment."""
+class EnvironmentPlugIn(PlugIn):
+    """An environment."""
 
-    import_path: str
-    gymnasium_id: str
-    requires: str | None = None
-    """A module that is not installed with `roll`."""
+    gymnasium_id: str = ""
+    """The id under which a built-in one is registered with gymnasium."""
 
 
-BUILT_IN = {
-    "frozen_lake": BuiltIn("roll.agentic.library.frozen_lake:FrozenLakeEnv", "roll/FrozenLake-v0"),
-    "math_tools": BuiltIn("roll.agentic.library.math_tools:MathToolsEnv", "roll/MathTools-v0"),
-    "number_guessing": BuiltIn("roll.agentic.library.number_guessing:NumberGuessingEnv", "roll/NumberGuessing-v0"),
-    "reasoning_gym": BuiltIn(
-        "roll.agentic.library.reasoning_gym:ReasoningGymEnv", "roll/ReasoningGym-v0", "reasoning_gym"
-    ),
-    "sokoban": BuiltIn("roll.agentic.library.sokoban:SokobanEnv", "roll/Sokoban-v0"),
-    "textarena": BuiltIn("roll.agentic.library.textarena:TextArenaEnv", "roll/TextArena-v0", "textarena"),
-}
+ENVIRONMENTS = Kind(
+    "environment",
+    "roll.environments",
+    {
+        "frozen_lake": EnvironmentPlugIn(
+            "roll.agentic.library.frozen_lake:FrozenLakeEnv", gymnasium_id="roll/FrozenLake-v0"
+        ),
+        "math_tools": EnvironmentPlugIn(
+            "roll.agentic.library.math_tools:MathToolsEnv", gymnasium_id="roll/MathTools-v0"
+        ),
+        "number_guessing": EnvironmentPlugIn(
+            "roll.agentic.library.number_guessing:NumberGuessingEnv", gymnasium_id="roll/NumberGuessing-v0"
+        ),
+        "reasoning_gym": EnvironmentPlugIn(
+            "roll.agentic.library.reasoning_gym:ReasoningGymEnv", ("reasoning_gym",), "roll/ReasoningGym-v0"
+        ),
+        "sokoban": EnvironmentPlugIn("roll.agentic.library.sokoban:SokobanEnv", gymnasium_id="roll/Sokoban-v0"),
+        "textarena": EnvironmentPlugIn(
+            "roll.agentic.library.textarena:TextArenaEnv", ("textarena",), "roll/TextArena-v0"
+        ),
+    },
+    EnvironmentPlugIn,
+    "package.module:Class",
+)
 
 
 def register_built_ins() -> None:
     """Register the built-in environments with gymnasium. Calling it twice is harmless."""
-    for built_in in BUILT_IN.values():
+    for built_in in ENVIRONMENTS.built_in.values():
         if built_in.gymnasium_id not in registration.registry:
-            gymnasium.register(built_in.gymnasium_id, entry_point=built_in.import_path, disable_env_checker=True)
+            gymnasium.register(built_in.gymnasium_id, entry_point=built_in.path, disable_env_checker=True)
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
@@ -318,18 +338,19 @@ class _Ready:
     def _as_text(self, env: Any) -> gymnasium.Env[str, str]:
         if not isinstance(env, gymnasium.Env):
             made = f"`{self.source.env_type}` made a {type(env).__name__}"
-            raise _error(self.paths.env_type, made, "name a class of, or a function that returns, a `gymnasium.Env`")
+            raise problem(self.paths.env_type, made, "name a class of, or a function that returns, a `gymnasium.Env`")
         space = getattr(env, "action_space", None)
         if isinstance(space, gymnasium.spaces.Discrete):
             return self._adapted(env)
         if type(space).__name__ in NOT_TEXT and type(space).__module__.startswith("gymnasium."):
             message = f"`{self.source.env_type}` takes actions of {space}, which are no texts"
-            raise _error(self.paths.env_type, message, "wrap it into an environment that takes and gives text")
+            raise problem(self.paths.env_type, message, "wrap it into an environment that takes and gives text")
         if self.adapter_options:
             key = next(iter(self.adapter_options))
-            hint = nearest_name_hint(key, _options_of(self.source))
+            own = by_name(parameters_of(self.source.create, self.source.env_type, self.paths.env_type))
+            hint = nearest_name_hint(key, {*own, *self.source.extra_options})
             message = f"`{self.source.env_type}` has no option `{key}`, and it takes text already"
-            raise _error(f"{self.paths.env_config}.{key}", message, hint)
+            raise problem(f"{self.paths.env_config}.{key}", message, hint)
         return env
 
     def _adapted(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[str, str]:
@@ -337,27 +358,22 @@ class _Ready:
             return TextAdapter(env, **self.adapter_options)
         except TypeError as cause:
             remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
-            raise _error(self.paths.env_type, str(cause), remedy) from cause
+            raise problem(self.paths.env_type, str(cause), remedy) from cause
 
 
 def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Ready:
     source = _find(env_type, paths.env_type)
-    try:
-        parameters = inspect.signature(source.create, eval_str=True).parameters
-    except NameError:  # annotations that only a type checker can resolve: their values are not converted
-        parameters = inspect.signature(source.create).parameters
-    except (TypeError, ValueError) as cause:
-        message = f"the signature of `{env_type}` cannot be read ({cause})"
-        raise _error(paths.env_type, message, "wrap it in a Python function") from cause
-    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    named = _named(parameters)
-    of_adapter = {} if takes_anything or env_type in BUILT_IN else _without(accepted_options(), named)
-    settable = {*named, *of_adapter, *source.extra_options}
-    problems = [] if takes_anything else _unknown(env_type, env_config, settable, paths)
-    problems += _missing(env_type, {**source.given, **env_config}, parameters, paths)
-    values, value_problems = converted_arguments(env_config, {**named, **of_adapter}, paths.env_config)
-    if problems or value_problems:
-        raise ConfigError(problems + value_problems)
+    parameters = parameters_of(source.create, env_type, paths.env_type)
+    named = by_name(parameters)
+    adaptable = not takes_anything(parameters) and env_type not in ENVIRONMENTS.built_in
+    of_adapter = _without(accepted_options(), named) if adaptable else {}
+    settable = {
+        **parameters,
+        **of_adapter,
+        **{key: named[key].replace(default=value) for key, value in source.given.items() if key in named},
+        **{key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None) for key in source.extra_options},
+    }
+    values = checked_arguments(env_type, settable, env_config, paths.env_config)
     options = _without(values, of_adapter)
     if "render_mode" in named and "render_mode" not in options and "ansi" in _render_modes(source.create):
         options["render_mode"] = "ansi"
@@ -365,63 +381,38 @@ def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Re
 
 
 def _find(env_type: str, path: str) -> _Source:
-    if env_type in BUILT_IN:
-        return _find_built_in(env_type, BUILT_IN[env_type], path)
-    look_in_working_folder()  # the console command does not add the working folder
     module, _, name = env_type.partition(":")
     if name and GYMNASIUM_ID.fullmatch(name):
-        _imported(module, path)
+        look_in_working_folder()  # the console command does not add the working folder
+        try:
+            importlib.import_module(module)
+        except Exception as cause:
+            message = f"module {module!r} cannot be imported: {type(cause).__name__}: {cause}"
+            raise problem(path, message, IMPORT_REMEDY) from cause
         return _registered(env_type, name, path)
-    if name:
-        return _imported_source(env_type, env_type, path)
-    own = {each.name: each.value for each in entry_points(group=ENTRY_POINTS)}
-    if env_type in own:
-        return _imported_source(env_type, own[env_type], path)
-    return _registered(env_type, env_type, path, own)
+    if name or env_type in ENVIRONMENTS.names():
+        found = ENVIRONMENTS.load(env_type, path)
+        return _Source(env_type, found, found, is_small=env_type in ENVIRONMENTS.built_in)
+    return _registered(env_type, env_type, path)
 
 
-def _find_built_in(env_type: str, built_in: BuiltIn, path: str) -> _Source:
-    if built_in.requires and importlib.util.find_spec(built_in.requires) is None:
-        package = built_in.requires.replace("_", "-")
-        raise _error(path, f"`{env_type}` needs the package `{package}`", f"pip install {package}")
-    return replace(_imported_source(env_type, built_in.import_path, path), is_small=True)
-
-
-def _imported(module: str, path: str) -> None:
-    try:
-        importlib.import_module(module)
-    except Exception as cause:
-        message = f"module {module!r} cannot be imported: {type(cause).__name__}: {cause}"
-        raise _error(path, message, _IMPORT_REMEDY) from cause
-
-
-def _imported_source(env_type: str, import_path: str, path: str) -> _Source:
-    try:
-        found = import_object(import_path)
-    except ImportError as cause:
-        raise _error(path, str(cause), _IMPORT_REMEDY) from cause
-    if not callable(found):
-        raise _error(path, f"`{import_path}` is a {type(found).__name__}", "name a class or a function")
-    return _Source(env_type, found, found)
-
-
-def _registered(env_type: str, env_id: str, path: str, own: Mapping[str, Any] | None = None) -> _Source:
+def _registered(env_type: str, env_id: str, path: str) -> _Source:
     """Return an environment of gymnasium's registry by its id. Without a version, the newest one is used."""
     try:
         spec = gymnasium.spec(env_id)
     except gymnasium.error.Error as cause:
-        ours = {*BUILT_IN, *(own or {})}
+        ours = ENVIRONMENTS.names()
         near = nearest(env_type, {*ours, *registration.registry})
         hint = f"did you mean `{near}`?" if near else f"{nearest_name_hint(env_type, ours)}."
         remedy = f"{hint} Or use a gymnasium id, or an import path `package.module:Class`"
-        raise _error(path, f"`{env_type}` is no environment", remedy) from cause
+        raise problem(path, f"there is no environment `{env_type}`", remedy) from cause
     try:
         if spec.entry_point is None:
             raise ImportError("it has no entry point")
         create = spec.entry_point if callable(spec.entry_point) else registration.load_env_creator(spec.entry_point)
     except Exception as cause:  # any error of its module, such as gymnasium's own error for a missing package
         message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
-        raise _error(path, message, "install what it needs, or correct its entry point") from cause
+        raise problem(path, message, "install what it needs, or correct its entry point") from cause
 
     def call(**options: Any) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(spec, disable_env_checker=True, **options)
@@ -438,49 +429,5 @@ def _render_modes(create: Callable[..., Any]) -> tuple[str, ...]:
 def _without(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in others}
 
-
-def _named(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {key: each for key, each in parameters.items() if each.kind in by_name}
-
-
-def _options_of(source: _Source) -> set[str]:
-    return {*_named(inspect.signature(source.create).parameters), *source.extra_options}
-
-
-def _unknown(env_type: str, env_config: Mapping[str, Any], settable: set[str], paths: _Paths) -> list[ConfigProblem]:
-    problems = []
-    for key in env_config:
-        if key not in settable:
-            listed = ", ".join(f"`{each}`" for each in sorted(settable)) or "none"
-            message = f"`{env_type}` has no option `{key}`"
-            hint = nearest_name_hint(str(key), settable)
-            remedy = hint if hint.startswith("known") else f"{hint} known: {listed}"
-            problems.append(ConfigProblem(f"{paths.env_config}.{key}", message, remedy))
-    return problems
-
-
-def _missing(
-    env_type: str, given: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], paths: _Paths
-) -> list[ConfigProblem]:
-    problems = []
-    for key, parameter in parameters.items():
-        if parameter.default is not inspect.Parameter.empty or parameter.kind in _OPEN_KINDS:
-            continue
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            message = f"`{env_type}` takes `{key}` by position only"
-            problems.append(ConfigProblem(paths.env_type, message, "options are given by name"))
-        elif key not in given:
-            path = f"{paths.env_config}.{key}"
-            problems.append(ConfigProblem(path, f"`{env_type}` needs `{key}`, which is not set", f"set `{path}`"))
-    return problems
-
-
-def _error(path: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([ConfigProblem(path, message, remedy)])
-
-
-_OPEN_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-_IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
 
 register_built_ins()

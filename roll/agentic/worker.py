@@ -29,7 +29,8 @@ from typing import Any, Literal
 import gymnasium
 
 from roll.agentic.episode import EnvironmentFailed, Observation
-from roll.runtime.plugins import DriverFolders, import_object
+from roll.configs.plugins import import_object
+from roll.runtime.folders import DriverFolders
 from roll.tracking.logs import configure_logging, give_away_output
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,11 @@
-"""Aggregation of per-token losses into one number.
+"""Aggregation of per-token losses into one number, and the reading of values under a mask.
 
 The normalisers are counted once over the whole optimizer batch and passed in, so the values of micro-batches and ranks
 add up to the value of the whole. The mask is applied once, to numerator and denominator alike. Sequences without
 response tokens do not count; without any token at all the result is 0.
 
-Reading values under a mask, so that entries outside it cannot matter.
-
-Multiplying by a mask is not enough: ``0 * nan`` is ``nan``, in values and in gradients. Every public function of this
-package passes its inputs through here first.
-
-Access to fields that only some losses and estimators need.
-
-Required fields are declared in traits and checked before a function is called. This check guards the place where a
-field is read, so that a wrong trait fails with the field's name.
+Multiplying by a mask is not enough: ``0 * nan`` is ``nan``, in values and in gradients. `keep` replaces what is
+outside.
 """
 
 from __future__ import annotations

@@ -27,15 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.aggregation import keep
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.metrics import lag_buckets, off_policy_metrics, off_policy_sums
-from roll.algorithms.registry import KnobError, KnobProblem, build_knobs, knob, suggestion
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among
+from roll.configs.plugins import made
 
 Level = Literal["token", "sequence", "geometric"]
 """The unit of a ratio: each token, the product over the response, or its geometric mean (over response tokens)."""
@@ -45,13 +47,17 @@ Level = Literal["token", "sequence", "geometric"]
 class ImportanceWeight:
     """A bounded weight rho. At level ``sequence`` or ``geometric`` all tokens of a row share one weight."""
 
-    level: Level = knob("token", help="rho of each token, of the whole response, or its geometric mean.")
-    mode: Literal["truncate", "mask"] = knob(
-        "truncate",
-        help="Outside the bounds: the nearest bound, or 0 with the token still counted in the normaliser.",
+    level: Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")] = (
+        "token"
     )
-    lower: float = knob(0.0, help="Smallest weight.", at_least=0, at_most=1)
-    upper: float = knob(2.0, help="Largest weight.", at_least=1, below=math.inf)
+    mode: Annotated[
+        Literal["truncate", "mask"],
+        Field(
+            description="Outside the bounds: the nearest bound, or 0 with the token still counted in the normaliser."
+        ),
+    ] = "truncate"
+    lower: Annotated[float, Field(ge=0, le=1, description="Smallest weight.")] = 0.0
+    upper: Annotated[float, Field(ge=1, lt=math.inf, description="Largest weight.")] = 2.0
 
     def __post_init__(self) -> None:
         if self.lower == self.upper:
@@ -62,9 +68,9 @@ class ImportanceWeight:
 class RatioRejection:
     """Rejection of tokens or sequences whose rho lies outside the bounds."""
 
-    level: Level = knob(help="rho of each token, of the whole response, or its geometric mean.")
-    lower: float | None = knob(None, help="Smallest rho kept. Default: no bound.", above=0, at_most=1)
-    upper: float | None = knob(None, help="Largest rho kept. Default: no bound.", at_least=1, below=math.inf)
+    level: Annotated[Level, Field(description="rho of each token, of the whole response, or its geometric mean.")]
+    lower: Annotated[float | None, Field(gt=0, le=1, description="Smallest rho kept. Default: no bound.")] = None
+    upper: Annotated[float | None, Field(ge=1, lt=math.inf, description="Largest rho kept. Default: no bound.")] = None
 
     def __post_init__(self) -> None:
         if self.lower is None and self.upper is None:
@@ -81,12 +87,15 @@ class RatioRejection:
 class DivergenceRejection:
     """Rejection of tokens or sequences whose estimated divergence of proximal from behaviour exceeds a threshold."""
 
-    level: Level = knob(help="Estimate of each token, their sum over the response, or their mean.")
-    divergence: Literal["k1", "abs", "k2", "k3"] = knob(
-        help="Per-token estimate of KL(behaviour || proximal): k1 = -log rho (one-sided: it rejects improbable tokens "
-        "only), abs = |log rho|, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."
-    )
-    threshold: float = knob(help="Largest divergence kept, in nats.", above=0, below=math.inf)
+    level: Annotated[Level, Field(description="Estimate of each token, their sum over the response, or their mean.")]
+    divergence: Annotated[
+        Literal["k1", "abs", "k2", "k3"],
+        Field(
+            description="Per-token estimate of KL(behaviour || proximal): k1 = -log rho (one-sided: it rejects "
+            "improbable tokens only), abs = |log rho|, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."
+        ),
+    ]
+    threshold: Annotated[float, Field(gt=0, lt=math.inf, description="Largest divergence kept, in nats.")]
 
     def accepts(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """Return the accepted tokens, bool ``[batch, seq]``; ``log_ratio`` is 0 outside ``mask``. NaN is rejected."""
@@ -101,13 +110,19 @@ Rejection = RatioRejection | DivergenceRejection
 class Correction:
     """The correction of the distance. ``ValueError`` if it would have no effect."""
 
-    weight: ImportanceWeight | None = knob(None, help="The importance weight of each token. Default: none.")
-    normalize: bool = knob(
-        False,
-        help="Divide the weights by their mean over the tokens that stay in the loss (self-normalised importance "
-        "sampling): less variance, some bias, and a loss on the scale of the uncorrected one.",
-    )
-    reject: tuple[Rejection, ...] = knob((), help="What leaves the loss: all rejections act, in any order.")
+    weight: Annotated[
+        ImportanceWeight | None, Field(description="The importance weight of each token. Default: none.")
+    ] = None
+    normalize: Annotated[
+        bool,
+        Field(
+            description="Divide the weights by their mean over the tokens that stay in the loss (self-normalised "
+            "importance sampling): less variance, some bias, and a loss on the scale of the uncorrected one."
+        ),
+    ] = False
+    reject: Annotated[
+        tuple[Rejection, ...], Field(description="What leaves the loss: all rejections act, in any order.")
+    ] = ()
 
     def __post_init__(self) -> None:
         if self.weight is None and self.normalize:
@@ -180,72 +195,70 @@ def correct(
     return CorrectionResult(weights.to(torch.promote_types(dtype, torch.float32)), kept.clone(), metrics)
 
 
-def parse_correction(args: Mapping[str, Any]) -> Correction:
+def parse_correction(args: Mapping[str, Any], path: str = "train_infer_correction") -> Correction:
     """Build a correction from plain values of a configuration file.
 
     ``weight``: the arguments of `ImportanceWeight`; ``normalize``: bool; ``reject``: a list of the arguments of
-    `DivergenceRejection` (if ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises ``KnobError``
-    with every wrong key, type, range and combination; paths look like ``reject[0].upper``.
+    `DivergenceRejection` (if ``divergence`` or ``threshold`` is given) or of `RatioRejection`. Raises `ConfigError`
+    with every wrong key, type, range and combination; ``path`` is that of ``args``.
     """
-    problems: list[KnobProblem] = []
+    problems: list[ConfigProblem] = []
     weight, normalize, reject = (args.get(name) for name in ("weight", "normalize", "reject"))
     built_weight = None
     if weight is not None:
-        built_weight = _build(ImportanceWeight, weight, "weight", "the importance weight", {}, problems)
+        built_weight = _build("the importance weight", ImportanceWeight, weight, f"{path}.weight", problems)
     if normalize is not None and not isinstance(normalize, bool):
-        problems.append(KnobProblem("normalize", f"'normalize' is {normalize!r}", "it must be true or false"))
-    if reject is not None and not _is_list(reject):
-        problems.append(KnobProblem("reject", f"'reject' is {reject!r}", "give a list, one item for each rejection"))
-    items: Sequence[Any] = reject if _is_list(reject) else []
-    rejections = [_build_rejection(item, f"reject[{index}]", problems) for index, item in enumerate(items)]
+        problems.append(ConfigProblem(f"{path}.normalize", f"{normalize!r} is no choice", "it must be true or false"))
+    is_list = isinstance(reject, Sequence) and not isinstance(reject, str)
+    if reject is not None and not is_list:
+        remedy = "give a list, one item for each rejection"
+        problems.append(ConfigProblem(f"{path}.reject", f"{reject!r} is no list", remedy))
+    items: Sequence[Any] = reject if reject is not None and is_list else []
+    rejections = [_build_rejection(item, f"{path}.reject[{index}]", problems) for index, item in enumerate(items)]
     valid = [item.name for item in fields(Correction)]
     problems += [
-        KnobProblem(str(name), f"a correction has no key {str(name)!r}", suggestion(str(name), valid))
+        ConfigProblem(f"{path}.{name}", f"a correction has no key `{name}`", choose_among(str(name), valid))
         for name in args
         if name not in valid
     ]
     if normalize is True and weight is None:
-        problems.append(
-            KnobProblem("normalize", "'normalize' has no effect without a weight", "add `weight`, or remove it")
-        )
+        message = "it has no effect without a weight"
+        problems.append(ConfigProblem(f"{path}.normalize", message, "add `weight`, or remove it"))
     if weight is None and not reject:
-        problems.append(
-            KnobProblem(None, "a correction without `weight` and `reject` has no effect", "add one, or remove it all")
-        )
+        message = "a correction without `weight` and `reject` has no effect"
+        problems.append(ConfigProblem(path, message, "add one, or remove it all"))
     if problems:
-        raise KnobError(problems)
+        raise ConfigError(problems)
     return Correction(built_weight, bool(normalize), tuple(rejections))
 
 
-def _build_rejection(args: Any, path: str, problems: list[KnobProblem]) -> Any:
+_REJECTIONS: dict[str, type[Rejection]] = {
+    "rejection by ratio": RatioRejection,
+    "rejection by divergence": DivergenceRejection,
+}
+
+
+def _build_rejection(args: Any, path: str, problems: list[ConfigProblem]) -> Any:
     by_divergence = isinstance(args, Mapping) and bool({"divergence", "threshold"} & set(args))
-    kind, other = (DivergenceRejection, RatioRejection) if by_divergence else (RatioRejection, DivergenceRejection)
-    elsewhere = {item.name: [_REJECTION_NAMES[other]] for item in fields(other)}
-    return _build(kind, args, path, f"a {_REJECTION_NAMES[kind]}", elsewhere, problems)
+    name = "rejection by divergence" if by_divergence else "rejection by ratio"
+    return _build(name, _REJECTIONS[name], args, path, problems)
 
 
-_REJECTION_NAMES = {RatioRejection: "rejection by ratio", DivergenceRejection: "rejection by divergence"}
-
-
-def _build(
-    knobs: type, args: Any, path: str, owner: str, elsewhere: Mapping[str, list[str]], problems: list[KnobProblem]
-) -> Any:
-    """Build the dataclass ``knobs``; on failure return None and append the problems with their paths."""
+def _build(name: str, record: type, args: Any, path: str, problems: list[ConfigProblem]) -> Any:
+    """Return the dataclass ``record``; on failure return None and append the problems."""
     if not isinstance(args, Mapping):
-        valid = ", ".join(item.name for item in fields(knobs))
-        problems.append(KnobProblem(path, f"{path!r} is {args!r}", f"give keys and values; valid keys: {valid}"))
+        valid = ", ".join(item.name for item in fields(record))
+        problems.append(ConfigProblem(path, f"{args!r} is no mapping", f"give keys and values; valid keys: {valid}"))
         return None
     try:
-        return build_knobs(knobs, {str(name): value for name, value in args.items()}, owner, elsewhere)
-    except KnobError as error:
-        for found in error.problems:
-            where = path if found.knob is None else f"{path}.{found.knob}"
-            problems.append(KnobProblem(where, found.message, found.remedy))
+        return made(name, record, {str(key): value for key, value in args.items()}, path, _owners)
+    except ConfigError as error:
+        problems += error.problems
         return None
 
 
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _owners(key: str) -> list[str]:
+    return [name for name, record in _REJECTIONS.items() if key in {item.name for item in fields(record)}]
 
 
 def _bounded_weights(log_ratio: Tensor, mask: Tensor, weight: ImportanceWeight | None) -> tuple[Tensor, Tensor]:

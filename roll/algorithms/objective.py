@@ -17,13 +17,13 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
-from roll.algorithms.losses.base import Anchor, PolicyInputs, PolicyLoss, PolicyLossTraits, make_policy_loss
+from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
 from roll.algorithms.metrics import LossMetrics, ValueMetrics, policy_metrics, value_metrics
 
 
 @dataclass
 class PolicyObjective:
-    """The training objective of a policy. Raises ``KnobError`` or ``ValueError`` at once if a value cannot work."""
+    """The training objective of a policy. Raises `ConfigError` or ``ValueError`` at once if a value cannot work."""
 
     max_response_length: int
     """Tokens; the constant of `seq-mean-token-sum-norm`."""
@@ -34,7 +34,7 @@ class PolicyObjective:
     kl_loss_coef: float = 0.001
     kl_estimator: str = "k3"
     entropy_loss_coef: float = 0.0
-    anchor: Anchor = "behaviour"
+    old_policy: OldPolicy = "behaviour"
     """The policy in the denominator of the ratio."""
     corrected: bool = False
     """True if batches carry ``correction_weights``, which multiply the policy loss of each token."""
@@ -57,9 +57,9 @@ class PolicyObjective:
             raise ValueError(f"max_response_length must be at least 1, not {self.max_response_length}")
 
     @property
-    def traits(self) -> PolicyLossTraits:
+    def requirements(self) -> LossRequirements:
         """Requirements and properties of the policy loss."""
-        return self.policy_loss.traits
+        return self.policy_loss.requirements
 
     @property
     def token_fields(self) -> tuple[str, ...]:
@@ -67,7 +67,8 @@ class PolicyObjective:
         wanted = {
             "behaviour_logprobs": True,
             "advantages": True,
-            "proximal_logprobs": self.traits.needs_proximal or (self.traits.uses_anchor and self.anchor == "proximal"),
+            "proximal_logprobs": self.requirements.needs_proximal
+            or (self.requirements.uses_old_policy and self.old_policy == "proximal"),
             "reference_logprobs": self.use_kl_loss,
             "correction_weights": self.corrected,
             "lags": self.max_lag is not None,
@@ -78,7 +79,7 @@ class PolicyObjective:
     @property
     def sample_fields(self) -> tuple[str, ...]:
         """Per-sample fields that a batch must carry."""
-        return ("scores",) if self.traits.needs_scores else ()
+        return ("scores",) if self.requirements.needs_scores else ()
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -116,8 +117,8 @@ class PolicyObjective:
             response_mask=response_mask,
             proximal_logprobs=fields.get("proximal_logprobs"),
             scores=fields.get("scores"),
-            anchor=self.anchor,
-        ).masked()
+            old_policy=self.old_policy,
+        )
         token_losses, token_metrics = self.policy_loss(inputs)
         if self.corrected:
             token_losses = token_losses * keep(fields["correction_weights"], response_mask)

@@ -12,7 +12,8 @@ from roll.configs.derived import groups_ahead, model_path, present_roles, reward
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import ConfigProblem, choose_among, count, shown
 from roll.configs.fields import IMPORT_PATH
-from roll.configs.roles import BUILTIN_VERIFIERS, MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
+from roll.configs.rewards import VERIFIERS
+from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
 from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
 
 TRAIN_DATA = "actor_train.data_args"
@@ -173,7 +174,7 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         remedy = "add one, for example `rewards: {math: {verifier: math}}`"
         yield ConfigProblem("rewards", "there is no reward, so there is nothing to learn", remedy)
         return
-    known = (*BUILTIN_VERIFIERS, *MODEL_REWARDS)
+    known = (*VERIFIERS.names(), *MODEL_REWARDS)
     owners: dict[str, str] = {}
     for name, reward in config.rewards.items():
         if not reward.verifier:

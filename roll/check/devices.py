@@ -21,6 +21,7 @@ from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem, count, shown
 from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig
+from roll.configs.strategies import Trainer, strategy_of
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
@@ -53,8 +54,10 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
     for name, role in roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
-        if role.strategy_args.strategy_name == "megatron_train" and chosen != ModelArguments().attn_implementation:
-            message = f"{shown(chosen)} has no effect: megatron-core has its own attention"
+        strategy = strategy_of(name, role)
+        own_attention = isinstance(strategy, Trainer) and not strategy.chooses_attention
+        if own_attention and chosen != ModelArguments().attn_implementation:
+            message = f"{shown(chosen)} has no effect: {role.strategy_args.strategy_name} has its own attention"
             yield ConfigProblem(path, message, "remove this key, or use another trainer")
             continue
         if chosen != "flash_attention_2":

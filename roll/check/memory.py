@@ -34,8 +34,9 @@ from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import FORWARD_STRATEGIES, WorkerConfig
+from roll.configs.roles import WorkerConfig
 from roll.configs.run import PipelineConfig
+from roll.configs.strategies import strategy_of
 
 LIBRARIES = 0.5 * GIB
 """Memory of a process on a CPU: Python, torch, transformers, Ray."""
@@ -171,7 +172,8 @@ def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shap
     )
     memory = trainer_memory(trainer)
     # Replicas join their results on the hosts; only trainers communicate from device to device.
-    talking = 1 if section.strategy_args.strategy_name in FORWARD_STRATEGIES else len(devices)
+    strategy = strategy_of(name, section)
+    talking = 1 if strategy is not None and strategy.replicates else len(devices)
     publication = _publication(config, shape) if name == "actor_train" else None
     pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
     reads_all = section.strategy_args.strategy_name != "megatron_train"

@@ -17,36 +17,7 @@ from roll.check.rules import chosen_trackers, is_installed
 from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.run import PipelineConfig, RLVRConfig
-
-
-@dataclass(frozen=True)
-class StrategyPackage:
-    """The package that a strategy imports."""
-
-    name: str
-    install: str
-    """The command that installs it, and notes."""
-    tells: str | None = None
-    """The names in `strategy_config` that only the package knows; without it they cannot be checked."""
-
-
-STRATEGY_PACKAGES = {
-    "vllm": StrategyPackage(
-        "vllm", "pip install vllm, on a CPU make venv-for-tests: docs/engines.md", "the names in `strategy_config`"
-    ),
-    "sglang": StrategyPackage(
-        "sglang",
-        'pip install "roll[sglang]", in an environment of its own: docs/engines.md',
-        "the names in `strategy_config`",
-    ),
-    "deepspeed_train": StrategyPackage(
-        "deepspeed", 'pip install "roll[deepspeed]"', "the names under `zero_optimization`"
-    ),
-    "megatron_train": StrategyPackage("megatron", 'pip install "roll[megatron]"'),
-}
-"""Strategy -> package."""
-TRANSFORMERS_STRATEGIES = ("fsdp2_train", "deepspeed_train", "hf_infer")
-"""Strategies whose attention is `model_args.attn_implementation`; other engines have their own."""
+from roll.configs.strategies import Strategy, strategy_of
 
 
 @dataclass(frozen=True)
@@ -67,11 +38,10 @@ def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
     ]  # fmt: skip
 
 
-def missing_packages(config: PipelineConfig) -> dict[str, StrategyPackage]:
-    """Return role -> package of its strategy that is not installed here."""
-    strategies = {name: role.strategy_args.strategy_name for name, role in derived.present_roles(config).items()}
-    packages = {name: STRATEGY_PACKAGES[each] for name, each in strategies.items() if each in STRATEGY_PACKAGES}
-    return {name: package for name, package in packages.items() if not _installed(package.name)}
+def missing_packages(config: PipelineConfig) -> dict[str, Strategy]:
+    """Return role -> its strategy, where the package of the strategy is not installed here."""
+    strategies = {role: strategy_of(role, section) for role, section in derived.present_roles(config).items()}
+    return {role: each for role, each in strategies.items() if each and each.package and not _installed(each.package)}
 
 
 def _installed(package: str) -> bool:
@@ -107,20 +77,25 @@ def _files(config: PipelineConfig) -> Iterator[Need]:
 
 
 def _packages(config: PipelineConfig) -> Iterator[Need]:
-    strategies = {role.strategy_args.strategy_name for role in derived.present_roles(config).values()}
-    for strategy in sorted(strategies & STRATEGY_PACKAGES.keys()):
-        package = STRATEGY_PACKAGES[strategy]
-        need = _package(package.name, package.install)
+    strategies = {
+        section.strategy_args.strategy_name: strategy_of(role, section)
+        for role, section in derived.present_roles(config).items()
+    }
+    for name, strategy in sorted(strategies.items()):
+        if strategy is None or strategy.package is None:
+            continue
+        need = _package(strategy.package, strategy.install)
         yield need
-        if not need.here and package.tells is not None:
-            state = f"not checked here: {package.tells}, which only the package knows"
-            yield Need(f"options of {strategy}", state, False)
+        if not need.here and strategy.package_tells is not None:
+            state = f"not checked here: {strategy.package_tells}, which only the package knows"
+            yield Need(f"options of {name}", state, False)
     if config.actor_train.model_args.lora_target is not None:
         yield _package("peft", 'pip install "roll[lora]"')
     if any(
-        role.model_args.attn_implementation == "flash_attention_2"
-        and role.strategy_args.strategy_name in TRANSFORMERS_STRATEGIES
-        for role in derived.roles_and_reward_models(config).values()
+        section.model_args.attn_implementation == "flash_attention_2"
+        and (strategy := strategy_of(role, section)) is not None
+        and strategy.chooses_attention
+        for role, section in derived.roles_and_reward_models(config).items()
     ):
         yield _package("flash_attn", "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`")
 

@@ -17,8 +17,9 @@ from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import FORWARD_STRATEGIES, DataArguments, ModelArguments, WorkerConfig
+from roll.configs.roles import DataArguments, ModelArguments, WorkerConfig
 from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.strategies import strategy_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig | RewardCon
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
     devices = owned[name]
     generates, scores = name == "actor_infer", isinstance(role, RewardConfig)
-    holds_whole_model = role.strategy_args.strategy_name in FORWARD_STRATEGIES
+    strategy = strategy_of(name, role)
+    holds_whole_model = strategy is not None and strategy.replicates
     return RolePlan(
         name=name,
         strategy=role.strategy_args.strategy_name,

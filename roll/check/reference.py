@@ -1,39 +1,41 @@
 """The reference pages of losses, advantages and corrections: `python -m roll.check.reference docs/algorithms`.
 
-The output is `policy_losses.md`, `advantages.md` and `correction.md` in that folder, made from the registries and the
-fields of the argument classes. A test keeps them equal, so the pages cannot drift from the code.
+The output is `policy_losses.md`, `advantages.md` and `correction.md` in that folder, made from the signatures
+of the functions and their descriptions. A test keeps them equal, so the pages cannot drift from the code.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, Field, fields
+from collections.abc import Mapping
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS
+from roll.algorithms.about import about_of, settings_of
+from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS
 from roll.algorithms.correction import Correction, DivergenceRejection, ImportanceWeight, RatioRejection
 from roll.algorithms.losses.base import POLICY_LOSSES
-from roll.algorithms.registry import Registry, Variant
+from roll.configs.plugins import Kind, PlugIn, help_text, parameters_of, type_in_words
 
 POLICY_LOSSES_HEAD = """\
 # Policy losses: `actor_train.pg_variant`
 
-`python -m roll.check.reference docs/algorithms` writes this page from the registry in `roll/algorithms`.
+`python -m roll.check.reference docs/algorithms` writes this page from the functions in `roll/algorithms`.
 
 π is the policy being updated, μ the one that sampled the token (its log-probability is recorded at sampling), ρ the
-ratio of π to the anchor, which is μ by default and the trainer's policy before its first update on the batch with
+ratio of π to the old policy, which is μ by default and the trainer's policy before its first update on the batch with
 `old_logprobs: recompute`; A is the advantage, sg stops the gradient. Formulas are per response token; `loss_agg_mode`
-makes one number of them. Knobs go to `actor_train.pg_variant_args`. `clip_fraction` among the metrics is the share of
-tokens whose weight or gradient a bound has changed.
+makes one number of them. Arguments go to `actor_train.pg_variant_args`. `clip_fraction` among the metrics is the
+share of tokens whose weight or gradient a bound has changed.
 """
 
 ADVANTAGES_HEAD = """\
 # Advantages: `adv_estimator`
 
-`python -m roll.check.reference docs/algorithms` writes this page from the registry in `roll/algorithms`.
+`python -m roll.check.reference docs/algorithms` writes this page from the functions in `roll/algorithms`.
 
-r is the reward of a sample (its score after shaping), n the number of samples in its group. Knobs go to
+r is the reward of a sample (its score after shaping), n the number of samples in its group. Arguments go to
 `adv_estimator_args`. A sample alone in its group and a group of equal rewards have advantage 0 wherever samples are
 compared. `whiten_advantages` gives the advantages of a batch mean 0 and deviation 1 over its response tokens, and
 `advantage_clip` bounds them, last of all. An estimator that reads values needs a
@@ -53,7 +55,7 @@ implementations of one model together. A weight multiplies the policy loss of ea
 whole responses out of the loss, numerator and normaliser alike. Sequence values are those of the whole response, before
 any token is left out. One weight and any number of rejections compose.
 
-With a loss that is itself anchored on the behaviour policy a weight would count the distance twice, and is refused: use
+With a loss that has a ratio to the behaviour policy itself a weight would count the distance twice, and is refused: use
 it with `old_logprobs: recompute`, or with a loss without a ratio (`vanilla`, `kimi15`). Rejection goes with every loss.
 
 - TIS, truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561):
@@ -89,47 +91,33 @@ def pages() -> dict[str, str]:
     return {
         "policy_losses.md": _page(POLICY_LOSSES_HEAD, POLICY_LOSSES),
         "advantages.md": _page(ADVANTAGES_HEAD, ADVANTAGE_ESTIMATORS),
-        "correction.md": CORRECTION_HEAD + "".join(_knobs_section(*part) for part in CORRECTION_PARTS),
+        "correction.md": CORRECTION_HEAD
+        + "".join(f"\n## {title}\n{_table(parameters_of(record, title, title))}" for title, record in CORRECTION_PARTS),
     }
 
 
-def _page(head: str, registry: Registry) -> str:
-    return head + "".join(_section(registry.variant(name)) for name in registry.names())
+def _page(head: str, kind: Kind[PlugIn]) -> str:
+    return head + "".join(_section(kind, name) for name in sorted(kind.built_in))
 
 
-def _section(variant: Variant) -> str:
-    table = _table(variant.knobs) or "\nNo knobs.\n"
-    return f"\n## `{variant.name}`\n\n{variant.formula}\n\n- Source: {variant.source}\n- When: {variant.use}\n{table}"
+def _section(kind: Kind[PlugIn], name: str) -> str:
+    function = kind.load(name, name)
+    about = about_of(function)
+    assert about is not None, f"{name} has no description"
+    table = _table(settings_of(function, name, name)) or "\nNo arguments.\n"
+    return f"\n## `{name}`\n\n{about.formula}\n\n- Source: {about.source}\n- When: {about.use}\n{table}"
 
 
-def _knobs_section(title: str, knobs: type) -> str:
-    return f"\n## {title}\n{_table(knobs)}"
+def _table(parameters: Mapping[str, Parameter]) -> str:
+    rows = "".join(_row(each) for each in parameters.values())
+    return f"\n| argument | type | default | meaning |\n|---|---|---|---|\n{rows}" if rows else ""
 
 
-def _table(knobs: type) -> str:
-    hints = get_type_hints(knobs)
-    rows = "".join(_row(item, hints[item.name]) for item in fields(knobs))
-    return f"\n| knob | type | default | meaning |\n|---|---|---|---|\n{rows}" if rows else ""
-
-
-def _row(item: Field[Any], hint: Any) -> str:
-    limits = item.metadata.get("range")
-    kind = _kind(hint) + (f", {limits}" if limits is not None else "")
-    default = "none: it must be given" if item.default is MISSING else f"`{_shown(item.default)}`"
-    meaning = item.metadata["help"].replace("|", "\\|")
-    return f"| `{item.name}` | {kind} | {default} | {meaning} |\n"
-
-
-def _kind(hint: Any) -> str:
-    if isinstance(hint, type):
-        names = {float: "number", int: "whole number", bool: "true or false", str: "text"}
-        return names.get(hint, "a mapping")
-    if get_origin(hint) is tuple:
-        return "a list of mappings"
-    options = get_args(hint)
-    if type(None) in options:
-        return " or ".join(_kind(option) for option in options if option is not type(None)) + " or null"
-    return " or ".join(f"`{option}`" for option in options)
+def _row(parameter: Parameter) -> str:
+    required = parameter.default is Parameter.empty
+    default = "none: it must be given" if required else f"`{_shown(parameter.default)}`"
+    meaning = help_text(parameter.annotation).replace("|", "\\|")
+    return f"| `{parameter.name}` | {type_in_words(parameter.annotation)} | {default} | {meaning} |\n"
 
 
 def _shown(value: Any) -> str:

@@ -9,16 +9,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from roll.check.rules import own_classes_have_their_form
 from roll.configs.derived import reward_models, reward_timeout
-from roll.configs.errors import ConfigProblem, choose_among, shown
+from roll.configs.errors import ConfigProblem, choose_among, problems_of, shown
 from roll.configs.fields import default_of, differs_from_default
 from roll.configs.rewards import JudgeConfig, RewardConfig
-from roll.configs.roles import ADAPTER_KEYS, SCORE_STRATEGIES
+from roll.configs.roles import ADAPTER_KEYS
 from roll.configs.run import RLVRConfig
+from roll.configs.strategies import SCORERS
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
 """Names that a judge's template may contain, in braces."""
@@ -93,10 +95,7 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             if differs_from_default(reward.model_args, key):
                 message = f"{shown(vars(reward.model_args)[key])} has no effect: a reward model is not trained"
                 yield ConfigProblem(f"{path}.model_args.{key}", message, "remove it; merge adapters into the model")
-        if strategy not in SCORE_STRATEGIES:
-            message = f"{shown(strategy)} is no engine of reward models"
-            remedy = choose_among(strategy, SCORE_STRATEGIES)
-            yield ConfigProblem(f"{path}.strategy_args.strategy_name", message, remedy)
+        yield from problems_of(partial(SCORERS.find, strategy, f"{path}.strategy_args.strategy_name"))
         yield from own_classes_have_their_form(path, reward)
 
 

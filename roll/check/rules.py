@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,29 @@ from roll.configs.derived import (
 )
 from roll.configs.devices import compact
 from roll.configs.engine_options import Options, is_too_large
-from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, shown
+from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown
 from roll.configs.fields import IMPORT_PATH, LARGEST_NUMBER, default_of, differs_from_default
 from roll.configs.loader import truth_value_problems, validation_problems
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
     ADAPTER_KEYS,
-    ADAPTER_STRATEGIES,
-    FORWARD_STRATEGIES,
-    ROLL_KNOBS,
-    STRATEGIES_OF_ROLES,
-    TRAIN_STRATEGIES,
+    ROLL_ARGUMENTS,
     TRAINED_ROLES,
     UNREAD_KEYS,
     ActorInferConfig,
     WorkerConfig,
 )
-from roll.configs.run import PUBLICATION_CHAOS, AgenticConfig, ChaosEvent, PipelineConfig, RLVRConfig
-from roll.tracking.plugins.process import PLUG_INS, TENSORBOARD, plug_in_class, tracker_names
+from roll.configs.run import (
+    PUBLICATION_CHAOS,
+    TENSORBOARD,
+    TRACKERS,
+    AgenticConfig,
+    ChaosEvent,
+    PipelineConfig,
+    RLVRConfig,
+)
+from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Trainer, strategies_of, strategy_of
+from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
 
 TIMED = ("freeze", "delay_publication")
@@ -359,15 +365,15 @@ def _inert_without_canaries(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
     actor = config.actor_train
-    for name, (loss, knob) in ROLL_KNOBS.items():
+    for name, (loss, argument) in ROLL_ARGUMENTS.items():
         value = vars(actor)[name]
         if value is None:
             continue
         if actor.pg_variant != loss:
-            reason = f"it is a knob of `{loss}`, and pg_variant is `{actor.pg_variant}`"
+            reason = f"it is an argument of `{loss}`, and pg_variant is `{actor.pg_variant}`"
             yield _inert(f"actor_train.{name}", value, reason, f"set `pg_variant: {loss}`")
-        elif knob in actor.pg_variant_args:
-            message = f"{shown(value)}, but `pg_variant_args.{knob}` sets the same knob"
+        elif argument in actor.pg_variant_args:
+            message = f"{shown(value)}, but `pg_variant_args.{argument}` sets the same argument"
             yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
@@ -429,13 +435,12 @@ def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig)
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require registered strategies for each role, and well-formed import paths."""
     for name, role in present_roles(config).items():
-        known = STRATEGIES_OF_ROLES[name]
-        strategy = role.strategy_args.strategy_name
-        if strategy not in known:
-            message = f"{shown(strategy)} is no strategy for this role"
-            if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES:
-                message += ": it only computes, and a role that learns needs an optimizer"
-            yield ConfigProblem(f"{name}.strategy_args.strategy_name", message, choose_among(strategy, known))
+        kind, strategy = strategies_of(name), role.strategy_args.strategy_name
+        for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
+            if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES.built_in:
+                message = f"{found.message}: it only computes, and a role that learns needs an optimizer"
+                found = replace(found, message=message)
+            yield found
         yield from own_classes_have_their_form(name, role)
     for stage, target in config.stages.items():
         if not (IMPORT_PATH.fullmatch(target) or _REGISTERED_NAME.fullmatch(target)):
@@ -482,10 +487,12 @@ def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 message = f"{shown(vars(arguments)[key])} has no effect: no layer has adapters"
                 yield ConfigProblem(f"{path}.{key}", message, "set `lora_target`, or remove this key")
             continue
-        strategy = section.strategy_args.strategy_name
-        if strategy in TRAIN_STRATEGIES and strategy not in ADAPTER_STRATEGIES:
-            message = f"{shown(arguments.lora_target)}, but {strategy} trains no adapters"
-            remedy = f"use `{ADAPTER_STRATEGIES[0]}`, or remove the keys `lora_...`"
+        strategy = strategy_of(role, section)
+        if isinstance(strategy, Trainer) and not strategy.adapters:
+            name = section.strategy_args.strategy_name
+            message = f"{shown(arguments.lora_target)}, but {name} trains no adapters"
+            able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.adapters]
+            remedy = f"use {' or '.join(able)}, or remove the keys `lora_...`"
             yield ConfigProblem(f"{path}.lora_target", message, remedy)
         if not arguments.lora_target:
             remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
@@ -517,7 +524,8 @@ def _own_settings(section: Any, trainer: Any, prefix: str) -> Iterator[tuple[str
 def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject values that `engine_options` does not allow."""
     for name, role in present_roles(config).items():
-        if name != "actor_infer" and role.strategy_args.strategy_name in FORWARD_STRATEGIES:
+        strategy = strategy_of(name, role)
+        if isinstance(strategy, Trainer) and not strategy.learns:
             continue
         for option, value, allowed in Options.of(role).wrong():
             path = f"{name}.strategy_args.strategy_config.{option}"
@@ -572,13 +580,21 @@ def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
     """Return the plug-in trackers of a configuration, without those whose options are wrong."""
     chosen = []
     for name in tracker_list(config):
-        plug_in = plug_in_class(PLUG_INS[name]) if name in PLUG_INS else None
+        plug_in = _plug_in(name)
         written = config.tracker_kwargs.get(name, {})
         if plug_in is not None and not list(_option_problems(name, plug_in.Options, written)):
             options = plug_in.Options(**written)
             secret, mode = plug_in.secret(options), plug_in.mode(options)
             chosen.append(ChosenTracker(name, plug_in.package, plug_in.install, secret, mode))
     return chosen
+
+
+def _plug_in(name: str) -> type[TrackerPlugIn] | None:
+    """Return the class of a plug-in tracker; None for TensorBoard and for a name that a rule reports."""
+    if name == TENSORBOARD or problems_of(partial(TRACKERS.load, name, "track_with")):
+        return None
+    found: Any = TRACKERS.load(name, "track_with")
+    return found
 
 
 def tracker_words(config: PipelineConfig) -> list[str]:
@@ -592,9 +608,9 @@ def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     names = tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
-        if name not in tracker_names():
-            path = f"track_with[{index}]" if as_list else "track_with"
-            yield ConfigProblem(path, f"{shown(name)} is no tracker", choose_among(name, tracker_names()))
+        path = f"track_with[{index}]" if as_list else "track_with"
+        if name != TENSORBOARD:
+            yield from problems_of(partial(TRACKERS.load, name, path))
     if len(set(names)) != len(names):
         yield ConfigProblem("track_with", f"{shown(names)} names a tracker twice", "name each once")
 
@@ -605,13 +621,13 @@ def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
         path = f"{_KEYS}.{name}"
         if name == TENSORBOARD:
             yield ConfigProblem(path, "TensorBoard has no options: its events are in the run's folder", "remove it")
-        elif name not in PLUG_INS:
-            yield ConfigProblem(path, f"{shown(name)} is no tracker", choose_among(name, PLUG_INS))
+        elif missing := problems_of(partial(TRACKERS.find, name, path)):
+            yield from missing
         elif name not in tracker_list(config):
             remedy = f"add {name} to `track_with`, or remove these options"
             yield ConfigProblem(path, f"{shown(options)} has no effect: {name} is not used", remedy)
-        else:
-            yield from _option_problems(path, plug_in_class(PLUG_INS[name]).Options, options)
+        elif plug_in := _plug_in(name):
+            yield from _option_problems(path, plug_in.Options, options)
 
 
 def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator[ConfigProblem]:

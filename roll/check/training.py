@@ -27,17 +27,19 @@ from roll.configs.derived import (
 )
 from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem, count
-from roll.configs.roles import PACKING_STRATEGIES, TRAIN_STRATEGIES, UNREAD_KEYS, GeneratingArguments
+from roll.configs.roles import UNREAD_KEYS, GeneratingArguments
 from roll.configs.run import PipelineConfig
+from roll.configs.strategies import TRAINERS, Trainer, strategy_of
 
 
 def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject sequence packing for trainers that cannot separate samples in one row."""
     for name, role in present_roles(config).items():
-        strategy = role.strategy_args.strategy_name
-        if role.use_sequence_packing and strategy in set(TRAIN_STRATEGIES) - set(PACKING_STRATEGIES):
-            message = f"true, but {strategy} computes on padded rows only"
-            remedy = f"set it to false, or use {' or '.join(f'`{able}`' for able in PACKING_STRATEGIES)}"
+        strategy = strategy_of(name, role)
+        if role.use_sequence_packing and isinstance(strategy, Trainer) and not strategy.packs:
+            message = f"true, but {role.strategy_args.strategy_name} computes on padded rows only"
+            able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.packs]
+            remedy = f"set it to false, or use {' or '.join(able)}"
             yield ConfigProblem(f"{name}.use_sequence_packing", message, remedy)
 
 

@@ -16,8 +16,8 @@ from roll.configs.engine_options import Options
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.fields import DeviceMapping
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import ROLES, ROLL_KNOBS, TRAINED_ROLES, TrainingArguments, ValidationSettings, WorkerConfig
-from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.roles import ROLES, ROLL_ARGUMENTS, TRAINED_ROLES, TrainingArguments, ValidationSettings, WorkerConfig
+from roll.configs.run import TENSORBOARD, TRACKERS, AgenticConfig, PipelineConfig, RLVRConfig
 
 SYNCHRONOUS_KEYS = (
     "async_generation_ratio",
@@ -134,8 +134,8 @@ def uses_kl(config: PipelineConfig) -> bool:
 
 def pg_variant_args(config: PipelineConfig) -> dict[str, Any]:
     """Return the arguments of the policy loss: `pg_variant_args` and those set under ROLL's names."""
-    given = {knob: vars(config.actor_train)[name] for name, (_, knob) in ROLL_KNOBS.items()}
-    return {**config.actor_train.pg_variant_args, **{knob: value for knob, value in given.items() if value is not None}}
+    given = {argument: vars(config.actor_train)[name] for name, (_, argument) in ROLL_ARGUMENTS.items()}
+    return {**config.actor_train.pg_variant_args, **{key: value for key, value in given.items() if value is not None}}
 
 
 def may_be_stale(config: PipelineConfig) -> bool:
@@ -195,6 +195,11 @@ def publication_nodes(config: PipelineConfig) -> set[int]:
 def tracker_list(config: PipelineConfig) -> list[str]:
     """Return the configured trackers as a list."""
     return [config.track_with] if isinstance(config.track_with, str) else config.track_with
+
+
+def tracker_classes(config: PipelineConfig) -> dict[str, str]:
+    """Return the import path of each configured plug-in tracker, by its name."""
+    return {name: TRACKERS.find(name, "track_with").path for name in tracker_list(config) if name != TENSORBOARD}
 
 
 def gather_bucket_bytes(config: PipelineConfig) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,19 @@ class ConfigError(Exception):
             raise ValueError("a ConfigError needs at least one problem")
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[ConfigProblem]]]:
+        """Support pickling: a worker may fail with this error."""
+        return type(self), (self.problems,)
+
+
+def problems_of(attempt: Callable[[], object]) -> list[ConfigProblem]:
+    """Return the problems with which ``attempt`` fails; empty if it succeeds."""
+    try:
+        attempt()
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 _CLIP = "write `actor_train.pg_variant_args: {clip_low, clip_high}`"

@@ -6,7 +6,35 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.configs.fields import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, DeviceMapping, option
+from roll.configs.plugins import Kind, PlugIn
 from roll.configs.roles import ModelArguments, StrategyArguments
+
+
+@dataclass(frozen=True)
+class VerifierPlugIn(PlugIn):
+    """A verifier. Workers import what it requires when they start."""
+
+    timeout_score: float | None = None
+    """Score of a response that cannot be judged in time; ``None`` makes that a failure of the reward."""
+
+
+VERIFIERS = Kind(
+    "verifier",
+    "roll.verifiers",
+    {
+        "exact": VerifierPlugIn("roll.rewards.verifiers:exact"),
+        "numeric": VerifierPlugIn("roll.rewards.verifiers:numeric"),
+        # An expression that takes ten seconds to evaluate is not an answer. If it were a failure, the policy could make
+        # whole groups disappear by writing such expressions.
+        "math": VerifierPlugIn("roll.rewards.verifiers:math_answer", ("math_verify",), timeout_score=0.0),
+        "reasoning_gym": VerifierPlugIn(
+            "roll.rewards.verifiers:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0
+        ),
+        # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
+        "code": VerifierPlugIn("roll.rewards.code:CodeVerifier"),
+    },
+    VerifierPlugIn,
+)
 
 
 @dataclass

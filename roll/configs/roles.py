@@ -162,25 +162,11 @@ class StrategyArguments:
     )
 
 
-TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
-"""Trainers; they also drive the forward-only reference."""
-FORWARD_STRATEGIES = ("hf_infer",)
-"""Engines for the forward-only reference that cannot train, besides the trainers: a whole model on each device."""
-PACKING_STRATEGIES = ("fsdp2_train", "deepspeed_train")
-"""Trainers that can pack samples into rows; so can `FORWARD_STRATEGIES`."""
-ADAPTER_STRATEGIES = ("fsdp2_train",)
-"""Trainers of adapters (LoRA)."""
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys of `model_args` that describe adapters."""
-INFER_STRATEGIES = ("hf_infer", "sglang", "vllm")
-"""Generation engines."""
-SCORE_STRATEGIES = ("hf_infer",)
-"""Engines of reward models."""
-BUILTIN_VERIFIERS = ("math", "exact", "numeric", "reasoning_gym", "code")
-"""Verifiers known by name; any other is an import path."""
 MODEL_REWARDS = ("reward_model", "judge")
 """Rewards that ask a model, with keys of their own; a user selects them with the key `verifier`."""
-ROLL_KNOBS: dict[str, tuple[str, str]] = {
+ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
     "tis_lower_bound": ("tis", "lower"),
     "tis_upper_bound": ("tis", "upper"),
     "topr_positive_weight": ("topr", "positive_weight"),
@@ -264,22 +250,24 @@ class ActorTrainConfig(WorkerConfig):
     pg_variant_args: dict[str, Any] = option(
         factory=dict, help="Knobs of the policy loss, listed on the same page; those of another loss are an error."
     )
-    tis_lower_bound: float | None = option(None, help="ROLL's name of `lower`, a knob of `tis`.", range=ANY_FINITE)
-    tis_upper_bound: float | None = option(None, help="ROLL's name of `upper`, a knob of `tis`.", range=ANY_FINITE)
+    tis_lower_bound: float | None = option(None, help="ROLL's name of `lower`, an argument of `tis`.", range=ANY_FINITE)
+    tis_upper_bound: float | None = option(None, help="ROLL's name of `upper`, an argument of `tis`.", range=ANY_FINITE)
     topr_positive_weight: float | None = option(
-        None, help="ROLL's name of `positive_weight`, a knob of `topr`.", range=ANY_FINITE
+        None, help="ROLL's name of `positive_weight`, an argument of `topr`.", range=ANY_FINITE
     )
     topr_negative_weight: float | None = option(
-        None, help="ROLL's name of `negative_weight`, a knob of `topr`.", range=ANY_FINITE
+        None, help="ROLL's name of `negative_weight`, an argument of `topr`.", range=ANY_FINITE
     )
     cispo_epsilon_low: float | None = option(
-        None, help="ROLL's name of `epsilon_low`, a knob of `cispo`.", range=ANY_FINITE
+        None, help="ROLL's name of `epsilon_low`, an argument of `cispo`.", range=ANY_FINITE
     )
     cispo_epsilon_high: float | None = option(
-        None, help="ROLL's name of `epsilon_high`, a knob of `cispo`.", range=ANY_FINITE
+        None, help="ROLL's name of `epsilon_high`, an argument of `cispo`.", range=ANY_FINITE
     )
-    cispo_use_unified_mask: bool | None = option(None, help="ROLL's name of `use_unified_mask`, a knob of `cispo`.")
-    kimi15_tau: float | None = option(None, help="ROLL's name of `tau`, a knob of `kimi15`.", range=ANY_FINITE)
+    cispo_use_unified_mask: bool | None = option(
+        None, help="ROLL's name of `use_unified_mask`, an argument of `cispo`."
+    )
+    kimi15_tau: float | None = option(None, help="ROLL's name of `tau`, an argument of `kimi15`.", range=ANY_FINITE)
 
 
 @dataclass
@@ -322,13 +310,6 @@ ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Roles that are trained."""
-STRATEGIES_OF_ROLES = {
-    "actor_train": TRAIN_STRATEGIES,
-    "actor_infer": INFER_STRATEGIES,
-    "reference": TRAIN_STRATEGIES + FORWARD_STRATEGIES,
-    "critic": TRAIN_STRATEGIES,
-}
-"""Allowed values of `strategy_args.strategy_name`."""
 TRAINING_ONLY_KEYS = (
     "training_args",
     "data_args",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig, EnvWorkersConfig, RawTurnsConfig
 from roll.configs.fields import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SEED, LossAggregation, Range, option
+from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ActorInferConfig,
@@ -19,6 +20,21 @@ from roll.configs.roles import (
 
 PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
 """Kinds of faults that affect a weight update, not a process."""
+
+TENSORBOARD = "tensorboard"
+"""The tracker that the driver writes itself."""
+TRACKERS = Kind(
+    "tracker",
+    "roll.trackers",
+    {
+        "swanlab": PlugIn("roll.tracking.plugins.swanlab:SwanlabPlugIn"),
+        "trackio": PlugIn("roll.tracking.plugins.trackio:TrackioPlugIn"),
+        "wandb": PlugIn("roll.tracking.plugins.wandb:WandbPlugIn"),
+    },
+    PlugIn,
+    "package.module:Class",
+)
+"""Trackers with a process of their own; see `roll.tracking.plugins.process.PlugIn`."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from roll.configs.strategies import ENGINES, strategy_class
 from roll.engines.base import (
     Completion,
     EngineFailed,
@@ -24,7 +25,6 @@ from roll.engines.base import (
     PushedStrategy,
     TokenChunk,
 )
-from roll.engines.registry import infer_strategy_class
 from roll.runtime.actors import Worker
 from roll.weights.buckets import TransferStep, WeightBucket, WeightReceipt, split_bucket
 from roll.weights.publisher import Publication, attest
@@ -83,7 +83,7 @@ class InferWorker(Worker):
         self._failure: EngineFailed | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self.set_threads()
-        self._strategy = infer_strategy_class(spec.strategy_name, spec.strategy_cls)(
+        self._strategy = strategy_class(ENGINES, spec.strategy_name, spec.strategy_cls)(
             spec.model_path,
             device=self.identity.place.device,
             dtype=spec.dtype,

@@ -1,7 +1,7 @@
 """The algorithms of a run, built from its configuration, and what they do to the batch of a training step.
 
 A combination is refused here, with the reason, if a part of it would have no effect, act twice, or train on stale
-tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`traits`),
+tokens as if they were fresh. The needs and effects of a variant are read from its registered requirements (`needs`),
 not from its name.
 
 The stages fill in a batch as it passes through them: scores become rewards and advantages, and before the first update
@@ -13,25 +13,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from roll.algorithms.advantages.estimate import estimate_advantages, shape_advantages
-from roll.algorithms.advantages.estimator import AdvantageEstimator, AdvantageTraits, make_advantage_estimator
+from roll.algorithms.advantages.base import (
+    AdvantageEstimator,
+    AdvantageRequirements,
+    estimate_advantages,
+    make_advantage_estimator,
+    shape_advantages,
+)
 from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.correction import Correction, correct, parse_correction
 from roll.algorithms.kl import KLController, make_kl_controller, token_kl
-from roll.algorithms.losses.base import PolicyLossTraits
+from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.algorithms.registry import KnobError
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.fields import differs_from_default
-from roll.configs.roles import ROLL_KNOBS
+from roll.configs.roles import ROLL_ARGUMENTS
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch
 
@@ -90,7 +94,7 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
             "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
         )
     turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
-    values = torch.from_numpy(data.padded("values")) if settings.estimator.traits.needs_values else None
+    values = torch.from_numpy(data.padded("values")) if settings.estimator.requirements.needs_values else None
     estimated = estimate_advantages(
         settings.estimator,
         settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
@@ -182,15 +186,9 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
     Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
     """
     problems: list[ConfigProblem] = []
-    correction = _attempt(
-        problems, lambda: _correction(config), ("train_infer_correction", "train_infer_correction", {})
-    )
+    correction = _attempt(problems, lambda: _correction(config))
     objective = _attempt(problems, lambda: _objective(config, correction), _policy_paths(config))
-    estimator = _attempt(
-        problems,
-        lambda: make_advantage_estimator(config.adv_estimator, config.adv_estimator_args),
-        ("adv_estimator", "adv_estimator_args", {}),
-    )
+    estimator = _attempt(problems, lambda: make_advantage_estimator(config.adv_estimator, config.adv_estimator_args))
     if objective is not None and not problems:
         problems += _policy_problems(config, objective, correction)
     if estimator is not None:
@@ -201,31 +199,25 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
 
 
 def _attempt(
-    problems: list[ConfigProblem], build: Callable[[], Built], paths: tuple[str, str, dict[str, str]]
+    problems: list[ConfigProblem], build: Callable[[], Built], path: Callable[[str], str] = str
 ) -> Built | None:
-    """Return what ``build`` returns, or None after noting its problems.
-
-    The path of a problem is that of the name, of an argument, or of a key elsewhere that sets the argument.
-    """
-    name_path, args_path, elsewhere = paths
+    """Return what ``build`` returns, or None after noting its problems, each at ``path`` of its own path."""
     try:
         return build()
-    except KnobError as error:
-        problems += [
-            ConfigProblem(
-                name_path if found.knob is None else elsewhere.get(found.knob, f"{args_path}.{found.knob}"),
-                found.message,
-                found.remedy,
-            )
-            for found in error.problems
-        ]
+    except ConfigError as error:
+        problems += [replace(found, path=path(found.path)) for found in error.problems]
         return None
 
 
-def _policy_paths(config: PipelineConfig) -> tuple[str, str, dict[str, str]]:
+def _policy_paths(config: PipelineConfig) -> Callable[[str], str]:
+    """Return a function from the path of a problem with the policy loss to that of the key that the user wrote."""
     actor = config.actor_train
-    given = {knob: f"actor_train.{name}" for name, (_, knob) in ROLL_KNOBS.items() if vars(actor)[name] is not None}
-    return "actor_train.pg_variant", "actor_train.pg_variant_args", given
+    written = {
+        f"pg_variant_args.{argument}": name
+        for name, (_, argument) in ROLL_ARGUMENTS.items()
+        if vars(actor)[name] is not None
+    }
+    return lambda path: f"actor_train.{written.get(path, path)}"
 
 
 def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyObjective:
@@ -239,7 +231,7 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
         kl_loss_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
         entropy_loss_coef=config.entropy_loss_coef,
-        anchor="proximal" if config.old_logprobs == "recompute" else "behaviour",
+        old_policy="proximal" if config.old_logprobs == "recompute" else "behaviour",
         corrected=correction is not None and correction.weight is not None,
         max_lag=min(oldest, MOST_LAGS_REPORTED) if oldest else None,
         lags_capped=oldest > MOST_LAGS_REPORTED,
@@ -259,7 +251,7 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
     controller = None
     if config.add_token_level_kl:
         controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
-    episode_weight, turn_weight = _reward_weights(config, estimator.traits)
+    episode_weight, turn_weight = _reward_weights(config, estimator.requirements)
     return AdvantageSettings(
         estimator=estimator,
         shaping=_shaping(config),
@@ -273,9 +265,9 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
     )
 
 
-def _reward_weights(config: PipelineConfig, traits: AdvantageTraits) -> tuple[float, float]:
+def _reward_weights(config: PipelineConfig, needs: AdvantageRequirements) -> tuple[float, float]:
     """Return the weights of the episode's reward and of the turn rewards. In RLVR a response is its own episode."""
-    return derived.reward_weights(config, traits.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
+    return derived.reward_weights(config, needs.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
 
 
 def _shaping(config: PipelineConfig) -> RewardShaping:
@@ -306,16 +298,16 @@ def _policy_problems(
     config: PipelineConfig, objective: PolicyObjective, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of corrections that are missing, act twice, or act on nothing."""
-    traits, name = objective.traits, config.actor_train.pg_variant
-    if traits.needs_proximal and config.old_logprobs != "recompute":
+    needs, name = objective.requirements, config.actor_train.pg_variant
+    if needs.needs_proximal and config.old_logprobs != "recompute":
         message = f"behaviour, but {name} is defined on recomputed log-probabilities"
         yield ConfigProblem("old_logprobs", message, "set `old_logprobs: recompute`")
         return
-    yield from _weight_problems(config, traits, correction)
+    yield from _weight_problems(config, needs, correction)
     weighted = correction is not None and correction.weight is not None
-    why = _why_uncorrected(config, traits, weighted)
+    why = _why_uncorrected(config, needs, weighted)
     if why and not config.allow_uncorrected_off_policy:
-        recomputed = traits.corrects and config.old_logprobs == "recompute"
+        recomputed = needs.corrects and config.old_logprobs == "recompute"
         choice = "leave out `old_logprobs: recompute`" if recomputed else "choose a loss that corrects, such as `ppo`"
         remedy = (
             f"{choice}, add `train_infer_correction.weight`, train once on fresh samples (`async_generation_ratio: 0` "
@@ -327,51 +319,51 @@ def _policy_problems(
         message = "true has no effect: nothing stale goes uncorrected here"
         yield ConfigProblem("allow_uncorrected_off_policy", message, "remove the key")
     elif not why:
-        yield from _anchor_problems(config, traits, weighted)
+        yield from _recomputation_problems(config, needs, weighted)
 
 
 def _weight_problems(
-    config: PipelineConfig, traits: PolicyLossTraits, correction: Correction | None
+    config: PipelineConfig, needs: LossRequirements, correction: Correction | None
 ) -> Iterator[ConfigProblem]:
     """Yield a problem for a weight that the loss already has, or a token-level weight for a loss of whole responses."""
     if correction is None or correction.weight is None:
         return
     name, path = config.actor_train.pg_variant, "train_infer_correction.weight"
-    if traits.importance_weighted and (config.old_logprobs != "recompute" or traits.needs_proximal):
-        reason = "has its own behaviour weight" if traits.needs_proximal else "is anchored on the behaviour policy"
+    if needs.importance_weighted and (config.old_logprobs != "recompute" or needs.needs_proximal):
+        reason = "has its own behaviour weight" if needs.needs_proximal else "has a ratio to the behaviour policy"
         message = f"the distance to the policy that sampled would count twice: {name} {reason}"
-        remedy = "remove the weight" + ("" if traits.needs_proximal else ", or set `old_logprobs: recompute`")
+        remedy = "remove the weight" + ("" if needs.needs_proximal else ", or set `old_logprobs: recompute`")
         yield ConfigProblem(path, message, remedy)
-    elif traits.sequence_valued and correction.weight.level == "token":
+    elif needs.sequence_valued and correction.weight.level == "token":
         message = f"{name} gives a response one loss, so weights of its tokens would act as their mean"
         yield ConfigProblem(f"{path}.level", message, "set `level: sequence` or `level: geometric`")
 
 
-def _why_uncorrected(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> str | None:
+def _why_uncorrected(config: PipelineConfig, needs: LossRequirements, weighted: bool) -> str | None:
     """Return why the loss would treat stale samples as fresh; None if it does not, or if there are none."""
     steps = derived.optimizer_steps_per_step(config, config.actor_train)
-    if not traits.uses_anchor and steps > 1:
+    if not needs.uses_old_policy and steps > 1:
         return f"it has no ratio, and {steps} optimizer steps are taken on each batch"
-    anchored = traits.corrects and (config.old_logprobs != "recompute" or traits.needs_proximal)
-    if anchored or weighted or not derived.may_be_stale(config):
+    corrected = needs.corrects and (config.old_logprobs != "recompute" or needs.needs_proximal)
+    if corrected or weighted or not derived.may_be_stale(config):
         return None
     staleness = derived.resolved_max_staleness(config)
-    reason = "its ratio is taken against recomputed log-probabilities" if traits.uses_anchor else "it has no ratio"
+    reason = "its ratio is taken against recomputed log-probabilities" if needs.uses_old_policy else "it has no ratio"
     return f"{reason}, and tokens are up to {staleness} versions old"
 
 
-def _anchor_problems(config: PipelineConfig, traits: PolicyLossTraits, weighted: bool) -> Iterator[ConfigProblem]:
+def _recomputation_problems(config: PipelineConfig, needs: LossRequirements, weighted: bool) -> Iterator[ConfigProblem]:
     """Yield a problem if recomputed log-probabilities have no effect, or take away a loss's own correction."""
     if config.old_logprobs != "recompute":
         return
     name = config.actor_train.pg_variant
-    if not traits.uses_anchor:
-        message = f"recompute has no effect: {name} has no ratio to anchor"
+    if not needs.uses_old_policy:
+        message = f"recompute has no effect: {name} has no ratio"
         yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
         return
     not_chosen = not any(differs_from_default(config.actor_train, key) for key in ("pg_variant", "pg_variant_args"))
     one_step = derived.optimizer_steps_per_step(config, config.actor_train) == 1
-    if one_step and not traits.needs_proximal and not (weighted and not_chosen):
+    if one_step and not needs.needs_proximal and not (weighted and not_chosen):
         message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"
         remedy = "set `old_logprobs: behaviour`, take several optimizer steps, or choose `pg_variant: vanilla`"
         yield ConfigProblem("old_logprobs", message, remedy)
@@ -381,55 +373,55 @@ def _estimator_problems(
     config: PipelineConfig, estimator: AdvantageEstimator, objective: PolicyObjective | None
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of an estimator that needs what this pipeline lacks, or that would have nothing to work on."""
-    traits, name = estimator.traits, config.adv_estimator
-    yield from _critic_problems(config, traits)
+    needs, name = estimator.requirements, config.adv_estimator
+    yield from _critic_problems(config, needs)
     if isinstance(config, AgenticConfig):
-        yield from _episode_problems(config, traits)
-    elif traits.for_episodes:
+        yield from _episode_problems(config, needs)
+    elif needs.for_episodes:
         message = f"{name} is defined on episodes of several turns, and `rlvr` has one"
         yield ConfigProblem("adv_estimator", message, "use reinforce, grpo, rloo or another one of single responses")
-    if traits.group_relative and derived.group_size(config) == 1:
+    if needs.group_relative and derived.group_size(config) == 1:
         message = f"1: {name} compares the samples of a group, so all advantages would be 0"
         yield ConfigProblem(derived.group_size_key(config), message, "set at least 2, or `adv_estimator: reinforce`")
-    if traits.whitens and config.whiten_advantages:
+    if needs.whitens and config.whiten_advantages:
         message = f"true has no effect: {name} gives advantages mean 0 and deviation 1 itself"
         yield ConfigProblem("whiten_advantages", message, "remove the key")
-    if traits.needs_greedy_baseline:
+    if needs.needs_greedy_baseline:
         for key in ("norm_mean_type", "norm_std_type", "length_penalty", "reward_clip"):
             if vars(config)[key] not in (None, "none"):
                 message = f"{name} compares with the plain score of a greedy response; this would change one side only"
                 yield ConfigProblem(key, message, "remove the key, or choose another `adv_estimator`")
-    yield from _normalisation_problems(config, traits)
-    in_turns = _reward_weights(config, traits)[1] > 0
-    varies = traits.for_episodes or (
-        traits.returns_to_go and (estimator.knobs.gamma < 1 or config.add_token_level_kl or in_turns)
+    yield from _normalisation_problems(config, needs)
+    in_turns = _reward_weights(config, needs)[1] > 0
+    varies = needs.for_episodes or (
+        needs.returns_to_go and (estimator.arguments["gamma"] < 1 or config.add_token_level_kl or in_turns)
     )
-    if varies and objective is not None and objective.traits.sequence_valued:
+    if varies and objective is not None and objective.requirements.sequence_valued:
         message = f"{name} gives the tokens of a response different advantages, and {objective.pg_variant} assumes one"
         yield ConfigProblem("adv_estimator", message, "use grpo or rloo, or another `pg_variant`")
 
 
-def _critic_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+def _critic_problems(config: PipelineConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
     """Yield a problem if the estimator reads values without a critic, or if nothing reads the critic's values."""
     name = config.adv_estimator
-    if traits.needs_values and config.critic is None:
+    if needs.needs_values and config.critic is None:
         remedy = "add `critic: {device_mapping: ...}`, or use an estimator without values, for example grpo or rloo"
         yield ConfigProblem("adv_estimator", f"{name} needs a value model, and there is no `critic`", remedy)
-    elif not traits.needs_values and config.critic is not None:
+    elif not needs.needs_values and config.critic is not None:
         message = f"has no effect: `adv_estimator: {name}` reads no values"
         yield ConfigProblem("critic", message, "set `adv_estimator: gae`, or remove this section")
 
 
-def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+def _episode_problems(config: AgenticConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
     """Yield the problems of baselines that episodes lack, rewards of weight zero, and shaping of such rewards."""
     name = config.adv_estimator
-    if traits.needs_greedy_baseline:
+    if needs.needs_greedy_baseline:
         message = f"{name} compares with a greedy response, which episodes do not have"
         yield ConfigProblem("adv_estimator", message, "use grpo, rloo, gigpo or step_reinforce")
     if config.length_penalty is not None and config.length_penalty.kind == "overlong":
         message = "overlong counts up to the longest response, and an episode has no such number of sampled tokens"
         yield ConfigProblem("length_penalty.kind", message, "set `kind: relative`, or remove the section")
-    episode, step = _reward_weights(config, traits)
+    episode, step = _reward_weights(config, needs)
     if episode == step == 0:
         message = "0, and so is `step_reward_weight`: there would be nothing to learn from"
         yield ConfigProblem("episode_reward_weight", message, "set one of the two above 0")
@@ -440,15 +432,15 @@ def _episode_problems(config: AgenticConfig, traits: AdvantageTraits) -> Iterato
                 yield ConfigProblem(key, message, "set `episode_reward_weight` above 0, or remove the key")
 
 
-def _normalisation_problems(config: PipelineConfig, traits: AdvantageTraits) -> Iterator[ConfigProblem]:
+def _normalisation_problems(config: PipelineConfig, needs: AdvantageRequirements) -> Iterator[ConfigProblem]:
     """Yield a problem for reward normalisation that the estimator cancels.
 
     With a KL penalty or turn rewards in the token rewards, the scale has a meaning, so `norm_std_type` is accepted.
     """
     kinds = {"none": (), "batch": ("batch", "running"), "group": ("batch", "running", "tag", "group")}
-    cancelled = {"norm_mean_type": kinds[traits.shifts_cancel]}
-    if not config.add_token_level_kl and _reward_weights(config, traits)[1] == 0:
-        cancelled["norm_std_type"] = kinds[traits.scales_cancel]
+    cancelled = {"norm_mean_type": kinds[needs.shifts_cancel]}
+    if not config.add_token_level_kl and _reward_weights(config, needs)[1] == 0:
+        cancelled["norm_std_type"] = kinds[needs.scales_cancel]
     for key, without_effect in cancelled.items():
         if vars(config)[key] in without_effect:
             message = f"{vars(config)[key]} has no effect: {config.adv_estimator} takes it out again"

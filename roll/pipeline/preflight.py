@@ -19,21 +19,22 @@ import xxhash
 
 from roll.agentic.base import observation_from
 from roll.agentic.episode import Observation
-from roll.agentic.manager import EnvManagerFactory, manager_factory
-from roll.agentic.registry import BUILT_IN, check_env_type, make_env
+from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
+from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
 from roll.check.needs import missing_packages
 from roll.configs import derived
 from roll.configs.environments import CustomEnvConfig
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, problems_of
+from roll.configs.plugins import import_object
 from roll.configs.rewards import JudgeConfig, RewardConfig
 from roll.configs.run import AgenticConfig, ClusterConfig, PipelineConfig, RLVRConfig
+from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 from roll.data.prompts import load_prompts, load_tokenizer
 from roll.data.records import Prompt
 from roll.rewards.registry import Verifier, check_machine, check_prompts, resolve_verifier, route_domains
-from roll.runtime.plugins import import_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +84,7 @@ def plan_agentic(
     for tag, env in config.custom_envs.items():
         problems.found += check_env_type(tag, env.env_type, env.env_config)
         path = f"custom_envs.{tag}.env_manager_cls"
-        factory = problems.attempt(partial(manager_factory, env.env_manager_cls, path))
+        factory = problems.attempt(partial(ENVIRONMENT_MANAGERS.load, env.env_manager_cls, path))
         if factory is not None:
             managers[tag] = factory
     if tokenizer is None:
@@ -113,7 +114,7 @@ def _template_problems(config: AgenticConfig, template: TurnTemplate) -> Iterato
     """
     for tag, env in config.custom_envs.items():
         try:
-            first = _first_observation(env) if env.env_type in BUILT_IN else Observation(_TRIAL)
+            first = _first_observation(env) if env.env_type in ENVIRONMENTS.built_in else Observation(_TRIAL)
             if env.env_manager_cls == "trajectory":
                 require_append_only(template, first.messages, first.tools)
             else:
@@ -302,25 +303,20 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
     Roles in ``without`` need not have their engine. Problems that only the models' own files reveal are left out unless
     ``with_model``.
     """
-    from roll.engines.registry import infer_option_check
-    from roll.trainers.registry import train_option_check
-
     problems = [
-        ConfigProblem(f"{role}.strategy_args.strategy_name", f"{package.name} is not installed", package.install)
-        for role, package in missing_packages(config).items()
+        ConfigProblem(f"{role}.strategy_args.strategy_name", f"{strategy.package} is not installed", strategy.install)
+        for role, strategy in missing_packages(config).items()
         if role not in without
     ]
-    for role, role_config in derived.present_roles(config).items():
-        find = infer_option_check if role == "actor_infer" else train_option_check
-        arguments = role_config.strategy_args
+    for role, section in derived.present_roles(config).items():
+        arguments, kind = section.strategy_args, strategies_of(role)
         path = f"{role}.strategy_args.strategy_config"
-        problems += find(arguments.strategy_name)(arguments.strategy_config, path)
-        if with_model and arguments.strategy_name == "megatron_train":
-            from roll.trainers.megatron.facts import layout_problems
-
-            problems += layout_problems(
-                role_config,
-                derived.model_path(config, role_config),
+        problems += option_problems(kind, arguments.strategy_name, arguments.strategy_config, path)
+        record = kind.find(arguments.strategy_name, path)
+        if with_model and isinstance(record, Trainer) and record.layout is not None:
+            problems += import_object(record.layout)(
+                section,
+                derived.model_path(config, section),
                 path,
                 kind="value" if role == "critic" else "policy",
                 forward_only=role == "reference",
@@ -337,21 +333,11 @@ def _check_strategies(config: PipelineConfig, without: Collection[str] = (), wit
 
 def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> Iterator[ConfigProblem]:
     """Yield the problems of users' strategy classes that cannot replace a strategy, except for roles in ``without``."""
-    from roll.engines.registry import infer_strategy_class
-    from roll.rewards.model import score_strategy_class
-    from roll.trainers.registry import forward_strategy_class, train_strategy_class
-
-    of_roles = {"actor_infer": infer_strategy_class, "reference": forward_strategy_class}
     for role, section in derived.roles_and_reward_models(config).items():
-        arguments = section.strategy_args
-        if arguments.strategy_cls is None or role in without:
-            continue
-        look_up = score_strategy_class if role.startswith("rewards.") else of_roles.get(role, train_strategy_class)
-        try:
-            look_up(arguments.strategy_name, arguments.strategy_cls)
-        except (ImportError, TypeError) as error:
-            remedy = f"give a class derived from that of {arguments.strategy_name} as `package.module:Class`"
-            yield ConfigProblem(f"{role}.strategy_args.strategy_cls", str(error), remedy)
+        name, own = section.strategy_args.strategy_name, section.strategy_args.strategy_cls
+        if own is not None and role not in without:
+            kind, path = strategies_of(role), f"{role}.strategy_args"
+            yield from problems_of(partial(strategy_class, kind, name, own, path))
 
 
 def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:

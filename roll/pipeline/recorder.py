@@ -23,7 +23,7 @@ import numpy as np
 
 from roll.agentic.episode import Episode
 from roll.agentic.frames import frames_to_gif, text_to_png
-from roll.configs.derived import tracker_list
+from roll.configs.derived import tracker_classes, tracker_list
 from roll.configs.loader import told_config
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
@@ -270,7 +270,9 @@ class RunRecorder:
         self._metrics = MetricsLog(run.metrics)
         events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
         self._trackers = Trackers([self._metrics, *events])
-        plug_ins = open_plug_ins(tracker_list(config), config.tracker_kwargs, run, config.exp_name, told_config(config))
+        plug_ins = open_plug_ins(
+            tracker_classes(config), config.tracker_kwargs, run, config.exp_name, told_config(config)
+        )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)
         self._samples = SampleLog(run.samples)

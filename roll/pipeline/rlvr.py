@@ -229,5 +229,5 @@ class RLVRSide:
             run_seed=config.seed,
             purpose=purpose,
             separate_requests=config.is_num_return_sequences_expand,
-            greedy_baseline=training and self._prepared.advantages.estimator.traits.needs_greedy_baseline,
+            greedy_baseline=training and self._prepared.advantages.estimator.requirements.needs_greedy_baseline,
         )

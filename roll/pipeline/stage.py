@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.runtime.plugins import import_object
+from roll.configs.plugins import import_object
 from roll.tracking.status import task_place
 from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
 

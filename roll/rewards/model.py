@@ -17,7 +17,6 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.rewards import RewardConfig, RewardModelConfig
 from roll.configs.roles import ModelArguments
 from roll.data.prompts import load_tokenizer
-from roll.runtime.plugins import registered_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -142,17 +141,3 @@ def _key_problems(reward: RewardConfig, config: PretrainedConfig, path: str) -> 
     for key in reward.strategy_args.strategy_config:
         message = "hf_infer has no such option for reward models"
         yield ConfigProblem(f"{path}.strategy_args.strategy_config.{key}", message, "remove it: there are none")
-
-
-SCORE_STRATEGIES: dict[str, str] = {"hf_infer": "roll.rewards.classifier:HFClassifier"}
-"""Strategy name -> ``module:class``."""
-
-
-def score_strategy_class(name: str, own: str | None = None) -> type:
-    """Return the class registered under ``name``, or its subclass ``own`` (see `registered_class`)."""
-    return registered_class(SCORE_STRATEGIES, name, own)
-
-
-def build_score_strategy(name: str, setup: ScorerSetup, own: str | None = None) -> ScoreStrategy:
-    """Return the engine registered under ``name``, or its subclass ``own``, with its model loaded."""
-    return score_strategy_class(name, own)(setup)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from roll.configs.errors import count
+from roll.configs.strategies import SCORERS, strategy_class
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
-from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy, build_score_strategy
+from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy
 from roll.runtime.actors import Worker, WorkerHandle
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.tracking.timeline import BusySpans
@@ -36,7 +37,7 @@ class ScoreWorker(Worker):
 
     def _start(self, strategy_name: str, setup: ScorerSetup, strategy_cls: str | None) -> None:
         self.set_threads()
-        self._strategy = build_score_strategy(strategy_name, setup, strategy_cls)
+        self._strategy = strategy_class(SCORERS, strategy_name, strategy_cls)(setup)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[Scored]:
         """Return the scores in the order of the conversations."""

@@ -3,12 +3,12 @@
 A verifier is a plain function (or coroutine function). Its parameter names say what it needs: names in
 `VERIFIER_FIELDS` are filled from the judged response, the others from `verifier_args`. It returns a number, or a
 mapping with a `score` and further numbers. A subclass of `PreparedVerifier` is a verifier too: its constructor takes
-the `verifier_args`, its calls take the fields. A new built-in verifier is one file and one line in `BUILT_IN`.
+the `verifier_args`, its calls take the fields. A new built-in verifier is a function and a line in
+`roll.configs.rewards.VERIFIERS`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,14 @@ from typing import Any
 
 from roll.configs.derived import reward_timeout
 from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
-from roll.configs.rewards import JudgeConfig, RewardConfig
+from roll.configs.plugins import (
+    checked_arguments,
+    parameters_of,
+    problem,
+    require,
+    takes_anything,
+)
+from roll.configs.rewards import VERIFIERS, JudgeConfig, RewardConfig
 from roll.data.records import Prompt
 from roll.rewards.base import (
     VERIFIER_FIELDS,
@@ -27,31 +34,6 @@ from roll.rewards.base import (
     RewardOutput,
     VerifierUnavailable,
 )
-from roll.runtime.plugins import converted_arguments, import_object
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """The import path and the requirements of a built-in verifier."""
-
-    import_path: str
-    requires: tuple[str, ...] = ()
-    """Modules that it imports when it first judges; workers import them when they start."""
-    timeout_score: float | None = None
-    """Score of a response that cannot be judged in time; ``None`` makes that a failure of the reward."""
-
-
-BUILT_IN = {
-    "exact": BuiltIn("roll.rewards.verifiers:exact"),
-    "numeric": BuiltIn("roll.rewards.verifiers:numeric"),
-    # An expression that takes ten seconds to evaluate is not an answer. If it were a failure, the policy could make
-    # whole groups disappear by writing such expressions.
-    "math": BuiltIn("roll.rewards.verifiers:math_answer", ("math_verify",), timeout_score=0.0),
-    "reasoning_gym": BuiltIn("roll.rewards.verifiers:reasoning_gym_task", ("reasoning_gym",), timeout_score=0.0),
-    # The verifier limits the time of programs itself, so exceeding the worker's limit is a fault of the machine.
-    "code": BuiltIn("roll.rewards.code:CodeVerifier"),
-}
-
 
 JUDGE_REQUIRES = ("aiohttp",)  # requirements/judge.txt
 
@@ -99,31 +81,30 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     """
     name = config.verifier
     if not name:
-        raise _error(f"{path}.verifier", "no verifier is named", nearest_name_hint("", BUILT_IN))
+        raise problem(f"{path}.verifier", "no verifier is named", nearest_name_hint("", VERIFIERS.names()))
     if config.judge is not None:
         return _judge(config.judge, path)
-    built_in = BUILT_IN.get(name, BuiltIn(name))
-    _require(built_in.requires, name, path)
-    function = _import_function(built_in.import_path, f"{path}.verifier")
-    parameters = _parameters(function, f"{path}.verifier")
+    record = VERIFIERS.find(name, f"{path}.verifier")
+    function = VERIFIERS.load(name, f"{path}.verifier")
+    parameters = parameters_of(function, name, f"{path}.verifier")
     arguments: dict[str, Any] = {}
     prepared: PreparedVerifier | None = None
     if isinstance(function, type) and issubclass(function, PreparedVerifier):
         function = prepared = _prepared(function, parameters, config, path)
-        parameters = _parameters(function, f"{path}.verifier")
+        parameters = parameters_of(function, name, f"{path}.verifier")
     else:
         arguments = _checked_arguments(parameters, config, path)
-    takes_anything = _takes_anything(parameters)
+    anything = takes_anything(parameters)
     truth = parameters.get("ground_truth")
     return Verifier(
         name=name,
         function=function,
         arguments=arguments,
-        fields=VERIFIER_FIELDS if takes_anything else tuple(key for key in VERIFIER_FIELDS if key in parameters),
+        fields=VERIFIER_FIELDS if anything else tuple(key for key in VERIFIER_FIELDS if key in parameters),
         needs_ground_truth=truth is not None and truth.default is inspect.Parameter.empty,
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
-        requires=built_in.requires,
-        timeout_score=built_in.timeout_score,
+        requires=record.requires,
+        timeout_score=record.timeout_score,
         max_concurrency=prepared.max_concurrency if prepared is not None else None,
         prepared=prepared,
     )
@@ -136,7 +117,7 @@ def check_machine(verifier: Verifier, path: str) -> None:
     try:
         verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
-        raise _error(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
+        raise problem(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
 
 
 def _prepared(
@@ -148,30 +129,17 @@ def _prepared(
     try:
         return made_by(**limit, **arguments)
     except ValueError as cause:
-        raise _error(f"{path}.verifier_args", str(cause), "change one of them") from cause
+        raise problem(f"{path}.verifier_args", str(cause), "change one of them") from cause
 
 
 def _checked_arguments(parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str) -> dict[str, Any]:
-    """Return the `verifier_args`, converted to the types of the parameters. Raises `ConfigError`."""
-    named = {
-        key: each
-        for key, each in parameters.items()
-        if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
-    problems = _argument_problems(config, parameters, named, _takes_anything(parameters), path)
-    arguments, value_problems = converted_arguments(config.verifier_args, named, f"{path}.verifier_args")
-    if problems or value_problems:
-        raise ConfigError(problems + value_problems)
-    return arguments
-
-
-def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    where = f"{path}.verifier_args"
+    return checked_arguments(config.verifier, parameters, config.verifier_args, where, filled=VERIFIER_FIELDS)
 
 
 def _judge(config: JudgeConfig, path: str) -> Verifier:
     """Return the verifier of a judge, which has its own configuration section instead of `verifier_args`."""
-    _require(JUDGE_REQUIRES, "judge", path)
+    require(JUDGE_REQUIRES, "judge", f"{path}.verifier")
     from roll.rewards.judge import Judge
 
     judge = Judge(config)
@@ -185,13 +153,6 @@ def _judge(config: JudgeConfig, path: str) -> Verifier:
         max_concurrency=config.max_concurrency,
         secrets=(config.api_key_env,) if config.api_key_env else (),
     )
-
-
-def _require(modules: Iterable[str], name: str, path: str) -> None:
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            package = module.replace("_", "-")
-            raise _error(f"{path}.verifier", f"`{name}` needs the package `{package}`", f"pip install {package}")
 
 
 def checked_output(verifier_name: str, value: Any) -> RewardOutput:
@@ -250,63 +211,6 @@ def check_prompts(
             remedy = f"correct its `ground_truth` (docs/rewards.md), and those of other prompts of `{prompt.domain}`"
             problems.setdefault(("truth", prompt.domain), ConfigProblem(path, message, remedy))
     return list(problems.values())
-
-
-def _error(path: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([ConfigProblem(path, message, remedy)])
-
-
-def _import_function(import_path: str, path: str) -> Callable[..., Any]:
-    if ":" not in import_path:
-        hint = nearest_name_hint(import_path, BUILT_IN)
-        remedy = f"{hint}; or use an import path `package.module:function`"
-        raise _error(path, f"`{import_path}` is no verifier", remedy)
-    try:
-        found = import_object(import_path)
-    except ImportError as cause:
-        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
-        raise _error(path, str(cause), remedy) from cause
-    if not callable(found):
-        raise _error(path, f"`{import_path}` is a {type(found).__name__}", "name a function")
-    return found
-
-
-def _parameters(function: Callable[..., Any], path: str) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function, eval_str=True).parameters
-    except NameError:  # annotations that only a type checker can resolve: their values are not converted
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError) as cause:
-        raise _error(path, f"the signature cannot be read ({cause})", "wrap it in a Python function") from cause
-
-
-def _argument_problems(
-    config: RewardConfig,
-    parameters: Mapping[str, inspect.Parameter],
-    named: Mapping[str, inspect.Parameter],
-    takes_anything: bool,
-    path: str,
-) -> list[ConfigProblem]:
-    """Return problems for required parameters that nothing fills, and for `verifier_args` that fill nothing."""
-    problems = []
-    for key, parameter in parameters.items():
-        required = parameter.default is inspect.Parameter.empty
-        if required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            message = f"`{config.verifier}` takes `{key}` by position only"
-            problems.append(ConfigProblem(f"{path}.verifier", message, "parameters are filled by name"))
-        elif required and key in named and key not in VERIFIER_FIELDS and key not in config.verifier_args:
-            message = f"`{config.verifier}` needs `{key}`, which is neither set nor known of a response"
-            remedy = f"set `{path}.verifier_args.{key}`; {nearest_name_hint(key, VERIFIER_FIELDS)}"
-            problems.append(ConfigProblem(f"{path}.verifier", message, remedy))
-    settable = set(named) - set(VERIFIER_FIELDS)
-    for key in config.verifier_args:
-        if key in VERIFIER_FIELDS:
-            message = f"`{key}` is filled from the response that is judged"
-            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, "leave it out"))
-        elif key not in settable and not takes_anything:
-            message = f"`{config.verifier}` has no argument `{key}`"
-            problems.append(ConfigProblem(f"{path}.verifier_args.{key}", message, nearest_name_hint(key, settable)))
-    return problems
 
 
 def _number(verifier_name: str, value: Any, answer: Any) -> float:

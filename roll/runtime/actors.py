@@ -44,11 +44,12 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from roll.configs.plugins import import_object
 from roll.runtime.allocator import return_large_blocks
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.runtime.faults import Harm, harm_this_process
+from roll.runtime.folders import DriverFolders, driver_folders
 from roll.runtime.placement import Placement, WorkerPlace, free_port
-from roll.runtime.plugins import DriverFolders, driver_folders, import_object
 from roll.tracking.logs import configure_logging, give_away_output
 from roll.tracking.status import thread_place, working_place
 from roll.tracking.waits import WORKER, waiting

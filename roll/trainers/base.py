@@ -9,15 +9,17 @@ are here and not beside the trainers, so that checking them imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
+from pydantic import Field
 
-from roll.algorithms.registry import KnobError, build_knobs, knob
-from roll.configs.errors import ConfigProblem
+from roll.configs.errors import ConfigProblem, problems_of
+from roll.configs.plugins import made
 from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, strategy_class
 from roll.data.records import SampleBatch
 from roll.trainers.step import MicroBatchLimits
 
@@ -97,7 +99,7 @@ class TrainStrategy(ForwardStrategy, Protocol):
 
 @dataclass(frozen=True)
 class Fsdp2Options:
-    """Checked options of ``strategy_config``."""
+    """Options of `fsdp2_train`."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
@@ -106,55 +108,36 @@ class Fsdp2Options:
     offload: Literal["none", "cpu"] = "none"
     """Place where weights, gradients and optimizer state are kept and optimizer steps are taken. The device
     computes."""
-    process_group_timeout_seconds: float = 600.0
+    process_group_timeout_seconds: Annotated[float, Field(gt=0, lt=math.inf)] = 600.0
     """Longest wait in a collective before it fails."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.process_group_timeout_seconds < float("inf"):
-            raise ValueError("process_group_timeout_seconds must be above 0 and finite")
 
-
-def parse_fsdp2_options(strategy_config: dict[str, Any]) -> Fsdp2Options:
-    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
-    return build_knobs(Fsdp2Options, strategy_config, "strategy 'fsdp2_train'")
+def parse_fsdp2_options(strategy_config: dict[str, Any], path: str = "strategy_config") -> Fsdp2Options:
+    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
+    return made("fsdp2_train", Fsdp2Options, strategy_config, path)
 
 
 def check_fsdp2_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    return option_problems(parse_fsdp2_options, strategy_config, path)
+    return problems_of(lambda: parse_fsdp2_options(strategy_config, path))
 
 
 @dataclass(frozen=True)
 class HfReplicaOptions:
-    """Checked options of ``strategy_config``."""
+    """Options of `hf_infer` as a reference."""
 
-    process_group_timeout_seconds: float = knob(
-        600.0, help="Longest wait of a rank for the results of the others.", above=0, below=math.inf
-    )
+    process_group_timeout_seconds: Annotated[float, Field(gt=0, lt=math.inf)] = 600.0
+    """Longest wait of a rank for the results of the others."""
 
 
-def parse_replica_options(strategy_config: dict[str, Any]) -> HfReplicaOptions:
-    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
-    return build_knobs(HfReplicaOptions, strategy_config, "strategy 'hf_infer' of a reference")
+def parse_replica_options(strategy_config: dict[str, Any], path: str = "strategy_config") -> HfReplicaOptions:
+    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
+    return made("hf_infer", HfReplicaOptions, strategy_config, path)
 
 
 def check_replica_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    return option_problems(parse_replica_options, strategy_config, path)
-
-
-def option_problems(
-    parse: Callable[[dict[str, Any]], object], strategy_config: dict[str, Any], path: str
-) -> list[ConfigProblem]:
-    """Return what ``parse`` finds wrong with the ``strategy_config`` at ``path``; empty if nothing."""
-    try:
-        parse(strategy_config)
-    except KnobError as error:
-        return [
-            ConfigProblem(path if found.knob is None else f"{path}.{found.knob}", found.message, found.remedy)
-            for found in error.problems
-        ]
-    return []
+    return problems_of(lambda: parse_replica_options(strategy_config, path))
 
 
 ModelKind = Literal["policy", "value"]
@@ -199,3 +182,14 @@ class TrainerSetup:
     def rendezvous(self) -> str:
         """Address at which the ranks meet, in the format of `torch.distributed`."""
         return f"tcp://{self.master_address}:{self.master_port}"
+
+
+def build_trainer(name: str, setup: TrainerSetup, own: str | None = None) -> TrainStrategy:
+    """Return one rank of the trainer ``name``, or of its subclass ``own``, not yet initialised."""
+    return strategy_class(TRAINERS, name, own)(setup)
+
+
+def build_forward_strategy(name: str, setup: TrainerSetup, own: str | None = None) -> ForwardStrategy:
+    """Return one rank of the strategy ``name``, or of its subclass ``own``, for a forward-only role; not yet
+    initialised."""
+    return strategy_class(FORWARD_STRATEGIES, name, own)(setup)

@@ -13,11 +13,12 @@ import math
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from roll.algorithms.registry import build_knobs, knob
-from roll.configs.errors import ConfigProblem, choose_among, nearest, shown
-from roll.trainers.base import option_problems
+from pydantic import Field
+
+from roll.configs.errors import ConfigProblem, choose_among, nearest, problems_of, shown
+from roll.configs.plugins import made
 
 PASSED_ON = frozenset(
     {
@@ -94,20 +95,20 @@ _LEFT_TO_THE_TRAINER = "auto"
 
 
 @dataclass(frozen=True)
-class _TrainerKnobs:
+class _OwnOptions:
     """The trainer's own options, beside DeepSpeed's."""
 
-    gradient_checkpointing: bool = knob(False, help="Recompute activations in the backward pass to save memory.")
-    process_group_timeout_seconds: float = knob(
-        600.0, help="Longest wait in a collective of the trainer before it fails.", above=0, below=math.inf
-    )
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    process_group_timeout_seconds: Annotated[float, Field(gt=0, lt=math.inf)] = 600.0
+    """Longest wait in a collective of the trainer before it fails."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
     """A checked ``strategy_config``."""
 
-    own: _TrainerKnobs
+    own: _OwnOptions
     engine: dict[str, Any]
     """Options passed to DeepSpeed."""
 
@@ -124,8 +125,8 @@ def parse_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
         raise ValueError("\n".join(str(problem) for problem in problems))
     own = _own_names()
     engine = {key: value for key, value in strategy_config.items() if key not in own and value != _LEFT_TO_THE_TRAINER}
-    knobs = {key: value for key, value in strategy_config.items() if key in own}
-    return DeepSpeedOptions(build_knobs(_TrainerKnobs, knobs, "strategy 'deepspeed_train'"), engine)
+    given = {key: value for key, value in strategy_config.items() if key in own}
+    return DeepSpeedOptions(made("deepspeed_train", _OwnOptions, given, "strategy_config"), engine)
 
 
 def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: float) -> dict[str, Any]:
@@ -157,7 +158,8 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
     Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
     """
     own = _own_names()
-    problems = _own_problems({key: value for key, value in strategy_config.items() if key in own}, path)
+    given = {key: value for key, value in strategy_config.items() if key in own}
+    problems = problems_of(lambda: made("deepspeed_train", _OwnOptions, given, path))
     for key, value in strategy_config.items():
         if key in RESERVED and value != _LEFT_TO_THE_TRAINER:
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself decides this", f"use {RESERVED[key]}"))
@@ -168,11 +170,7 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
 
 
 def _own_names() -> frozenset[str]:
-    return frozenset(item.name for item in fields(_TrainerKnobs))
-
-
-def _own_problems(knobs: dict[str, Any], path: str) -> list[ConfigProblem]:
-    return option_problems(lambda own: build_knobs(_TrainerKnobs, own, "strategy 'deepspeed_train'"), knobs, path)
+    return frozenset(item.name for item in fields(_OwnOptions))
 
 
 def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:

@@ -26,9 +26,15 @@ from roll.configs.roles import WorkerConfig
 from roll.data.records import SampleBatch, derive_seed
 from roll.runtime.actors import Worker
 from roll.tracking.files import sync_file
-from roll.trainers.base import ForwardStrategy, ModelKind, TrainerSetup, TrainStrategy
+from roll.trainers.base import (
+    ForwardStrategy,
+    ModelKind,
+    TrainerSetup,
+    TrainStrategy,
+    build_forward_strategy,
+    build_trainer,
+)
 from roll.trainers.model import ModelExport
-from roll.trainers.registry import build_forward_strategy, build_train_strategy
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import MicroBatchLimits, Objective
 from roll.weights.engine_push import PushTarget
@@ -111,7 +117,7 @@ class TrainWorker(Worker):
         if spec.forward_only:
             self._strategy = build_forward_strategy(name, setup, own)
         else:
-            self._strategy = self._trainer = build_train_strategy(name, setup, own)
+            self._strategy = self._trainer = build_trainer(name, setup, own)
         self._strategy.initialize()
         if spec.restore_from is not None:
             self._trainer.restore(SavedState(spec.restore_from))

@@ -21,7 +21,7 @@ from roll.data.chat import ChatTurns
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, InferStrategy, SamplingParams
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.trainers.registry import build_train_strategy
+from roll.trainers.base import build_trainer
 from tests.agentic.episodes import ScriptedSession, limits, observe
 from tests.data.chat_templates import FORMATS, make_tokenizer
 from tests.trainers.trainers import trainer_setup
@@ -104,7 +104,7 @@ def log_probs():
     """What the trainer makes of samples, as one flat array."""
 
     def compute(path: str, samples) -> np.ndarray:
-        trainer = build_train_strategy("fsdp2_train", trainer_setup(path))
+        trainer = build_trainer("fsdp2_train", trainer_setup(path))
         trainer.initialize()
         return trainer.log_probs(SampleBatch.from_samples(samples), 1.0)
 

@@ -429,7 +429,7 @@ def test_a_manager_of_the_users_own_is_found_by_its_import_path():
         ("trajectry", "did you mean `trajectory`"),
         ("roll.agentic.manager:NoManager", "has no 'NoManager'"),
         ("no.such.module:Manager", "cannot be imported"),
-        ("roll.agentic.manager:BUILT_IN", "is a dict"),
+        ("roll.agentic.manager:ENVIRONMENT_MANAGERS", "is a Kind"),
     ],
 )
 def test_a_manager_that_is_not_there_is_a_configuration_error_with_its_key(name, message):

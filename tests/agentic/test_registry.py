@@ -8,7 +8,7 @@ import pytest
 
 from roll.agentic.base import observation_from
 from roll.agentic.library.frozen_lake import FrozenLakeEnv
-from roll.agentic.registry import BUILT_IN, TextAdapter, check_env_type, make_env
+from roll.agentic.registry import ENVIRONMENTS, TextAdapter, check_env_type, make_env
 from roll.configs.errors import ConfigError, ConfigProblem
 from tests.agentic.sample_envs import GoodEnv, Walk
 
@@ -24,14 +24,15 @@ def problem_of(env_type: str, **env_config) -> ConfigProblem:
 
 
 def built_in_names() -> list[str]:
-    needed = {name: each.requires for name, each in BUILT_IN.items() if name != "math_tools"}  # has tests of its own
-    return sorted(name for name, module in needed.items() if module is None or importlib.util.find_spec(module))
+    needed = {name: each.requires for name, each in ENVIRONMENTS.built_in.items()}
+    del needed["math_tools"]  # has tests of its own
+    return sorted(name for name, modules in needed.items() if all(map(importlib.util.find_spec, modules)))
 
 
 @pytest.mark.parametrize("name", built_in_names())
 def test_a_built_in_environment_is_made_by_name_and_by_gymnasium(name):
     options = NEEDED.get(name, {})
-    for env in (make_env(name, options), gymnasium.make(BUILT_IN[name].gymnasium_id, **options)):
+    for env in (make_env(name, options), gymnasium.make(ENVIRONMENTS.built_in[name].gymnasium_id, **options)):
         observation = observation_from(*env.reset(seed=1))
         assert observation.messages[-1]["content"]
         env.close()
@@ -89,33 +90,39 @@ def test_discrete_actions_are_wrapped_and_the_options_shared_out():
 @pytest.mark.parametrize(
     ("env_type", "env_config", "path", "message", "remedy"),
     [
-        ("frozen_laek", {}, "env_type", "`frozen_laek` is no environment", "did you mean `frozen_lake`?"),
-        ("Taxi-v99", {}, "env_type", "is no environment", "did you mean"),
-        ("qqqqqq", {}, "env_type", "is no environment", "known: `frozen_lake`"),
-        ("", {}, "env_type", "is no environment", "package.module:Class"),
+        ("frozen_laek", {}, "env_type", "there is no environment `frozen_laek`", "did you mean `frozen_lake`?"),
+        ("Taxi-v99", {}, "env_type", "there is no environment", "did you mean"),
+        ("qqqqqq", {}, "env_type", "there is no environment", "known: `frozen_lake`"),
+        ("", {}, "env_type", "there is no environment", "package.module:Class"),
         ("no_such_package:Env", {}, "env_type", "no_such_package", "PYTHONPATH"),
         ("no_such_package:Env-v0", {}, "env_type", "no_such_package", "PYTHONPATH"),
         (SAMPLES + "Nothing", {}, "env_type", "has no 'Nothing'", "correct it"),
-        (SAMPLES + "Nothing-v0", {}, "env_type", "is no environment", "package.module:Class"),
+        (SAMPLES + "Nothing-v0", {}, "env_type", "there is no environment", "package.module:Class"),
         (SAMPLES + "NOT_CALLABLE", {}, "env_type", "is a int", "class or a function"),
         (SAMPLES + "make_nothing", {}, "env_type", "made a str", "gymnasium.Env"),
         (SAMPLES + "Steering", {}, "env_type", "no texts", "wrap it"),
         (SAMPLES + "WalkWithoutText", {}, "env_type", "cannot be written as text", "ansi"),
         ("CartPole-v1", {}, "env_type", "cannot be written as text", "ansi"),
         ("builtins:max", {}, "env_type", "cannot be read", "wrap it"),
-        (SAMPLES + "GoodEnv", {"lenght": 3}, "env_config.lenght", "no option `lenght`", "did you mean `length`?"),
+        (SAMPLES + "GoodEnv", {"lenght": 3}, "env_config.lenght", "no argument `lenght`", "did you mean `length`?"),
         (SAMPLES + "GoodEnv", {"action_format": "plain"}, "env_config.action_format", "takes text already", "known"),
-        (SAMPLES + "GoodEnv", {"length": "much"}, "env_config.length", '"much" does not fit', "a value for `int`"),
+        (
+            SAMPLES + "GoodEnv",
+            {"length": "much"},
+            "env_config.length",
+            '"much" does not fit',
+            "whole number",
+        ),
         (SAMPLES + "GoodEnv", {"length": 0}, "env_config.length", "0 is too short", "at least 1"),
         (SAMPLES + "make_good", {}, "env_config.length", "needs `length`", "set `env_config.length`"),
-        (SAMPLES + "make_good", {"length": 1, "zzz": 1}, "env_config.zzz", "no option `zzz`", "`label`, `length`"),
+        (SAMPLES + "make_good", {"length": 1, "zzz": 1}, "env_config.zzz", "no argument `zzz`", "`label`, `length`"),
         (SAMPLES + "Walk", {"action_names": ["x"]}, "env_config.action_names", "1 names for 2 actions", "3, 4"),
-        ("frozen_lake", {"siez": 3}, "env_config.siez", "no option `siez`", "did you mean `size`?"),
+        ("frozen_lake", {"siez": 3}, "env_config.siez", "no argument `siez`", "did you mean `size`?"),
         ("frozen_lake", {"symbols": {"goal": "GG"}}, "env_config.symbols", "one visible character", "one character"),
-        ("number_guessing", {"action_names": ["x"]}, "env_config.action_names", "no option", "known"),
+        ("number_guessing", {"action_names": ["x"]}, "env_config.action_names", "no argument", "known"),
         ("reasoning_gym", {}, "env_config.dataset", "needs `dataset`", "set"),
         ("reasoning_gym", {"dataset": "chain_smu"}, "env_config.dataset", "no data set", "did you mean `chain_sum`?"),
-        ("Taxi-v4", {"is_rany": 1}, "env_config.is_rany", "no option", "did you mean `is_rainy`?"),
+        ("Taxi-v4", {"is_rany": 1}, "env_config.is_rany", "no argument", "did you mean `is_rainy`?"),
     ],
 )
 def test_a_wrong_name_or_option_is_named_with_its_path(env_type, env_config, path, message, remedy):

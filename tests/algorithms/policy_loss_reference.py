@@ -23,12 +23,12 @@ class Row:
     logprobs: list[float]
     behaviour: list[float]
     proximal: list[float]
-    anchor: list[float]
+    old_policy: list[float]
     advantages: list[float]
     score: float
 
     def log_ratios(self) -> list[float]:
-        return [p - b for p, b in zip(self.logprobs, self.anchor, strict=True)]
+        return [p - b for p, b in zip(self.logprobs, self.old_policy, strict=True)]
 
 
 Result = tuple[list[float], list[list[float]], list[bool]]
@@ -175,7 +175,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> Callable[[Row], Resul
 def dppo(kind: str = "tv", threshold: float = 0.15, cap: float = math.inf) -> Callable[[Row], Result]:
     def token(row: Row, t: int) -> tuple[float, float, bool]:
         ratio, advantage = math.exp(row.log_ratios()[t]), row.advantages[t]
-        mu, pi = math.exp(row.anchor[t]), math.exp(row.logprobs[t])
+        mu, pi = math.exp(row.old_policy[t]), math.exp(row.logprobs[t])
         divergence = abs(mu - pi) if kind == "tv" else bernoulli_kl(mu, pi)
         leaving = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
         weight = 0.0 if leaving and divergence > threshold else min(ratio, cap)
@@ -227,11 +227,16 @@ CASES = {
     "dppo kl": ("dppo", {"divergence": "kl"}, dppo("kl", 0.05)),
     "dppo kl threshold": ("dppo", {"divergence": "kl", "threshold": 0.002}, dppo("kl", 0.002)),
 }
-"""Label -> (variant, knobs, reference)."""
+"""Label -> (variant, arguments, reference)."""
 
 
-def random_inputs(seed: int, rows: int = 5, width: int = 7, anchor: str = "behaviour") -> PolicyInputs:
+def random_inputs(seed: int, rows: int = 5, width: int = 7, old_policy: str = "behaviour") -> PolicyInputs:
     """float64 inputs with holes in the mask, ties (ratio 1, advantage 0) and scores of either sign."""
+    return PolicyInputs(**random_fields(seed, rows, width), old_policy=old_policy)
+
+
+def random_fields(seed: int, rows: int, width: int) -> dict[str, Tensor]:
+    """The fields of `random_inputs`, with values outside the mask too."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -242,26 +247,25 @@ def random_inputs(seed: int, rows: int = 5, width: int = 7, anchor: str = "behav
     current = -(proximal + 0.3 * draw(rows, width)).abs() - 0.01
     choice = torch.rand(rows, width, generator=generator)
     current = torch.where(choice < 0.1, behaviour, current)
-    return PolicyInputs(
-        logprobs=current,
-        behaviour_logprobs=behaviour,
-        advantages=draw(rows, width).masked_fill(choice > 0.9, 0.0),
-        response_mask=torch.rand(rows, width, generator=generator) < 0.7,
-        proximal_logprobs=proximal,
-        scores=draw(rows),
-        anchor=anchor,
-    )
+    return {
+        "logprobs": current,
+        "behaviour_logprobs": behaviour,
+        "advantages": draw(rows, width).masked_fill(choice > 0.9, 0.0),
+        "response_mask": torch.rand(rows, width, generator=generator) < 0.7,
+        "proximal_logprobs": proximal,
+        "scores": draw(rows),
+    }
 
 
-def hard_inputs(anchor: str = "behaviour") -> PolicyInputs:
+def hard_inputs(old_policy: str = "behaviour") -> PolicyInputs:
     """An empty row, one-token responses, padding on either side, and ratios of e^20 and e^-20 under either sign."""
-    inputs = random_inputs(11, rows=8, width=7, anchor=anchor)
+    fields = random_fields(11, rows=8, width=7)
     mask = torch.zeros(8, 7, dtype=torch.bool)
     mask[1, 3] = mask[2, 0] = mask[3, 6] = True
     mask[4, :4] = mask[5, 3:] = mask[6] = mask[7] = True
     high, low = torch.tensor(-0.5, dtype=torch.float64), torch.tensor(-20.5, dtype=torch.float64)
-    logprobs, behaviour = inputs.logprobs.clone(), inputs.behaviour_logprobs.clone()
-    proximal, advantages = inputs.proximal_logprobs.clone(), inputs.advantages.clone()
+    logprobs, behaviour = fields["logprobs"], fields["behaviour_logprobs"]
+    proximal, advantages = fields["proximal_logprobs"], fields["advantages"]
     for row, column, current, old, advantage in (
         (1, 3, high, low, 1.5), (2, 0, high, low, -1.5), (3, 6, low, high, 1.5),
         (6, 0, high, low, 0.5), (6, 1, low, high, -0.5), (6, 2, high, low, -0.5), (7, 5, low, high, -2.0),
@@ -269,7 +273,7 @@ def hard_inputs(anchor: str = "behaviour") -> PolicyInputs:
         logprobs[row, column], behaviour[row, column], advantages[row, column] = current, old, advantage
         proximal[row, column] = old
     proximal[7, 5] = low
-    return PolicyInputs(logprobs, behaviour, advantages, mask, proximal, inputs.scores, anchor)
+    return PolicyInputs(**fields | {"response_mask": mask}, old_policy=old_policy)
 
 
 def row_of(inputs: PolicyInputs, row: int) -> Row:
@@ -283,7 +287,7 @@ def row_of(inputs: PolicyInputs, row: int) -> Row:
         pick(inputs.logprobs),
         pick(inputs.behaviour_logprobs),
         pick(inputs.proximal_logprobs),
-        pick(inputs.proximal_logprobs if inputs.anchor == "proximal" else inputs.behaviour_logprobs),
+        pick(inputs.proximal_logprobs if inputs.old_policy == "proximal" else inputs.behaviour_logprobs),
         pick(inputs.advantages),
         inputs.scores[row].item(),
     )

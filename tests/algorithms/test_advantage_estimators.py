@@ -13,14 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.algorithms.advantages.estimate import estimate_advantages
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageTraits, make_advantage_estimator
+from roll.algorithms.advantages.base import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageRequirements,
+    clip_advantages,
+    estimate_advantages,
+    make_advantage_estimator,
+    whiten,
+)
 from roll.algorithms.advantages.gae import generalised_advantages
-from roll.algorithms.advantages.returns import token_returns
-from roll.algorithms.advantages.turns import response_segments
-from roll.algorithms.advantages.whitening import clip_advantages, whiten
+from roll.algorithms.advantages.shared import response_segments, token_returns
 from roll.algorithms.kl import sequence_token_rewards
-from roll.algorithms.registry import KnobError
+from roll.configs.errors import ConfigError
 from tests.tiers import examples
 
 NAMES = ADVANTAGE_ESTIMATORS.names()
@@ -319,7 +323,7 @@ def test_padding_on_either_side_and_groups_without_tokens_change_nothing(name, s
     assert values[-1].eq(0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not make_advantage_estimator(name).traits.whitens])
+@pytest.mark.parametrize("name", [name for name in NAMES if not make_advantage_estimator(name).requirements.whitens])
 def test_groups_are_estimated_apart_unless_the_batch_is_whitened(name):
     case = random_case(11)
     values = case.estimate(name)
@@ -366,10 +370,10 @@ def test_batches_without_a_single_response_token_give_zeros(name, shape):
 def test_a_missing_field_is_named_and_nothing_else_is_asked_for(name):
     case, estimator = random_case(1), make_advantage_estimator(name)
     needs = {
-        "values": estimator.traits.needs_values,
-        "baseline_rewards": estimator.traits.needs_greedy_baseline,
-        "turns": estimator.traits.needs_turns,
-        "states": estimator.traits.needs_states,
+        "values": estimator.requirements.needs_values,
+        "baseline_rewards": estimator.requirements.needs_greedy_baseline,
+        "turns": estimator.requirements.needs_turns,
+        "states": estimator.requirements.needs_states,
     }
     given_fields = {field: getattr(case, field) for field, needed in needs.items() if needed}
     full = estimator(case.token_rewards, case.response_mask, case.groups, **given_fields)
@@ -381,8 +385,8 @@ def test_a_missing_field_is_named_and_nothing_else_is_asked_for(name):
 
 
 def test_traits_say_what_estimators_need():
-    traits = {name: make_advantage_estimator(name).traits for name in NAMES}
-    assert all(isinstance(item, AdvantageTraits) for item in traits.values())
+    traits = {name: make_advantage_estimator(name).requirements for name in NAMES}
+    assert all(isinstance(item, AdvantageRequirements) for item in traits.values())
 
     def having(trait):
         return {name for name, item in traits.items() if getattr(item, trait)}
@@ -430,8 +434,8 @@ def test_a_response_token_without_a_turn_or_a_turn_without_a_state_column_is_ref
         ("rloo", {"eps": 1.0}),
     ],
 )
-def test_knobs_out_of_range_are_refused(name, args):
-    with pytest.raises(KnobError):
+def test_arguments_out_of_range_are_refused(name, args):
+    with pytest.raises(ConfigError):
         make_advantage_estimator(name, args)
 
 
@@ -737,7 +741,7 @@ KINDS = {"none": (), "batch": ("batch",), "group": ("batch", "group")}
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("amounts", ["batch", "group"])
-def test_shifts_and_scales_cancel_exactly_where_the_traits_say_so(name, knobs, amounts):
+def test_shifts_and_scales_cancel_exactly_where_the_requirements_say_so(name, knobs, amounts):
     estimator = make_advantage_estimator(name, knobs)
     generator = torch.Generator().manual_seed(0)
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -749,8 +753,8 @@ def test_shifts_and_scales_cancel_exactly_where_the_traits_say_so(name, knobs, a
         return estimate_advantages(estimator, values, mask, groups)
 
     for changed, trait in (
-        (rewards + amount, estimator.traits.shifts_cancel),
-        (rewards * amount, estimator.traits.scales_cancel),
+        (rewards + amount, estimator.requirements.shifts_cancel),
+        (rewards * amount, estimator.requirements.scales_cancel),
     ):
         same = torch.allclose(advantages(changed), advantages(rewards), rtol=1e-4, atol=1e-6)
         assert same == (amounts in KINDS[trait])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.kl import sequence_token_rewards
 
 LOGITS = torch.tensor([0.4, -0.3, 0.9], dtype=torch.float64)

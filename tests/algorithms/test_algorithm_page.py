@@ -1,16 +1,18 @@
 """The pages under `docs/algorithms` name every variant, knob and mode, and nothing that does not exist."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS
+from roll.algorithms.about import about_of, settings_of
+from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses.base import POLICY_LOSSES, make_policy_loss
 from roll.check.reference import pages
+from roll.configs.plugins import help_text
+from tests.algorithms.policy_loss_reference import random_inputs
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 INDEX = (FOLDER / "index.md").read_text()
@@ -29,15 +31,18 @@ def test_a_page_is_the_output_of_the_generator(name: str) -> None:
     assert (FOLDER / name).read_text() == pages()[name], "run `python -m roll.check.reference docs/algorithms`"
 
 
-@pytest.mark.parametrize(("name", "registry"), [("policy_losses", POLICY_LOSSES), ("advantages", ADVANTAGE_ESTIMATORS)])
-def test_a_page_has_formula_source_use_and_knobs_of_every_variant(name, registry) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("policy_losses", POLICY_LOSSES), ("advantages", ADVANTAGE_ESTIMATORS)])
+def test_a_page_has_formula_source_use_and_arguments_of_every_one(name, kind) -> None:
     page = pages()[f"{name}.md"]
-    assert set(re.findall(r"^## `(\w+)`", page, flags=re.MULTILINE)) == set(registry.names())
-    for variant in map(registry.variant, registry.names()):
-        part = page.split(f"## `{variant.name}`")[1].split("\n## ")[0]
-        for text in (variant.formula, variant.source, variant.use):
+    assert set(re.findall(r"^## `(\w+)`", page, flags=re.MULTILINE)) == set(kind.built_in)
+    for each in kind.built_in:
+        part = page.split(f"## `{each}`")[1].split("\n## ")[0]
+        function = kind.load(each, each)
+        about = about_of(function)
+        for text in (about.formula, about.source, about.use):
             assert text and text in part
-        assert re.findall(r"^\| `(\w+)`", part, flags=re.MULTILINE) == [item.name for item in fields(variant.knobs)]
+        assert re.findall(r"^\| `(\w+)`", part, flags=re.MULTILINE) == list(settings_of(function, each, each))
+        assert all(help_text(each.annotation) for each in settings_of(function, each, each).values())
 
 
 def test_modes_and_estimators_are_listed() -> None:
@@ -51,11 +56,10 @@ def test_a_table_row_has_as_many_cells_as_its_head() -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == 5, (name, row)
 
 
-def test_the_loss_in_the_example_registers_and_runs() -> None:
-    namespace: dict = {}
+def test_the_loss_in_the_example_runs(tmp_path, monkeypatch) -> None:
     code = re.search(r"```python\n(.*?)```", section("A loss of your own"), flags=re.DOTALL).group(1)
-    try:
-        exec(compile(code, "index.md", "exec"), namespace)
-        assert make_policy_loss("tempered", {"power": 0.3}).knobs.power == 0.3
-    finally:
-        POLICY_LOSSES._variants.pop("tempered", None)
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = make_policy_loss("my_losses:tempered", {"power": 0})
+    inputs = random_inputs(1)
+    assert loss(inputs)[0].equal(make_policy_loss("vanilla")(inputs)[0])

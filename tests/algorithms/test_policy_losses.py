@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from roll.algorithms.losses.base import POLICY_LOSSES, PolicyInputs, PolicyLossTraits, make_policy_loss
-from roll.algorithms.losses.divergence import binary_kl, binary_total_variation
+from roll.algorithms.about import about_of
+from roll.algorithms.losses.base import POLICY_LOSSES, LossRequirements, PolicyInputs, make_policy_loss
+from roll.algorithms.losses.dppo import binary_kl, binary_total_variation
 from tests.algorithms.policy_loss_reference import CASES, bernoulli_kl, hard_inputs, random_inputs, row_of
 
 
@@ -43,12 +44,12 @@ def test_every_variant_has_a_reference():
     assert {variant for variant, _, _ in CASES.values()} == set(POLICY_LOSSES.names())
 
 
-@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
-@pytest.mark.parametrize("make_inputs", [lambda anchor: random_inputs(1, 6, 9, anchor), hard_inputs])
+@pytest.mark.parametrize("old_policy", ["behaviour", "proximal"])
+@pytest.mark.parametrize("make_inputs", [lambda old_policy: random_inputs(1, 6, 9, old_policy), hard_inputs])
 @pytest.mark.parametrize("case", CASES)
-def test_values_gradients_and_clip_fractions_follow_the_formula(case, make_inputs, anchor):
+def test_values_gradients_and_clip_fractions_follow_the_formula(case, make_inputs, old_policy):
     name, args, reference = CASES[case]
-    inputs = make_inputs(anchor)
+    inputs = make_inputs(old_policy)
     logprobs = inputs.logprobs.clone().requires_grad_()
     losses, metrics = make_policy_loss(name, args)(replace(inputs, logprobs=logprobs))
     upstream = torch.randn(losses.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -141,16 +142,14 @@ def test_gspo_cuts_the_tokens_of_a_response_together_however_far_each_has_moved(
 
 def test_the_weight_of_decoupled_ppo_is_always_there_and_carries_no_gradient():
     inputs = random_inputs(5)
-    proximal = inputs.proximal_logprobs.clone().requires_grad_()
-    behaviour = inputs.behaviour_logprobs.clone().requires_grad_()
-    logprobs = inputs.logprobs.clone().requires_grad_()
-    moved = replace(inputs, logprobs=logprobs, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
-    for anchor in ("behaviour", "proximal"):
-        losses, _ = make_policy_loss("decoupled_ppo")(replace(moved, anchor=anchor))
-        plain, _ = make_policy_loss("ppo")(replace(inputs, anchor="proximal"))
+    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs")
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
+    for old_policy in ("behaviour", "proximal"):
+        losses, _ = make_policy_loss("decoupled_ppo")(replace(inputs, **leaves, old_policy=old_policy))
+        plain, _ = make_policy_loss("ppo")(replace(inputs, old_policy="proximal"))
         weights = (inputs.proximal_logprobs - inputs.behaviour_logprobs).exp()
         torch.testing.assert_close(losses.detach(), weights * plain)
-        gradients = torch.autograd.grad(losses.sum(), [logprobs, proximal, behaviour], allow_unused=True)
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
         assert gradients[0].abs().sum() > 0 and gradients[1:] == (None, None)
 
 
@@ -180,24 +179,24 @@ def test_binary_divergences_are_finite_and_exact_up_to_the_last_bit_of_probabili
     assert tiny.item() == pytest.approx(1e-9 * (2 - math.log(3)), rel=1e-6)
 
 
-def test_traits_say_what_each_loss_needs_and_does():
-    assert {name: asdict(make_policy_loss(name).traits) for name in POLICY_LOSSES.names()} == {
-        name: asdict(traits)
-        for name, traits in {
-            "vanilla": PolicyLossTraits(uses_anchor=False, importance_weighted=False, corrects=False),
-            "ppo": PolicyLossTraits(),
-            "decoupled_ppo": PolicyLossTraits(needs_proximal=True),
-            "tis": PolicyLossTraits(),
-            "topr": PolicyLossTraits(needs_scores=True),
-            "cispo": PolicyLossTraits(),
-            "kimi15": PolicyLossTraits(importance_weighted=False),
-            "gspo": PolicyLossTraits(),
-            "gmpo": PolicyLossTraits(sequence_valued=True),
-            "sapo": PolicyLossTraits(),
-            "dppo": PolicyLossTraits(),
+def test_requirements_say_what_each_loss_needs_and_does():
+    assert {name: asdict(make_policy_loss(name).requirements) for name in POLICY_LOSSES.names()} == {
+        name: asdict(requirements)
+        for name, requirements in {
+            "vanilla": LossRequirements(uses_old_policy=False, importance_weighted=False, corrects=False),
+            "ppo": LossRequirements(),
+            "decoupled_ppo": LossRequirements(needs_proximal=True),
+            "tis": LossRequirements(),
+            "topr": LossRequirements(needs_scores=True),
+            "cispo": LossRequirements(),
+            "kimi15": LossRequirements(importance_weighted=False),
+            "gspo": LossRequirements(),
+            "gmpo": LossRequirements(sequence_valued=True),
+            "sapo": LossRequirements(),
+            "dppo": LossRequirements(),
         }.items()
     }
-    assert make_policy_loss("kimi15", {"level": "sequence"}).traits.sequence_valued
+    assert make_policy_loss("kimi15", {"level": "sequence"}).requirements.sequence_valued
 
 
 def test_the_gate_of_sapo_is_flat_where_the_ratio_overflows():
@@ -212,12 +211,15 @@ def test_the_gate_of_sapo_is_flat_where_the_ratio_overflows():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_what_a_loss_needs_and_does_not_get_is_an_error(name):
-    traits = make_policy_loss(name).traits
+    needs = make_policy_loss(name).requirements
     bare = replace(random_inputs(6), proximal_logprobs=None, scores=None)
     for inputs, lacking in (
-        (replace(bare, scores=torch.zeros(5)), "proximal_logprobs" if traits.needs_proximal else None),
-        (replace(bare, scores=torch.zeros(5), anchor="proximal"), "proximal_logprobs" if traits.uses_anchor else None),
-        (replace(bare, proximal_logprobs=bare.logprobs), "scores" if traits.needs_scores else None),
+        (replace(bare, scores=torch.zeros(5)), "proximal_logprobs" if needs.needs_proximal else None),
+        (
+            replace(bare, scores=torch.zeros(5), old_policy="proximal"),
+            "proximal_logprobs" if needs.uses_old_policy else None,
+        ),
+        (replace(bare, proximal_logprobs=bare.logprobs), "scores" if needs.needs_scores else None),
     ):
         if lacking is None:
             make_policy_loss(name)(inputs)
@@ -232,9 +234,9 @@ def test_scores_that_are_not_one_per_row_are_refused(shape):
         make_policy_loss("topr")(replace(random_inputs(6), scores=torch.zeros(shape)))
 
 
-def test_an_unknown_anchor_is_refused():
+def test_an_unknown_old_policy_is_refused():
     with pytest.raises(ValueError, match="behaviour, proximal"):
-        random_inputs(0, anchor="behavior")
+        random_inputs(0, old_policy="behavior")
 
 
 def test_a_loss_survives_pickling():
@@ -244,7 +246,7 @@ def test_a_loss_survives_pickling():
 
 def test_formula_source_and_use_are_one_printable_line_each():
     for name in POLICY_LOSSES.names():
-        variant = POLICY_LOSSES.variant(name)
-        for text in (variant.formula, variant.source, variant.use):
+        about = about_of(POLICY_LOSSES.load(name, name))
+        for text in (about.formula, about.source, about.use):
             assert text.strip() and "\n" not in text
-        assert "arXiv" in variant.source or name == "vanilla"
+        assert "arXiv" in about.source or name == "vanilla"

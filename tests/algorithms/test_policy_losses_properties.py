@@ -1,4 +1,4 @@
-"""What must hold of every policy loss: masks, splits, order, anchors, on-policy gradients, bounds and expectations."""
+"""What must hold of every policy loss: masks, splits, order, old policies, on-policy gradients, bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiers import examples
 LOSSES = {label: (name, args) for label, (name, args, _) in CASES.items()}
 ROWS = 5
 TENSORS = ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs")
-ANCHORS = st.sampled_from(["behaviour", "proximal"])
+OLD_POLICIES = st.sampled_from(["behaviour", "proximal"])
 SEEDS = st.integers(0, 10_000)
 some = settings(max_examples=examples(12))
 """Examples for each loss; there are enough losses for some hundred of them."""
@@ -40,9 +40,9 @@ def evaluate(label, inputs):
 
 @pytest.mark.parametrize("label", LOSSES)
 @some
-@given(seed=SEEDS, anchor=ANCHORS, fill=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_what_stands_outside_the_mask_is_never_read(label, seed, anchor, fill):
-    clean = random_inputs(seed, anchor=anchor)
+@given(seed=SEEDS, old_policy=OLD_POLICIES, fill=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_what_stands_outside_the_mask_is_never_read(label, seed, old_policy, fill):
+    clean = random_inputs(seed, old_policy=old_policy)
     outside = ~clean.response_mask
     empty = outside.all(-1)
     dirty = replace(clean, **{name: getattr(clean, name).masked_fill(outside, fill) for name in TENSORS})
@@ -96,9 +96,9 @@ def test_micro_batches_of_any_padding_add_up_to_the_whole(label, seed, parts, mo
 
 @pytest.mark.parametrize("label", LOSSES)
 @some
-@given(seed=SEEDS, anchor=ANCHORS)
-def test_inputs_are_never_changed_in_place(label, seed, anchor):
-    inputs = random_inputs(seed, anchor=anchor)
+@given(seed=SEEDS, old_policy=OLD_POLICIES)
+def test_inputs_are_never_changed_in_place(label, seed, old_policy):
+    inputs = random_inputs(seed, old_policy=old_policy)
     before = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
     copies = {name: value.clone() for name, value in before.items() if isinstance(value, torch.Tensor)}
     evaluate(label, inputs)
@@ -115,9 +115,9 @@ def test_results_have_the_precision_of_the_inputs(label, dtype):
         assert result.dtype == dtype
 
 
-def on_policy(seed, anchor, uniform):
-    """Inputs whose three policies agree wherever the anchor looks, and advantages of either sign."""
-    inputs = random_inputs(seed, anchor=anchor)
+def on_policy(seed, old_policy, uniform):
+    """Inputs whose three policies agree wherever the old_policy looks, and advantages of either sign."""
+    inputs = random_inputs(seed, old_policy=old_policy)
     advantages = inputs.advantages[:, :1].expand_as(inputs.advantages) if uniform else inputs.advantages
     current = inputs.logprobs
     return replace(inputs, behaviour_logprobs=current, proximal_logprobs=current, advantages=advantages)
@@ -125,9 +125,9 @@ def on_policy(seed, anchor, uniform):
 
 @pytest.mark.parametrize("label", [label for label in LOSSES if not label.startswith(("gmpo", "topr knobs"))])
 @some
-@given(seed=SEEDS, anchor=ANCHORS)
-def test_on_policy_every_token_has_the_gradient_of_vanilla(label, seed, anchor):
-    inputs = on_policy(seed, anchor, uniform=False)
+@given(seed=SEEDS, old_policy=OLD_POLICIES)
+def test_on_policy_every_token_has_the_gradient_of_vanilla(label, seed, old_policy):
+    inputs = on_policy(seed, old_policy, uniform=False)
     _, gradient, changed = evaluate(label, inputs)
     torch.testing.assert_close(gradient, evaluate("vanilla", inputs)[1], rtol=1e-12, atol=1e-14)
     assert changed.eq(0).all()
@@ -135,9 +135,9 @@ def test_on_policy_every_token_has_the_gradient_of_vanilla(label, seed, anchor):
 
 @pytest.mark.parametrize("label", ["gmpo", "gmpo narrow", "gspo", "kimi15 sequence"])
 @some
-@given(seed=SEEDS, anchor=ANCHORS)
-def test_on_policy_sequence_losses_have_the_aggregated_gradient_of_vanilla(label, seed, anchor):
-    inputs = on_policy(seed, anchor, uniform=True)
+@given(seed=SEEDS, old_policy=OLD_POLICIES)
+def test_on_policy_sequence_losses_have_the_aggregated_gradient_of_vanilla(label, seed, old_policy):
+    inputs = on_policy(seed, old_policy, uniform=True)
     normalizers = LossNormalizers.of(inputs.response_mask.sum(-1).tolist(), 9)
     gradients = []
     for name, args in (LOSSES["vanilla"], LOSSES[label]):
@@ -149,22 +149,19 @@ def test_on_policy_sequence_losses_have_the_aggregated_gradient_of_vanilla(label
 
 
 def test_with_a_proximal_anchor_the_behaviour_policy_does_not_matter_and_the_other_way_round():
-    proximal = random_inputs(8, anchor="proximal")
-    behaviour = replace(proximal, anchor="behaviour")
+    proximal = random_inputs(8, old_policy="proximal")
+    behaviour = replace(proximal, old_policy="behaviour")
     elsewhere = proximal.behaviour_logprobs - 1.0
     for label, (name, _) in LOSSES.items():
-        traits = make_policy_loss(name).traits
+        traits = make_policy_loss(name).requirements
         if traits.needs_proximal:
             continue
-        anchored = evaluate(label, proximal)
+        against_proximal = evaluate(label, proximal)
         swapped = replace(behaviour, behaviour_logprobs=proximal.proximal_logprobs, proximal_logprobs=None)
         moved = replace(proximal, behaviour_logprobs=elsewhere)
         for same in (evaluate(label, swapped), evaluate(label, moved)):
-            assert all(torch.equal(left, right) for left, right in zip(anchored, same, strict=True))
-        assert torch.equal(anchored[1], evaluate(label, behaviour)[1]) != traits.uses_anchor
-    torch.testing.assert_close(
-        proximal.behaviour_ratio(), (proximal.logprobs - proximal.behaviour_logprobs).exp(), rtol=0, atol=0
-    )
+            assert all(torch.equal(left, right) for left, right in zip(against_proximal, same, strict=True))
+        assert torch.equal(against_proximal[1], evaluate(label, behaviour)[1]) != traits.uses_old_policy
     torch.testing.assert_close(proximal.ratio(), (proximal.logprobs - proximal.proximal_logprobs).exp(), rtol=0, atol=0)
 
 

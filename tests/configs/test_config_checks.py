@@ -296,7 +296,7 @@ WRONG = [
     # Names.
     (
         {"actor_train.strategy_args": {"strategy_name": "fsdp2"}},
-        "actor_train.strategy_args.strategy_name", "no strategy", "`fsdp2_train`",
+        "actor_train.strategy_args.strategy_name", "there is no", "`fsdp2_train`",
     ),
     (
         {"actor_train.strategy_args": {"strategy_name": "hf_infer"}},
@@ -308,7 +308,7 @@ WRONG = [
     ),
     (
         {"reference": {"device_mapping": [0], "strategy_args": {"strategy_name": "vllm"}}, "use_kl_loss": True},
-        "reference.strategy_args.strategy_name", "no strategy", "`hf_infer`",
+        "reference.strategy_args.strategy_name", "there is no", "`hf_infer`",
     ),
     (
         {"actor_train.model_args": {"lora_target": "q_proj"}, "use_kl_loss": True,
@@ -317,7 +317,7 @@ WRONG = [
     ),
     (
         {"actor_infer.strategy_args": {"strategy_name": "fsdp2_train"}},
-        "actor_infer.strategy_args.strategy_name", "no strategy", "`hf_infer`",
+        "actor_infer.strategy_args.strategy_name", "there is no", "`hf_infer`",
     ),
     ({"actor_train.worker_cls": "my worker"}, "actor_train.worker_cls", "no import path", "package.module:Class"),
     (
@@ -576,11 +576,11 @@ WRONG = [
     ({"length_penalty": {"buffer": 600}}, "length_penalty.buffer", "longest response of 512 tokens", "at most 512"),
     ({"length_penalty": {"correct_above": 0.5}}, "length_penalty.correct_above", "no effect", "kind: relative"),
     ({"length_penalty": {"kind": "relative", "buffer": 5}}, "length_penalty.buffer", "no effect", "kind: overlong"),
-    ({"actor_train.tis_upper_bound": 2.0}, "actor_train.tis_upper_bound", "knob of `tis`", "pg_variant: tis"),
+    ({"actor_train.tis_upper_bound": 2.0}, "actor_train.tis_upper_bound", "argument of `tis`", "pg_variant: tis"),
     (
         {"actor_train.pg_variant": "tis", "actor_train.tis_upper_bound": 2.0,
          "actor_train.pg_variant_args": {"upper": 3.0}},
-        "actor_train.tis_upper_bound", "same knob", "keep one",
+        "actor_train.tis_upper_bound", "same argument", "keep one",
     ),
     ({"kl_controller": "adaptive"}, "kl_controller", "no effect", "add_token_level_kl: true"),
     ({"target_kl": 1.0}, "target_kl", "no effect", 'kl_controller: "adaptive"'),

@@ -25,7 +25,7 @@ from roll.check.data import groups_are_enough
 from roll.configs import derived
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.loader import alternatives, field_types
-from roll.configs.roles import ROLL_KNOBS, ActorTrainConfig
+from roll.configs.roles import ROLL_ARGUMENTS, ActorTrainConfig
 from roll.configs.run import AgenticConfig, RLVRConfig
 
 pytestmark = pytest.mark.tier("all")  # mypy looks at the whole package, as in `make check`
@@ -138,8 +138,8 @@ def _dataclasses_in(kind: object) -> Iterator[type]:
             yield from _dataclasses_in(argument)
 
 
-READ_BY_NAME = {("ActorTrainConfig", name) for name in ROLL_KNOBS}
-"""Read from a table of names; `test_each_of_rolls_knobs_arrives` proves it."""
+READ_BY_NAME = {("ActorTrainConfig", name) for name in ROLL_ARGUMENTS}
+"""Read from a table of names; `test_each_of_rolls_arguments_arrives` proves it."""
 
 
 KEPT_BY_REFUSAL = {("EnvManagerConfig", "max_traj_per_env")}
@@ -168,10 +168,10 @@ def test_a_planted_option_is_found_although_others_have_its_name(planted):
     assert dead(OPTIONS | {planted}, read_in_the_package()) == [".".join(planted)]
 
 
-@pytest.mark.parametrize("name", ROLL_KNOBS)
-def test_each_of_rolls_knobs_arrives(name):
+@pytest.mark.parametrize("name", ROLL_ARGUMENTS)
+def test_each_of_rolls_arguments_arrives(name):
     config = RLVRConfig(actor_train=ActorTrainConfig(**{name: 0.625}))
-    assert derived.pg_variant_args(config)[ROLL_KNOBS[name][1]] == 0.625
+    assert derived.pg_variant_args(config)[ROLL_ARGUMENTS[name][1]] == 0.625
 
 
 def test_a_bound_that_a_step_exceeds_is_refused():

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import roll
-from roll.runtime.plugins import DriverFolders, driver_folders, import_object
+from roll.configs.plugins import import_object
+from roll.runtime.folders import DriverFolders, driver_folders
 
 ROOT = Path(roll.__file__).parents[1]
 

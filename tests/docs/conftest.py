@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS
-from roll.algorithms.losses.base import POLICY_LOSSES
 from tests.docs.pages import ROOT, Page, pages
 
 # What tests/pipeline shares (tiny models, runs) is imported from there.
@@ -32,9 +30,6 @@ def sit_down(tmp_path, monkeypatch) -> Callable[[Page], Path]:
             (tmp_path / name).write_text(text, encoding="utf-8")
         return tmp_path
 
-    # What pages register is theirs alone, and may be registered again by the next one.
-    for registry in (POLICY_LOSSES, ADVANTAGE_ESTIMATORS):
-        monkeypatch.setattr(registry, "_variants", dict(registry._variants))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

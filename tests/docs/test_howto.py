@@ -14,15 +14,14 @@ import pytest
 import torch
 from tiny import make_task, tiny_config, write_config
 
-from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.losses.base import PolicyInputs, make_policy_loss
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.loader import load_config
 from roll.rewards.base import RewardInput
 from roll.rewards.registry import checked_output, resolve_verifier
-from roll.runtime.plugins import import_object
 from roll.tracking.trackers import read_metrics
-from roll.trainers.registry import build_train_strategy
+from roll.trainers.base import build_trainer
 from roll.trainers.state import SavedState, write_state
 from tests.docs.pages import ROOT, page
 from tests.pipeline.in_process import train_in_process
@@ -30,9 +29,8 @@ from tests.trainers.tiny_models import OBJECTIVE, make_batch, weights_of, write_
 from tests.trainers.trainers import trainer_setup
 
 ALGORITHMS = {
-    "adv_estimator": "best_or_nothing",
-    "actor_train__pg_variant": "logistic",
-    "rewards": {"addition": {"verifier": "my_rewards:right"}},
+    "adv_estimator": "my_advantages:best_or_nothing",
+    "actor_train__pg_variant": "my_losses:logistic",
 }
 
 
@@ -50,8 +48,7 @@ def test_the_rewards_of_the_page_judge(sit_down):
 
 def test_the_loss_of_the_page_fades_with_distance_and_ignores_what_is_masked(sit_down):
     sit_down(page("docs/howto/algorithm.md"))
-    import_object("my_rewards:right")
-    loss = make_policy_loss("logistic", {"sharpness": 2.0})
+    loss = make_policy_loss("my_losses:logistic", {"sharpness": 2.0})
     current = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
     behaviour = torch.tensor([[-1.0, -4.0, float("nan")]])
     mask = torch.tensor([[True, True, False]])
@@ -64,8 +61,7 @@ def test_the_loss_of_the_page_fades_with_distance_and_ignores_what_is_masked(sit
 
 def test_the_estimator_of_the_page_tells_best_from_worst(sit_down):
     sit_down(page("docs/howto/algorithm.md"))
-    import_object("my_rewards:right")
-    estimator = make_advantage_estimator("best_or_nothing")
+    estimator = make_advantage_estimator("my_advantages:best_or_nothing")
     scores = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0])
     rewards = torch.stack([torch.zeros(5), scores], dim=1)
     found = estimator(rewards, torch.ones(5, 2, dtype=torch.bool), [0, 0, 0, 1, 1])
@@ -85,8 +81,7 @@ def test_the_algorithms_of_the_page_train(sit_down):
 def test_a_loss_reaches_a_process_that_has_never_heard_of_it(sit_down):
     """As trainers get it: they find the function by the name of its module."""
     folder = sit_down(page("docs/howto/algorithm.md"))
-    import_object("my_rewards:right")
-    (folder / "objective.bin").write_bytes(pickle.dumps(PolicyObjective(8, "logistic")))
+    (folder / "objective.bin").write_bytes(pickle.dumps(PolicyObjective(8, "my_losses:logistic")))
     found = subprocess.run(
         [sys.executable, "-c", "import pickle; print(pickle.load(open('objective.bin', 'rb')).policy_loss.function)"],
         cwd=folder,
@@ -95,7 +90,7 @@ def test_a_loss_reaches_a_process_that_has_never_heard_of_it(sit_down):
         text=True,
         timeout=240,
     )
-    assert "logistic_loss" in found.stdout, found.stderr
+    assert "function logistic" in found.stdout, found.stderr
 
 
 def test_the_trainer_of_the_page_learns_and_goes_on_from_its_state(sit_down):
@@ -105,7 +100,7 @@ def test_the_trainer_of_the_page_learns_and_goes_on_from_its_state(sit_down):
     def steps(trainer, seeds):
         return [trainer.train_step(make_batch(seed), OBJECTIVE, 1.0)["loss"] for seed in seeds]
 
-    trainer = build_train_strategy("fsdp2_train", trainer_setup(model), "fsdp2_radam:Fsdp2RAdamTrainStrategy")
+    trainer = build_trainer("fsdp2_train", trainer_setup(model), "fsdp2_radam:Fsdp2RAdamTrainStrategy")
     trainer.initialize()
     try:
         before = weights_of(trainer)
@@ -129,6 +124,7 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
         for file, text in page(name).saved_files().items():
             (folder / file).write_text(text)
     make_task(folder)
+    (folder / "reward_functions.py").write_text((ROOT / "tests" / "pipeline" / "reward_functions.py").read_text())
     parts = {
         "stages": {"advantage": "my_stages:SurprisedAdvantages"},
         "actor_train__worker_cls": "my_workers:CountingTrainWorker",

@@ -18,7 +18,7 @@ def test_the_python_of_a_page_runs(page, sit_down):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("from roll.runtime.plugins import import_objekt", "ImportError"),
+        ("from roll.configs.plugins import import_objekt", "ImportError"),
         ("print(neither_here_nor_there)", "NameError"),
         ("def broken(:\n    pass", "SyntaxError"),
         ("from roll.algorithms.registry import knob\n\nknob(0.5, help='', most=1)", "most"),

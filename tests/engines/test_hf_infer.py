@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from roll.configs.errors import ConfigError
+from roll.configs.strategies import ENGINES, strategy_class
 from roll.engines.base import EngineFailed
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.engines.registry import infer_strategy_class
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
 from tests.engines.hf_helpers import EOS, VOCABULARY, load, make_request, make_strategy, run_requests
 
@@ -87,9 +87,9 @@ async def after_tokens(strategy: HFInferStrategy, request, count: int):
 
 
 def test_registry_finds_the_engine_and_names_the_nearest():
-    assert infer_strategy_class("hf_infer") is HFInferStrategy
+    assert strategy_class(ENGINES, "hf_infer") is HFInferStrategy
     with pytest.raises(ConfigError, match="did you mean `hf_infer`"):
-        infer_strategy_class("hf_inferr")
+        strategy_class(ENGINES, "hf_inferr")
 
 
 def test_requests_of_many_tasks_get_what_the_plain_engine_gives(qwen_path):

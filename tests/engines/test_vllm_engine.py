@@ -18,7 +18,7 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.engines.base import EngineFailed
-from roll.trainers.registry import build_train_strategy
+from roll.trainers.base import build_trainer
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
 from roll.weights.engine_push import PushTarget
 from roll.weights.publisher import AttestationError, attest
@@ -93,7 +93,7 @@ def test_held_checksums_come_from_the_engine_itself(published, vllm_model):
 @pytest.fixture
 def trainer(vllm_path):
     arguments = TrainingArguments(learning_rate=3e-3)
-    trainer = build_train_strategy("fsdp2_train", trainer_setup(vllm_path, training_args=arguments))
+    trainer = build_trainer("fsdp2_train", trainer_setup(vllm_path, training_args=arguments))
     trainer.initialize()
     yield trainer
     dist.destroy_process_group()

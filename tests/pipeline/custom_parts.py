@@ -3,13 +3,59 @@
 import asyncio
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline.checkpoints import saved_steps
 from roll.pipeline.stages import AdvantageStage
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.worker import TrainWorker
+
+
+def centred(inputs):
+    """Rewards minus their mean over the batch."""
+    rewards = inputs.token_rewards.sum(-1)
+    return (rewards - rewards.mean())[:, None].expand(inputs.response_mask.shape)
+
+
+def doubled(inputs, *, factor: float):
+    """`vanilla` times a factor."""
+    return -factor * inputs.ratio() * inputs.advantages, {"doubled": torch.full_like(inputs.logprobs, factor)}
+
+
+class Diary:
+    """A tracker that writes the numbers of the steps."""
+
+    package = None
+    install = ""
+    where = "diary.txt"
+
+    @dataclass
+    class Options:
+        title: str = "none"
+
+    def __init__(self, run, options):
+        self._file = Path(run.folder, "diary.txt")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(options.title + "\n")
+
+    @staticmethod
+    def secret(options):
+        return None
+
+    @staticmethod
+    def mode(options):
+        return "a file"
+
+    def log(self, metrics, step):
+        with self._file.open("a") as file:
+            print(step, file=file)
+
+    def finish(self, ending):
+        pass
 
 
 class HalvedAdvantages(AdvantageStage):

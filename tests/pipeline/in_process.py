@@ -91,7 +91,7 @@ async def _train(prepared: Prepared, reward) -> list[dict[str, float]]:
         samples_per_group=config.num_return_sequences_in_group,
         run_seed=config.seed,
         purpose="train",
-        greedy_baseline=prepared.advantages.estimator.traits.needs_greedy_baseline,
+        greedy_baseline=prepared.advantages.estimator.requirements.needs_greedy_baseline,
     )
     stream = PromptStream(prepared.rollouts.prompts, seed=config.seed)
     trainer.initialize()

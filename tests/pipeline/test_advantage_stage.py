@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.base import make_advantage_estimator
 from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import make_kl_controller

@@ -1,11 +1,11 @@
-"""Combinations of losses, anchors, corrections and estimators: what works is built, what cannot be meant is refused."""
+"""Combinations of losses, old policies, corrections, estimators: what works is built, the rest refused."""
 
 from __future__ import annotations
 
 import pytest
 from tiny import tiny_config
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, make_advantage_estimator
+from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS, make_advantage_estimator
 from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
@@ -31,7 +31,7 @@ def problems(tmp_path, **changes):
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - {"vanilla", "decoupled_ppo"}))
 def test_every_loss_that_corrects_runs_off_policy_on_the_recorded_logprobs(tmp_path, name):
     built = build(tmp_path, async_generation_ratio=1, actor_train__pg_variant=name)
-    assert built.objective.anchor == "behaviour"
+    assert built.objective.old_policy == "behaviour"
     assert "proximal_logprobs" not in built.objective.token_fields
     assert built.objective.max_lag == 1 and "lags" in built.objective.token_fields
 
@@ -54,7 +54,7 @@ def test_recomputed_logprobs_hide_staleness_and_need_a_correction(tmp_path):
     off_policy = {"async_generation_ratio": 1, "old_logprobs": "recompute"}
     assert "recomputed log-probabilities" in problems(tmp_path, **off_policy)["old_logprobs"]
     built = build(tmp_path, **off_policy, train_infer_correction=WEIGHT)
-    assert built.objective.anchor == "proximal" and built.objective.corrected
+    assert built.objective.old_policy == "proximal" and built.objective.corrected
     assert {"proximal_logprobs", "correction_weights"} <= set(built.objective.token_fields)
     rejection = {"reject": [{"level": "sequence", "upper": 4.0}]}
     assert "old_logprobs" in problems(tmp_path, **off_policy, train_infer_correction=rejection)
@@ -153,9 +153,9 @@ def test_normalising_what_the_estimator_takes_out_is_an_error(tmp_path, estimato
     build(tmp_path, adv_estimator="grpo", adv_estimator_args={"normalize_by_std": False}, norm_std_type="batch")
 
 
-def test_an_anchor_that_nothing_reads_is_an_error(tmp_path):
+def test_recomputed_logprobs_that_nothing_reads_are_an_error(tmp_path):
     changes = {"actor_train__pg_variant": "vanilla", "old_logprobs": "recompute"}
-    assert "no ratio to anchor" in problems(tmp_path, **changes)["old_logprobs"]
+    assert "has no ratio" in problems(tmp_path, **changes)["old_logprobs"]
 
 
 def test_a_permission_that_permits_nothing_is_an_error(tmp_path):
@@ -166,25 +166,25 @@ def test_a_permission_that_permits_nothing_is_an_error(tmp_path):
 
 def test_names_known_from_roll_take_effect(tmp_path):
     tis = {"actor_train__pg_variant": "tis", "actor_train__tis_lower_bound": 0.5, "actor_train__tis_upper_bound": 3}
-    knobs = build(tmp_path, **tis).objective.policy_loss.knobs
-    assert (knobs.lower, knobs.upper) == (0.5, 3.0)
+    arguments = build(tmp_path, **tis).objective.policy_loss.arguments
+    assert (arguments["lower"], arguments["upper"]) == (0.5, 3.0)
     topr = {"actor_train__pg_variant": "topr", "actor_train__topr_positive_weight": 0.7,
             "actor_train__topr_negative_weight": 0.3}  # fmt: skip
-    knobs = build(tmp_path, **topr).objective.policy_loss.knobs
-    assert (knobs.positive_weight, knobs.negative_weight) == (0.7, 0.3)
+    arguments = build(tmp_path, **topr).objective.policy_loss.arguments
+    assert (arguments["positive_weight"], arguments["negative_weight"]) == (0.7, 0.3)
     cispo = {"actor_train__pg_variant": "cispo", "actor_train__cispo_epsilon_low": 0.1,
              "actor_train__cispo_epsilon_high": 0.4, "actor_train__cispo_use_unified_mask": True}  # fmt: skip
-    knobs = build(tmp_path, **cispo).objective.policy_loss.knobs
-    assert (knobs.epsilon_low, knobs.epsilon_high, knobs.use_unified_mask) == (0.1, 0.4, True)
+    arguments = build(tmp_path, **cispo).objective.policy_loss.arguments
+    assert arguments == {"epsilon_low": 0.1, "epsilon_high": 0.4, "use_unified_mask": True}
     kimi = {"actor_train__pg_variant": "kimi15", "actor_train__kimi15_tau": 0.25}
-    assert build(tmp_path, **kimi).objective.policy_loss.knobs.tau == 0.25
+    assert build(tmp_path, **kimi).objective.policy_loss.arguments["tau"] == 0.25
 
 
 def test_a_wrong_value_is_reported_where_it_was_written(tmp_path):
     found = problems(tmp_path, actor_train__pg_variant="tis", actor_train__tis_upper_bound=-1)
     assert "actor_train.tis_upper_bound" in found
     found = problems(tmp_path, actor_train__pg_variant="tis", actor_train__pg_variant_args={"upper": -1, "tau": 0.1})
-    assert "belongs to 'kimi15'" in found["actor_train.pg_variant_args.tau"]
+    assert "belongs to `kimi15`" in found["actor_train.pg_variant_args.tau"]
     assert "actor_train.pg_variant_args.upper" in found
     correction = {"weight": {"level": "word"}, "reject": [{"level": "token"}], "trunkate": 1}
     found = problems(tmp_path, async_generation_ratio=1, train_infer_correction=correction)
@@ -193,12 +193,12 @@ def test_a_wrong_value_is_reported_where_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
 def test_every_estimator_is_built_or_refused_with_its_reason(tmp_path, name):
-    traits = make_advantage_estimator(name).traits
-    if traits.needs_values:
+    requirements = make_advantage_estimator(name).requirements
+    if requirements.needs_values:
         assert "value model" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
         built = build(tmp_path, adv_estimator=name, critic={"device_mapping": [0]}, value_clip=0.2)
         assert built.advantages.estimator.name == name and built.value_objective.clip == 0.2
-    elif traits.for_episodes:
+    elif requirements.for_episodes:
         assert "several turns" in problems(tmp_path, adv_estimator=name)["adv_estimator"]
     else:
         assert build(tmp_path, adv_estimator=name).advantages.estimator.name == name

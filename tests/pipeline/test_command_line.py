@@ -114,12 +114,12 @@ WRONG = {
         "rewards.addition.verifier", "importable", {"rewards__addition__verifier": "nowhere:reward"}
     ),
     "verifier with a parameter nobody fills": Wrong(
-        "rewards.addition.verifier",
         "rewards.addition.verifier_args.judge",
+        "set `rewards.addition.verifier_args.judge`",
         {"rewards__addition__verifier": "own_code:wants_a_judge"},
     ),
     # Algorithms, engines, classes of one's own.
-    "unknown policy loss": Wrong("actor_train.pg_variant", "'ppo'", {"actor_train__pg_variant": "ppoo"}),
+    "unknown policy loss": Wrong("actor_train.pg_variant", "`ppo`", {"actor_train__pg_variant": "ppoo"}),
     "stale tokens as if fresh": Wrong(
         "actor_train.pg_variant",
         "allow_uncorrected_off_policy",
@@ -140,10 +140,10 @@ WRONG = {
         "old_logprobs", "several optimizer steps", {"actor_train__pg_variant": "tis", "old_logprobs": "recompute"}
     ),
     "misspelt correction": Wrong(
-        "train_infer_correction.wieght", "did you mean 'weight'", {"train_infer_correction": {"wieght": {}}}
+        "train_infer_correction.wieght", "did you mean `weight`", {"train_infer_correction": {"wieght": {}}}
     ),
     "estimator with a critic": Wrong("adv_estimator", "grpo or rloo", {"adv_estimator": "gae"}),
-    "unknown estimator": Wrong("adv_estimator", "'grpo'", {"adv_estimator": "gpro"}),
+    "unknown estimator": Wrong("adv_estimator", "`grpo`", {"adv_estimator": "gpro"}),
     "unknown engine option": Wrong(
         "actor_infer.strategy_args.strategy_config.slotz",
         "max_running_requests",

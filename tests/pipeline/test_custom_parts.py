@@ -1,4 +1,4 @@
-"""A stage and a worker of the user's own take the place of the built-in ones, from YAML alone."""
+"""Parts of the user's own take the place of the built-in ones, from YAML alone: every kind of plug-in of RLVR."""
 
 import pytest
 from runs import run_pipeline
@@ -14,7 +14,7 @@ DEFAULTS = {name: name for name in STAGE_ORDER}
 
 
 @pytest.mark.tier("all")
-def test_a_run_uses_the_stage_the_worker_and_the_strategies_that_its_configuration_names(tmp_path, ray_cluster):
+def test_a_run_uses_the_parts_that_its_configuration_names(tmp_path, ray_cluster):
     make_task(tmp_path)
     config = tiny_config(
         tmp_path,
@@ -25,8 +25,13 @@ def test_a_run_uses_the_stage_the_worker_and_the_strategies_that_its_configurati
         kl_estimator="k1",
         stages={"advantage": "custom_parts:HalvedAdvantages"},
         actor_train__worker_cls="custom_parts:CountingTrainer",
-        actor_train__strategy_args={"strategy_name": "fsdp2_train", "strategy_cls": "custom_parts:OwnTrainer"},
-        actor_infer__strategy_args={"strategy_name": "hf_infer", "strategy_cls": "custom_parts:OwnEngine"},
+        adv_estimator="custom_parts:centred",
+        actor_train__pg_variant="custom_parts:doubled",
+        actor_train__pg_variant_args={"factor": 2},
+        actor_train__strategy_args={"strategy_name": "custom_parts:OwnTrainer"},
+        actor_infer__strategy_args={"strategy_name": "custom_parts:OwnEngine"},
+        track_with=["custom_parts:Diary"],
+        tracker_kwargs={"custom_parts:Diary": {"title": "mine"}},
         reference={
             "device_mapping": [0],
             "strategy_args": {"strategy_name": "fsdp2_train", "strategy_cls": "custom_parts:OwnReference"},
@@ -38,6 +43,9 @@ def test_a_run_uses_the_stage_the_worker_and_the_strategies_that_its_configurati
     assert [step["actor/own_strategy"] for step in run.metrics] == [1.0, 1.0]
     assert {step["response/length_max"] for step in run.metrics} == {2}
     assert run.metrics[0]["actor/reference_kl"] == pytest.approx(1.0, abs=1e-3)
+    assert [step["actor/doubled"] for step in run.metrics] == [2.0, 2.0]
+    titles, *steps = (run.folder / "trackers" / "custom_parts.Diary" / "diary.txt").read_text().splitlines()
+    assert titles == "mine" and steps == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_a_strategy_that_cannot_stand_in_is_refused_with_the_reason(tmp_path, ro
     with pytest.raises(ConfigError) as refusal:
         prepare(config_from_tree(tiny_config(tmp_path, **changes)))
     assert [problem.path for problem in refusal.value.problems] == [f"{role}.strategy_args.strategy_cls"]
-    assert reason in refusal.value.problems[0].message and name in refusal.value.problems[0].remedy
+    assert reason in refusal.value.problems[0].message and refusal.value.problems[0].remedy
 
 
 def test_a_registered_stage_can_be_named_and_a_name_is_taken_once():

@@ -18,8 +18,7 @@ from runs import run_pipeline
 from safetensors.torch import load_file
 from tiny import make_tokenizer, tiny_config
 
-from roll.algorithms.advantages.estimate import estimate_advantages
-from roll.algorithms.advantages.estimator import make_advantage_estimator
+from roll.algorithms.advantages.base import estimate_advantages, make_advantage_estimator
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.loader import config_from_tree
 from roll.data.prompts import load_prompts

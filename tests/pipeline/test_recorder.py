@@ -3,10 +3,10 @@ import math
 import time
 from pathlib import Path
 
-from roll.configs.run import RLVRConfig
+from roll.configs.plugins import PlugIn
+from roll.configs.run import TRACKERS, RLVRConfig
 from roll.pipeline.recorder import RunRecorder
 from roll.report.lanes import read_trace
-from roll.tracking.plugins.process import PLUG_INS
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.trackers import read_metrics
 
@@ -46,7 +46,7 @@ def test_work_of_other_processes_is_on_the_timeline_once(tmp_path):
 
 def test_a_plug_in_tracker_is_told_what_the_metrics_file_is_told_and_how_the_run_ended(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "tracking"))
-    monkeypatch.setitem(PLUG_INS, "diary", "odd_plug_ins:Diary")
+    monkeypatch.setitem(TRACKERS.built_in, "diary", PlugIn("odd_plug_ins:Diary"))
     config = RLVRConfig(exp_name="sums", track_with="diary", tracker_kwargs={"diary": {"after": 7}})
     directory = RunDirectory.create(str(tmp_path / "run"), "sums")
     recorder = RunRecorder(config, directory, started=time.monotonic(), decoder=Letters())

@@ -11,7 +11,7 @@ from reward_functions import digit_reward
 from runs import run_pipeline
 from tiny import make_task, tiny_config
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, make_advantage_estimator
+from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS, make_advantage_estimator
 from roll.algorithms.losses.base import POLICY_LOSSES
 
 tier = pytest.mark.tier
@@ -25,7 +25,7 @@ EXTRA = {
 ESTIMATORS = [
     name
     for name in ADVANTAGE_ESTIMATORS.names()
-    if not (make_advantage_estimator(name).traits.for_episodes or make_advantage_estimator(name).traits.needs_values)
+    if not ((needs := make_advantage_estimator(name).requirements).for_episodes or needs.needs_values)
 ]
 
 

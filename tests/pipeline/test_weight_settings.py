@@ -93,7 +93,7 @@ class Started:
             ("tokenizer", "rollouts", "source", "objective", "value_objective", "advantages", "correction")
         )
         prepared = Prepared(config=self.config, stage_classes={}, worker_classes={}, **nothing)
-        monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name, own: Engine)
+        monkeypatch.setattr(infer_worker, "strategy_class", lambda kind, name, own: Engine)
         monkeypatch.setattr(roles, "start_worker", self._start_worker)
         self._prepared, self._run = prepared, RunDirectory.create(str(folder / "run"), "tiny")
 

@@ -345,7 +345,7 @@ def test_malformed_tests_are_found_before_the_run_with_their_prompt():
         ({"max_tests": 0}, {}, ".max_tests", "greater than 0"),
         ({"max_concurrency": -1}, {}, ".max_concurrency", "greater than 0"),
         ({"timeout_seconds": 5}, {}, ".timeout_seconds", "no argument"),
-        ({"response": "x"}, {}, ".response", "filled from the response"),
+        ({"response": "x"}, {}, ".response", "filled by the run"),
         ({"wall_seconds": 55}, {}, "", "do not fit into the `timeout_seconds`"),
         ({}, {"timeout_seconds": 15}, "", "do not fit into the `timeout_seconds`"),
     ],

@@ -11,12 +11,10 @@ import pytest
 
 import roll
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.rewards import RewardConfig
-from roll.configs.roles import BUILTIN_VERIFIERS
+from roll.configs.rewards import VERIFIERS, RewardConfig
 from roll.data.records import Prompt
 from roll.rewards.base import VERIFIER_FIELDS, RewardInput, RewardNonsense, RewardOutput
 from roll.rewards.registry import (
-    BUILT_IN,
     check_machine,
     check_prompts,
     checked_output,
@@ -73,10 +71,8 @@ def test_an_object_is_made_of_its_arguments_and_called_with_fields():
     check_machine(resolve("exact"), "rewards.x")
 
 
-def test_the_schema_knows_the_built_in_verifiers():
-    assert set(BUILT_IN) == set(BUILTIN_VERIFIERS)
-    for name in BUILT_IN:
-        assert resolve(name).needs_ground_truth
+def test_every_built_in_verifier_judges_by_a_ground_truth():
+    assert all(resolve(name).needs_ground_truth for name in VERIFIERS.built_in)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +84,15 @@ def test_the_schema_knows_the_built_in_verifiers():
         (USER + "no_such_function", {}, ".verifier", "no_such_function"),
         (USER, {}, ".verifier", "package.module:attribute"),
         (USER + "NOT_A_FUNCTION", {}, ".verifier", "is a int"),
-        (USER + "by_position", {}, ".verifier", "by position only"),
-        (USER + "needs_more", {}, ".verifier", "did you mean `ground_truth`?"),
+        (USER + "by_position", {}, ".verifier_args", "by position only"),
+        (USER + "needs_more", {}, ".verifier_args.groundtruth", "did you mean `ground_truth`? The run fills"),
         (USER + "detailed", {"scael": 1}, ".verifier_args.scael", "did you mean `scale`?"),
-        (USER + "detailed", {"response": "x"}, ".verifier_args.response", "filled from the response"),
+        (USER + "detailed", {"response": "x"}, ".verifier_args.response", "filled by the run"),
         (USER + "detailed", {"scale": "much"}, ".verifier_args.scale", "does not fit"),
         (USER + "Prepared", {"limt": 3}, ".verifier_args.limt", "did you mean `limit`?"),
         (USER + "Prepared", {"limit": 11}, ".verifier_args", "`limit` is too long"),
         ("exact", {"extract": "("}, ".verifier_args.extract", "valid regular expression"),
-        ("builtins:max", {}, ".verifier", "signature cannot be read"),
+        ("builtins:max", {}, ".verifier", "cannot be read"),
     ],
 )
 def test_what_cannot_work_is_a_problem_with_its_path(verifier, arguments, path, words):
@@ -114,7 +110,8 @@ def test_all_wrong_arguments_are_reported_at_once_and_secrets_never():
 def test_resolving_imports_no_heavy_library():
     script = (
         "import sys; from roll.rewards.registry import *\n"
-        "for name in BUILT_IN: resolve_verifier(RewardConfig(verifier=name), 'rewards.x')\n"
+        "from roll.configs.rewards import VERIFIERS\n"
+        "for name in VERIFIERS.built_in: resolve_verifier(RewardConfig(verifier=name), 'rewards.x')\n"
         "heavy = {'torch', 'ray', 'sympy', 'math_verify', 'reasoning_gym', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -250,7 +250,7 @@ class LocalPool:
     def __init__(self, monkeypatch, replicas: int = 1, *, in_place: bool = True, **settings):
         self.witness = Witness()
         engine = partial(ScriptedEngine, in_place=in_place, witness=self.witness)
-        monkeypatch.setattr(infer_worker, "infer_strategy_class", lambda name, own: engine)
+        monkeypatch.setattr(infer_worker, "strategy_class", lambda kind, name, own: engine)
         monkeypatch.setitem(TRANSPORTS, "nothing", WeightTransport(nothing_to_send, NothingToCarry))
         self.handles: list[LocalHandle] = []
         self.prepare_next = lambda handle: None

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from roll.tracking.plugins.process import PLUG_INS, Ending, PlugIns, flat_summary, open_plug_ins, plug_in_class
+from roll.configs.run import TRACKERS
+from roll.tracking.plugins.process import Ending, PlugIns, flat_summary, open_plug_ins, plug_in_class
 from roll.tracking.run_directory import RunDirectory
 
 SECONDS = 120.0
+CLASSES = {name: record.path for name, record in TRACKERS.built_in.items()}
 CONFIG = {"seed": 42, "rewards": {"math": {"verifier": "math", "api_key": "***"}}, "stages": {}}
 SUMMARY = {"status": "failed", "steps": 5, "val/last": {"math": 0.5}, "lag/max": None, "error": "EngineFailed: one"}
 FAILED = Ending("failed", SUMMARY, "EngineFailed: one")
@@ -45,7 +47,7 @@ def run(tmp_path, monkeypatch):
 
 
 def track(run, name, options, records, ending):
-    plug_ins = PlugIns(open_plug_ins([name], {name: options}, run, "sums", CONFIG), SECONDS)
+    plug_ins = PlugIns(open_plug_ins({name: CLASSES[name]}, {name: options}, run, "sums", CONFIG), SECONDS)
     for metrics, step in records:
         plug_ins.log(metrics, step)
     plug_ins.end(ending)
@@ -200,8 +202,8 @@ def test_the_watch_on_the_network_sees_a_call(tmp_path):
 def test_each_tracker_of_a_run_has_an_id_and_keeps_it(run, monkeypatch):
     opened = []
     monkeypatch.setattr("roll.tracking.plugins.process.TrackerProcess", lambda *facts: opened.append(facts))
-    open_plug_ins(["tensorboard", "wandb"], {"wandb": {"mode": "offline"}}, run, "sums", CONFIG)
-    open_plug_ins(["wandb", "trackio"], {}, run, "sums", CONFIG)
+    open_plug_ins({"wandb": CLASSES["wandb"]}, {"wandb": {"mode": "offline"}}, run, "sums", CONFIG)
+    open_plug_ins({name: CLASSES[name] for name in ("wandb", "trackio")}, {}, run, "sums", CONFIG)
     names, runs = [facts[0] for facts in opened], [facts[2] for facts in opened]
     assert names == ["wandb", "wandb", "trackio"]
     assert runs[0].id == runs[1].id != runs[2].id and all(len(item.id) == 21 for item in runs)
@@ -210,15 +212,15 @@ def test_each_tracker_of_a_run_has_an_id_and_keeps_it(run, monkeypatch):
 
 
 def test_a_run_without_plug_ins_makes_no_folder_for_them(run):
-    assert open_plug_ins(["tensorboard"], {}, run, "sums", CONFIG) == []
+    assert open_plug_ins({}, {}, run, "sums", CONFIG) == []
     assert not run.trackers.exists()
 
 
-@pytest.mark.parametrize("name", PLUG_INS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_each_option_says_what_it_is(name):
     from dataclasses import fields
 
-    plug_in = plug_in_class(PLUG_INS[name])
+    plug_in = plug_in_class(CLASSES[name])
     assert all(item.metadata["help"].endswith(".") for item in fields(plug_in.Options))
     assert f"roll[{name}]" in plug_in.install
 
@@ -230,14 +232,14 @@ def test_a_summary_is_flattened():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLUG_INS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_page_has_the_options(name):
     from dataclasses import MISSING, fields
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
     section = page.partition(f"#### `{name}`\n")[2].partition("\n#")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    options = fields(plug_in_class(PLUG_INS[name]).Options)
+    options = fields(plug_in_class(CLASSES[name]).Options)
     defaults = [[] if item.default is MISSING else item.default for item in options]
     assert rows == [
         f"| `{item.name}` | `{json.dumps(default)}` | {item.metadata['help']} |"

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from roll.runtime.placement import free_port
-from roll.trainers.base import ForwardStrategy, TrainStrategy
-from roll.trainers.registry import build_forward_strategy, build_train_strategy
+from roll.trainers.base import ForwardStrategy, TrainStrategy, build_forward_strategy, build_trainer
 from tests.trainers.nursery import RankFailed, on_ranks
 from tests.trainers.trainers import trainer_setup
 
@@ -72,7 +71,7 @@ class Results(Generic[Key]):
 
 def _train(rank: int, port: int, job: Job) -> Any:
     setup = trainer_setup(job.model_path, **{"rank": rank, "world_size": job.ranks, "port": port} | job.setup)
-    build = build_forward_strategy if setup.forward_only else build_train_strategy
+    build = build_forward_strategy if setup.forward_only else build_trainer
     trainer = build(job.strategy, setup)
     trainer.initialize()
     result = job.work(trainer, job.argument)

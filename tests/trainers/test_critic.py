@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from roll.algorithms.objective import ValueObjective
 from roll.configs.roles import TrainingArguments
+from roll.trainers.base import build_trainer
 from roll.trainers.model import save
-from roll.trainers.registry import build_train_strategy
 from roll.trainers.state import SavedState, write_state
 from tests.trainers.nursery import on_ranks
 from tests.trainers.tiny_models import make_batch, weights_of, write_model
@@ -35,7 +35,7 @@ def with_returns(seed=0):
 
 def build(path, **changes):
     settings = {"kind": "value", "training_args": LEARNING} | changes
-    trainer = build_train_strategy("fsdp2_train", trainer_setup(path, **settings))
+    trainer = build_trainer("fsdp2_train", trainer_setup(path, **settings))
     trainer.initialize()
     return trainer
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from roll.configs.engine_options import OPTIONS, Options
-from roll.engines.registry import infer_option_check
-from roll.trainers.registry import train_option_check
+from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, option_problems
 from tests.tiers import need
 
 VALUES = (
@@ -25,8 +24,8 @@ def _refused(strategy, option, value):
     options = value
     for key in reversed(option.split(".")):
         options = {key: options}
-    find = infer_option_check(strategy) if strategy == "hf_infer" else train_option_check(strategy)
-    own = any(problem.path == f"options.{option}" for problem in find(options, "options"))
+    kind = ENGINES if strategy == "hf_infer" else FORWARD_STRATEGIES
+    own = any(problem.path == f"options.{option}" for problem in option_problems(kind, strategy, options, "options"))
     return own, any(path == option for path, _, _ in Options(strategy, options).wrong())
 
 
@@ -68,9 +67,10 @@ def test_deepspeed_takes_what_is_taken(option):
 
 def test_checking_the_options_of_trainers_loads_none_of_them():
     code = (
-        "import sys; from roll.trainers.registry import OPTION_CHECKS, train_option_check\n"
-        "assert all(train_option_check(name)({'x': 1}, 'p') for name in OPTION_CHECKS)\n"
-        "sys.exit(' '.join({'deepspeed', 'megatron', 'transformers'} & set(sys.modules)) or None)"
+        "import sys; from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, option_problems\n"
+        "assert all(option_problems(FORWARD_STRATEGIES, name, {'x': 1}, 'p') for name in FORWARD_STRATEGIES.built_in)\n"
+        "for name in ENGINES.built_in: option_problems(ENGINES, name, {'x': 1}, 'p')\n"
+        "sys.exit(' '.join({'deepspeed', 'megatron', 'transformers', 'vllm', 'ray'} & set(sys.modules)) or None)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
 from roll.trainers import deepspeed_options
+from roll.trainers.base import build_trainer
 from roll.trainers.deepspeed_options import PASSED_ON, RESERVED, parse_options, zero_option_names
 from roll.trainers.model import save
-from roll.trainers.registry import build_train_strategy, train_option_check
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.nursery import on_ranks
 from tests.trainers.ranks import Job, Results, run_job
@@ -260,8 +261,8 @@ def test_states_leave_the_device_and_come_back_or_it_is_said_why_not(model_path)
 def test_stage_0_in_bfloat16_is_refused_with_the_reason():
     setup = trainer_setup("/nowhere", strategy_config=zero(0), model_args=BFLOAT16)
     with pytest.raises(ValueError, match="stage: 1"):
-        build_train_strategy("deepspeed_train", setup)
-    build_train_strategy("deepspeed_train", replace(setup, forward_only=True))
+        build_trainer("deepspeed_train", setup)
+    build_trainer("deepspeed_train", replace(setup, forward_only=True))
 
 
 PATH = "actor_train.strategy_args.strategy_config"
@@ -279,8 +280,8 @@ PATH = "actor_train.strategy_args.strategy_config"
         ({"activation_checkpointing": {}}, "activation_checkpointing", "decides", "gradient_checkpointing"),
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "no such key", "did you mean `zero_optimization`"),
         ({"gradient_checkpoint": True}, "gradient_checkpoint", "no such key", "did you mean `gradient_checkpointing`"),
-        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing", "a str", "type bool"),
-        ({"process_group_timeout_seconds": 0}, "process_group_timeout_seconds", "is 0", "> 0"),
+        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing", "does not fit", "true or false"),
+        ({"process_group_timeout_seconds": 0}, "process_group_timeout_seconds", "0 does not fit", "> 0"),
         (zero(4), "zero_optimization.stage", "4 is no stage", "0, 1, 2 or 3"),
         (zero(True), "zero_optimization.stage", "true is no stage", "0, 1, 2 or 3"),
         ({"zero_optimization": 3}, "zero_optimization", "no mapping", "stage: 2"),
@@ -296,7 +297,7 @@ PATH = "actor_train.strategy_args.strategy_config"
     ],
 )
 def test_options_that_cannot_work_are_named_with_a_remedy(options, key, message, remedy):
-    (problem,) = train_option_check("deepspeed_train")(options, PATH)
+    (problem,) = option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH)
     assert problem.path == f"{PATH}.{key}" and message in problem.message and remedy in problem.remedy
     with pytest.raises(ValueError, match=key.rsplit(".", 1)[-1]):
         parse_options(options)
@@ -313,7 +314,7 @@ def test_options_of_other_launchers_that_leave_a_key_open_are_taken():
         },
         "wall_clock_breakdown": False,
     }  # fmt: skip
-    assert train_option_check("deepspeed_train")(options, PATH) == []
+    assert option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH) == []
     parsed = parse_options(options)
     assert parsed.zero_stage == 3 and parsed.engine.keys() == {"zero_optimization", "wall_clock_breakdown"}
     assert parse_options({}).zero_stage == 0
@@ -322,7 +323,7 @@ def test_options_of_other_launchers_that_leave_a_key_open_are_taken():
 def test_where_deepspeed_is_not_installed_all_but_unknown_names_of_zero_is_judged(monkeypatch):
     monkeypatch.setattr(deepspeed_options, "zero_option_names", lambda: None)
     options = {"optimizr": {}, **zero(2, overlap_com=True, zenflow={})}
-    found = [problem.path for problem in train_option_check("deepspeed_train")(options, PATH)]
+    found = [problem.path for problem in option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH)]
     assert found == [f"{PATH}.optimizr", f"{PATH}.zero_optimization.zenflow"]
 
 

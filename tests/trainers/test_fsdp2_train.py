@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
+from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments, TrainingArguments
-from roll.trainers.base import parse_fsdp2_options
+from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
+from roll.trainers.base import build_trainer, parse_fsdp2_options
 from roll.trainers.fsdp2 import sharding_policies
 from roll.trainers.model import save
-from roll.trainers.registry import build_train_strategy, train_option_check, train_strategy_class
 from roll.trainers.state import SavedState, UnfitState, write_state
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.nursery import on_ranks
@@ -25,7 +27,7 @@ from tests.trainers.trainers import ALMOST_SGD, trainer_setup
 
 
 def build(model_path, **changes):
-    trainer = build_train_strategy("fsdp2_train", trainer_setup(model_path, **{"training_args": ALMOST_SGD} | changes))
+    trainer = build_trainer("fsdp2_train", trainer_setup(model_path, **{"training_args": ALMOST_SGD} | changes))
     trainer.initialize()
     return trainer
 
@@ -379,16 +381,16 @@ def test_missing_fields_are_named(start, model_path):
 
 
 def test_unknown_options_and_strategies_are_refused_before_anything_loads():
-    with pytest.raises(ValueError, match="did you mean 'reshard_after_forward'"):
+    with pytest.raises(ConfigError, match="did you mean `reshard_after_forward`"):
         build("/nowhere", strategy_config={"reshard_after_forwad": True})
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ConfigError, match="> 0"):
         build("/nowhere", strategy_config={"process_group_timeout_seconds": 0})
-    check = train_option_check("fsdp2_train")
+    check = partial(option_problems, FORWARD_STRATEGIES, "fsdp2_train")
     problems = check({"gradient_checkpointing": "yes", "shards": 2}, "actor_train.strategy_args.strategy_config")
     assert sorted(problem.path.rsplit(".", 1)[1] for problem in problems) == ["gradient_checkpointing", "shards"]
     assert check({"gradient_checkpointing": True}, "path") == []
-    with pytest.raises(ValueError, match="fsdp2_train"):
-        train_strategy_class("fsdp3_train")
+    with pytest.raises(ConfigError, match="fsdp2_train"):
+        build_trainer("fsdp3_train", trainer_setup("/nowhere"))
 
 
 def trained(trainer, steps):

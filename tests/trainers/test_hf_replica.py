@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 
+from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments
-from roll.trainers.base import ForwardStrategy
-from roll.trainers.registry import build_forward_strategy, build_train_strategy, train_option_check
+from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
+from roll.trainers.base import ForwardStrategy, build_forward_strategy, build_trainer
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.ranks import Job, run_here, run_job
 from tests.trainers.tiny_models import make_batch, write_model
@@ -111,14 +113,14 @@ def test_its_weights_leave_the_device_and_come_back(tmp_path, leave_process_grou
 @pytest.mark.parametrize("changes", [{"forward_only": False}, {"forward_only": True, "kind": "value"}])
 def test_a_role_that_learns_is_refused(tmp_path, changes):
     setup = trainer_setup(str(tmp_path), **changes)
-    with pytest.raises(ValueError, match="unknown training strategy 'hf_infer'; valid: deepspeed_train, fsdp2_train"):
-        build_train_strategy("hf_infer", setup)
+    with pytest.raises(ConfigError, match="there is no trainer `hf_infer`"):
+        build_trainer("hf_infer", setup)
     with pytest.raises(ValueError, match="a role that learns needs a trainer"):
         build_forward_strategy("hf_infer", setup)
 
 
 def test_options_are_checked():
-    check = train_option_check("hf_infer")
+    check = partial(option_problems, FORWARD_STRATEGIES, "hf_infer")
     assert check({"process_group_timeout_seconds": 5.0}, "here") == []
     (unknown,) = check({"reshard_after_forward": True}, "here")
     assert unknown.path == "here.reshard_after_forward"

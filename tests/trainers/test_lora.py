@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.trainers.base import build_trainer
 from roll.trainers.lora import UnknownTarget, resolve_targets
 from roll.trainers.model import save
-from roll.trainers.registry import build_train_strategy
 from roll.trainers.state import SavedState, UnfitState, write_state
 from tests.trainers.nursery import on_ranks
 from tests.trainers.tiny_models import OBJECTIVE, make_batch, weights_of, write_model
@@ -30,7 +30,7 @@ CHECKPOINTING = {"gradient_checkpointing": True}
 
 def build(model_path, lora=SOME, dtype="float32", **changes):
     arguments = {"training_args": ALMOST_SGD, "model_args": ModelArguments(dtype=dtype, **lora)}
-    trainer = build_train_strategy("fsdp2_train", trainer_setup(model_path, **arguments | changes))
+    trainer = build_trainer("fsdp2_train", trainer_setup(model_path, **arguments | changes))
     trainer.initialize()
     return trainer
 

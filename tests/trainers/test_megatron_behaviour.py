@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments
-from roll.trainers.registry import build_train_strategy
+from roll.trainers.base import build_trainer
 from tests.tiers import need
 from tests.trainers.megatron_models import write_models
 from tests.trainers.megatron_runs import OBJECTIVE, TRAINING, make_batch
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 def start(folder: Path, model: str = "qwen2", strategy: str = "megatron_train", **changes):
     settings = {"training_args": ALMOST_SGD, "max_tokens": 25} | changes
-    trainer = build_train_strategy(strategy, trainer_setup(str(folder / model), **settings))
+    trainer = build_trainer(strategy, trainer_setup(str(folder / model), **settings))
     trainer.initialize()
     return trainer
 

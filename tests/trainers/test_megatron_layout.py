@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roll.configs.roles import ReferenceConfig
+from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
 from roll.trainers.megatron.facts import check_layout, layout_problems, parse_options, read_facts
-from roll.trainers.registry import train_option_check
 from tests.trainers.megatron_models import MODELS
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -18,15 +18,15 @@ TENSOR = {"tensor_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("options", "path", "remedy"),
     [
-        ({"tensor_model_paralel_size": 2}, "p.tensor_model_paralel_size", "'tensor_model_parallel_size'"),
-        ({"tensor_model_parallel_size": "2"}, "p.tensor_model_parallel_size", "a value of type int"),
+        ({"tensor_model_paralel_size": 2}, "p.tensor_model_paralel_size", "`tensor_model_parallel_size`"),
+        ({"tensor_model_parallel_size": "2"}, "p.tensor_model_parallel_size", "whole number"),
         ({"pipeline_model_parallel_size": 0}, "p.pipeline_model_parallel_size", ">= 1"),
-        ({"recompute_granularity": "selectiv"}, "p.recompute_granularity", "'selective'"),
+        ({"recompute_granularity": "selectiv"}, "p.recompute_granularity", "`selective`"),
         ({"process_group_timeout_seconds": 0}, "p.process_group_timeout_seconds", "> 0"),
     ],
 )
 def test_a_wrong_option_is_found_with_its_path_and_what_would_be_right(options, path, remedy):
-    (problem,) = train_option_check("megatron_train")(options, "p")
+    (problem,) = option_problems(FORWARD_STRATEGIES, "megatron_train", options, "p")
     assert problem.path == path and remedy in problem.remedy
 
 
@@ -46,7 +46,7 @@ def test_a_wrong_option_is_found_with_its_path_and_what_would_be_right(options, 
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(options, reason):
-    (problem,) = train_option_check("megatron_train")(options, "p")
+    (problem,) = option_problems(FORWARD_STRATEGIES, "megatron_train", options, "p")
     assert problem.path == "p" and reason in problem.message
 
 
@@ -58,7 +58,7 @@ def test_options_as_users_write_them_are_taken():
         "recompute_method": "uniform", "recompute_num_layers": 1, "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
     }  # fmt: skip
-    assert train_option_check("megatron_train")(options, "p") == []
+    assert option_problems(FORWARD_STRATEGIES, "megatron_train", options, "p") == []
 
 
 def facts_of(tmp_path: Path, model: str, **changes):

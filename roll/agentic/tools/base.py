@@ -7,13 +7,11 @@ for our own mistakes. The parser reads the form that the chat templates of Herme
 Python is a call too. Nothing raises, whatever the text.
 
 A tool in a configuration is a name, or a mapping of `tool` and the keyword arguments of its class. A new built-in tool
-is one file and one line in `BUILT_IN`; a user's own tool is `package.module:Class`.
+is one file and one line in `TOOLS`; a user's own tool is `package.module:Class`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import json
 import re
 import time
@@ -22,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jsonschema import Draft202012Validator
-from pydantic import TypeAdapter, ValidationError
 
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint, shown
-from roll.runtime.plugins import import_object
+from roll.configs.errors import ConfigError, ConfigProblem, shown
+from roll.configs.plugins import Kind, PlugIn, checked_arguments, parameters_of, problem
 
 
 class ToolUnavailable(Exception):
@@ -213,19 +210,17 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """The import path of a built-in tool, and the optional package that it needs."""
-
-    import_path: str
-    package: str | None = None
-
-
-BUILT_IN = {
-    "python": BuiltIn("roll.agentic.tools.python:PythonTool"),
-    "calculator": BuiltIn("roll.agentic.tools.calculator:Calculator"),
-    "mcp": BuiltIn("roll.agentic.tools.mcp:McpServer", package="mcp"),
-}
+TOOLS = Kind(
+    "tool",
+    "roll.tools",
+    {
+        "python": PlugIn("roll.agentic.tools.python:PythonTool"),
+        "calculator": PlugIn("roll.agentic.tools.calculator:Calculator"),
+        "mcp": PlugIn("roll.agentic.tools.mcp:McpServer", ("mcp",)),
+    },
+    PlugIn,
+    "package.module:Class",
+)
 
 ToolSpec = str | Mapping[str, Any]
 
@@ -251,15 +246,15 @@ def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
 
 def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
     name, options = _name_and_options(spec, path)
-    made_by = _found(name, path)
-    arguments = _checked_options(name, made_by, options, path)
+    made_by = TOOLS.load(name, path)
+    arguments = checked_arguments(name, parameters_of(made_by, name, path), options, path)
     try:
         tool = made_by(**arguments)
     except ValueError as cause:
-        raise _error(path, f"`{name}` cannot be made: {cause}", "correct its options") from cause
+        raise problem(path, f"`{name}` cannot be made: {cause}", "correct its options") from cause
     if not isinstance(tool, Tool | Toolset):
         remedy = "see roll.agentic.tools.base for what a `Tool` or a `Toolset` has"
-        raise _error(path, f"`{name}` gives a {type(tool).__name__}, which is no tool", remedy)
+        raise problem(path, f"`{name}` gives a {type(tool).__name__}, which is no tool", remedy)
     return tool
 
 
@@ -272,65 +267,5 @@ def _name_and_options(spec: ToolSpec, path: str) -> tuple[str, dict[str, Any]]:
     name = options.pop("tool", None)
     if not isinstance(name, str) or not name:
         remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"
-        raise _error(path, f"{shown(spec)} names no tool", remedy)
+        raise problem(path, f"{shown(spec)} names no tool", remedy)
     return name, options
-
-
-def _found(name: str, path: str) -> Any:
-    if name not in BUILT_IN and ":" not in name:
-        hint = nearest_name_hint(name, BUILT_IN)
-        raise _error(path, f"there is no tool `{name}`", f"{hint}; or use an import path `package.module:Class`")
-    built_in = BUILT_IN.get(name, BuiltIn(name))
-    if built_in.package is not None and importlib.util.find_spec(built_in.package) is None:
-        message = f"the tool `{name}` needs the package `{built_in.package}`"
-        raise _error(path, message, f"pip install {built_in.package}")
-    try:
-        found = import_object(built_in.import_path)
-    except ImportError as cause:
-        remedy = "correct it, or make the module importable from the working folder or PYTHONPATH"
-        raise _error(path, str(cause), remedy) from cause
-    if not callable(found):
-        raise _error(path, f"`{name}` is a {type(found).__name__}", "name a class")
-    return found
-
-
-def _checked_options(name: str, made_by: Any, options: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the options, converted to the types of the signature. Raises `ConfigError`."""
-    try:
-        parameters = inspect.signature(made_by, eval_str=True).parameters
-    except (NameError, TypeError, ValueError) as cause:
-        raise _error(path, f"the signature of `{name}` cannot be read ({cause})", "wrap it in a class") from cause
-    takes_anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    named = {key: each for key, each in parameters.items() if each.kind not in _NOT_BY_NAME}
-    problems, values = [], dict(options)
-    for key, each in named.items():
-        if each.default is inspect.Parameter.empty and key not in options:
-            problems.append(ConfigProblem(f"{path}.{key}", f"`{name}` needs it", "set it"))
-    for key, value in options.items():
-        if key in named:
-            try:
-                values[key] = _converted(value, named[key].annotation)
-            except ValidationError as cause:
-                message = f"{shown(value, key)} does not fit ({cause.errors()[0]['msg']})"
-                problems.append(ConfigProblem(f"{path}.{key}", message, f"a value for `{named[key].annotation}`"))
-        elif not takes_anything:
-            message = f"`{name}` has no option `{key}`"
-            problems.append(ConfigProblem(f"{path}.{key}", message, nearest_name_hint(key, named)))
-    if problems:
-        raise ConfigError(problems)
-    return values
-
-
-_NOT_BY_NAME = (
-    inspect.Parameter.VAR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.POSITIONAL_ONLY,
-)
-
-
-def _converted(value: Any, annotation: Any) -> Any:
-    return value if annotation is inspect.Parameter.empty else TypeAdapter(annotation).validate_python(value)
-
-
-def _error(path: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([ConfigProblem(path, message, remedy)])

@@ -6,15 +6,20 @@ response token. After the last response token there is no bootstrap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits, result_dtype
-from roll.algorithms.advantages.returns import accumulate_from_the_end, token_returns
+from roll.algorithms.advantages.base import (
+    AdvantageInputs,
+    AdvantageRequirements,
+    advantage_estimator,
+    result_dtype,
+)
+from roll.algorithms.advantages.shared import accumulate_from_the_end, token_returns
 from roll.algorithms.aggregation import keep, needed
-from roll.algorithms.registry import knob
 
 
 def generalised_advantages(
@@ -40,33 +45,25 @@ def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
     return pad(carried[:, 1:], (0, 1))
 
 
-@dataclass(frozen=True)
-class GAEKnobs:
-    """Arguments of `gae`."""
-
-    gamma: float = knob(1.0, help="Discount per response token.", at_least=0, at_most=1)
-    lambda_: float = knob(
-        0.95,
-        help="1: the return minus the value, unbiased; 0: the error of one step, with the least variance.",
-        at_least=0,
-        at_most=1,
-    )
-
-
-@ADVANTAGE_ESTIMATORS.register(
-    "gae",
-    GAEKnobs,
+@advantage_estimator(
     formula="A[t] = d[t] + gamma · lambda_ · A[t+1], d[t] = r[t] + gamma · V[t+1] − V[t], over response tokens alone",
     source="GAE, arXiv 1506.02438",
     use="With a critic: credit for single tokens, and one sample a prompt is enough.",
-    traits=AdvantageTraits(needs_values=True, returns_to_go=True),
+    requirements=AdvantageRequirements(needs_values=True, returns_to_go=True),
 )
-def gae_advantages(inputs: AdvantageInputs, knobs: GAEKnobs) -> Tensor:
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per response token.")] = 1.0,
+    lambda_: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="1: the return minus the value, unbiased; 0: the error of one step, with the least variance.",
+        ),
+    ] = 0.95,
+) -> Tensor:
     """Return the advantages of `generalised_advantages`, ``[batch, seq]``."""
-    return generalised_advantages(
-        inputs.token_rewards,
-        needed(inputs.values, "values"),
-        inputs.response_mask,
-        knobs.gamma,
-        knobs.lambda_,
-    )
+    values = needed(inputs.values, "values")
+    return generalised_advantages(inputs.token_rewards, values, inputs.response_mask, gamma, lambda_)

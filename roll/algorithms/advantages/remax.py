@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from roll.algorithms.advantages.estimator import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageTraits
+from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
 from roll.algorithms.aggregation import needed
-from roll.algorithms.registry import NoKnobs
 
 
-@ADVANTAGE_ESTIMATORS.register(
-    "remax",
+@advantage_estimator(
     formula="A = R − R(greedy response to the same prompt)",
     source="ReMax, arXiv 2310.10505",
     use="One sample a prompt without a critic, at the price of one greedy response more. Unbiased.",
-    traits=AdvantageTraits(needs_greedy_baseline=True),
+    requirements=AdvantageRequirements(needs_greedy_baseline=True),
 )
-def remax_advantages(inputs: AdvantageInputs, knobs: NoKnobs) -> Tensor:
+def remax(inputs: AdvantageInputs) -> Tensor:
     """Return the sequence's reward (sum of its token rewards) minus its greedy baseline, ``[batch, seq]``."""
     advantages = inputs.token_rewards.sum(-1) - needed(inputs.baseline_rewards, "baseline_rewards")
     return advantages[:, None].expand(inputs.response_mask.shape)

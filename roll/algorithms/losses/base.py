@@ -1,24 +1,43 @@
-"""The common parts of all policy losses: their inputs, their requirements, and the mask around them.
+"""The common parts of all policy losses: their inputs, their requirements, and how one is found by its name.
 
-A loss is a function of `PolicyInputs` and its arguments, and returns per-token values. `PolicyLoss` decides which
-tokens count; a loss never does. A loss that lacks an input it needs fails instead of correcting nothing.
+A loss is a function of `PolicyInputs` that returns per-token values; its keyword arguments are its settings. It never
+decides which tokens count: its inputs are 0 outside the mask, and so is what `PolicyLoss` makes of its results. A loss
+that lacks an input it needs fails instead of correcting nothing. A new loss is a file and a line in `POLICY_LOSSES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from roll.algorithms.about import About, about, built
 from roll.algorithms.aggregation import keep
-from roll.algorithms.registry import Registry
+from roll.configs.plugins import Kind, PlugIn
 
-POLICY_LOSSES = Registry("policy loss")
+POLICY_LOSSES = Kind(
+    "policy loss",
+    "roll.policy_losses",
+    {
+        "cispo": PlugIn("roll.algorithms.losses.cispo:cispo"),
+        "decoupled_ppo": PlugIn("roll.algorithms.losses.decoupled_ppo:decoupled_ppo"),
+        "dppo": PlugIn("roll.algorithms.losses.dppo:dppo"),
+        "gmpo": PlugIn("roll.algorithms.losses.gmpo:gmpo"),
+        "gspo": PlugIn("roll.algorithms.losses.gspo:gspo"),
+        "kimi15": PlugIn("roll.algorithms.losses.kimi15:kimi15"),
+        "ppo": PlugIn("roll.algorithms.losses.ppo:ppo"),
+        "sapo": PlugIn("roll.algorithms.losses.sapo:sapo"),
+        "tis": PlugIn("roll.algorithms.losses.tis:tis"),
+        "topr": PlugIn("roll.algorithms.losses.topr:topr"),
+        "vanilla": PlugIn("roll.algorithms.losses.vanilla:vanilla"),
+    },
+    PlugIn,
+)
 
-Anchor = Literal["behaviour", "proximal"]
+OldPolicy = Literal["behaviour", "proximal"]
 
 TokenMetrics = dict[str, Tensor]
 """Name -> value per token ``[batch, seq]``; reported as the mean over response tokens.
@@ -31,7 +50,7 @@ Every loss reports ``clip_fraction``: 1 where a bound changed the gradient or th
 class PolicyInputs:
     """Inputs of a policy loss. ``[batch, seq]`` unless stated; entry t describes one token.
 
-    Methods that return ratios expect masked inputs: they give 0 (logarithm) or 1 (ratio) outside the mask.
+    Whatever the entries outside the mask were, they are 0 once this is made, so ratios are 1 there.
     """
 
     logprobs: Tensor
@@ -45,43 +64,32 @@ class PolicyInputs:
     """Log-probabilities that the trainer recomputed before the first update on the batch."""
     scores: Tensor | None = None
     """``[batch]``: raw verifier output."""
-    anchor: Anchor = "behaviour"
+    old_policy: OldPolicy = "behaviour"
     """The policy in the denominator of the ratio."""
 
     def __post_init__(self) -> None:
-        if self.anchor not in get_args(Anchor):
-            raise ValueError(f"unknown anchor {self.anchor!r}; valid: {', '.join(get_args(Anchor))}")
+        if self.old_policy not in get_args(OldPolicy):
+            raise ValueError(f"unknown old policy {self.old_policy!r}; valid: {', '.join(get_args(OldPolicy))}")
+        for name in ("logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, keep(value, self.response_mask))
 
-    def masked(self) -> PolicyInputs:
-        """Return a copy with 0 outside the mask, whatever the entries were."""
-        mask, proximal = self.response_mask, self.proximal_logprobs
-        return replace(
-            self,
-            logprobs=keep(self.logprobs, mask),
-            behaviour_logprobs=keep(self.behaviour_logprobs, mask),
-            advantages=keep(self.advantages, mask),
-            proximal_logprobs=None if proximal is None else keep(proximal, mask),
-        )
-
-    def anchor_logprobs(self) -> Tensor:
+    def old_logprobs(self) -> Tensor:
         """Return the log-probabilities of the ratio's denominator. ``ValueError`` if they were not recomputed."""
-        if self.anchor == "behaviour":
+        if self.old_policy == "behaviour":
             return self.behaviour_logprobs
         if self.proximal_logprobs is None:
-            raise ValueError("the anchor is `proximal`, but there are no proximal_logprobs")
+            raise ValueError("the old policy is `proximal`, but there are no proximal_logprobs")
         return self.proximal_logprobs
 
     def log_ratio(self) -> Tensor:
-        """Return log(current / anchor)."""
-        return self.logprobs - self.anchor_logprobs()
+        """Return log(current / old)."""
+        return self.logprobs - self.old_logprobs()
 
     def ratio(self) -> Tensor:
-        """Return current / anchor. Not clamped: an overflow must be visible."""
+        """Return current / old. Not clamped: an overflow must be visible."""
         return self.log_ratio().exp()
-
-    def behaviour_ratio(self) -> Tensor:
-        """Return current / behaviour, whatever the anchor. Not clamped."""
-        return (self.logprobs - self.behaviour_logprobs).exp()
 
     def response_lengths(self) -> Tensor:
         """Count the response tokens of each row, ``[batch, 1]``; at least 1, so that it can be a divisor."""
@@ -95,18 +103,18 @@ class PolicyInputs:
 
 
 @dataclass(frozen=True)
-class PolicyLossTraits:
+class LossRequirements:
     """Requirements and properties of a policy loss, from which the configuration checks tell if a configuration
     works."""
 
-    uses_anchor: bool = True
-    """True if the anchor enters the loss."""
+    uses_old_policy: bool = True
+    """True if the old policy enters the loss."""
     importance_weighted: bool = True
-    """True if current / anchor is a weight of the loss; a second weight for the same distance would count twice."""
+    """True if current / old is a weight of the loss; a second weight for the same distance would count twice."""
     corrects: bool = True
-    """True if it handles stale tokens when anchored on the behaviour policy."""
+    """True if it handles stale tokens when the old policy is the behaviour policy."""
     needs_proximal: bool = False
-    """True if it needs ``proximal_logprobs`` whatever the anchor."""
+    """True if it needs ``proximal_logprobs`` whatever the old policy."""
     needs_scores: bool = False
     """True if it needs ``scores``."""
     sequence_valued: bool = False
@@ -114,43 +122,61 @@ class PolicyLossTraits:
     advantage per response is assumed."""
 
 
+LossFunction = Callable[..., tuple[Tensor, TokenMetrics]]
+
+
+def policy_loss(
+    formula: str = "",
+    source: str = "",
+    use: str = "",
+    requirements: LossRequirements | Callable[..., LossRequirements] = LossRequirements(),
+    check: Callable[..., None] | None = None,
+) -> Callable[[LossFunction], LossFunction]:
+    """Return a decorator that describes a loss; a loss with the default requirements works without it. See `About`."""
+    return about(About(formula, source, use, requirements, check))
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A named policy loss with its arguments filled in."""
 
     name: str
-    function: Callable[[PolicyInputs, Any], tuple[Tensor, TokenMetrics]]
-    knobs: Any
-    traits: PolicyLossTraits
+    function: LossFunction
+    arguments: Mapping[str, Any]
+    requirements: LossRequirements
 
     def __call__(self, inputs: PolicyInputs) -> tuple[Tensor, TokenMetrics]:
-        """Return loss and metrics per token ``[batch, seq]``, all 0 outside the mask; inputs there are never read.
+        """Return loss and metrics per token ``[batch, seq]``, all 0 outside the mask.
 
         Raises ``ValueError`` if log-probabilities or scores that the loss needs are missing.
         """
         self._check(inputs)
-        losses, metrics = self.function(inputs.masked(), self.knobs)
+        losses, metrics = self.function(inputs, **self.arguments)
         mask = inputs.response_mask
         return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
 
     def _check(self, inputs: PolicyInputs) -> None:
-        needs_proximal = self.traits.needs_proximal or (self.traits.uses_anchor and inputs.anchor == "proximal")
+        needs = self.requirements
+        needs_proximal = needs.needs_proximal or (needs.uses_old_policy and inputs.old_policy == "proximal")
         if needs_proximal and inputs.proximal_logprobs is None:
-            raise ValueError(f"{self.name} with the anchor {inputs.anchor!r} needs proximal_logprobs, and got none")
-        if self.traits.needs_scores:
+            raise ValueError(f"{self.name} with the old policy {inputs.old_policy!r} needs proximal_logprobs")
+        if needs.needs_scores:
             rows = (len(inputs.response_mask),)
             got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
             if inputs.scores is None or inputs.scores.shape != rows:
                 raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
 
 
-def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """Return the policy loss ``name`` with the arguments ``args``.
+def make_policy_loss(
+    name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("pg_variant", "pg_variant_args")
+) -> PolicyLoss:
+    """Return the policy loss ``name`` (see `POLICY_LOSSES`) with the arguments ``args``.
 
-    Raises ``KnobError`` (a ``ValueError``) that lists every wrong name, type and range.
+    Raises `ConfigError` that lists every wrong name, type and range; ``paths`` are those of the name and of the
+    arguments.
     """
-    function, knobs = POLICY_LOSSES.build(name, args or {})
-    return PolicyLoss(name, function, knobs, POLICY_LOSSES.traits(name, knobs))
+    function, arguments, requirements = built(POLICY_LOSSES, name, args or {}, paths, LossRequirements())
+    return PolicyLoss(name, function, arguments, requirements)
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:

@@ -24,7 +24,7 @@ from roll.configs.errors import ConfigError, ConfigProblem
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, PauseMode, TokenChunk
 from roll.engines.hf.engine import EngineLimits, EngineOutput, HFEngine, StagedWeights
 from roll.engines.hf.model import load_model
-from roll.engines.hf.options import HFInferConfig
+from roll.engines.hf.options import parse_options
 from roll.engines.model_facts import ModelSpec, eos_token_ids, load_tokenizer
 from roll.engines.requests import StopStrings
 from roll.weights.buckets import WeightBucket, WeightReceipt
@@ -337,7 +337,7 @@ class HFInferStrategy:
             raise ConfigError(
                 [ConfigProblem("actor_infer.num_gpus_per_engine", "hf_infer computes on one GPU", "write 1")]
             )
-        self._config = HFInferConfig.parse(strategy_config)
+        self._config = parse_options(strategy_config)
         self._spec = ModelSpec(model_path, device, dtype, attn_implementation, max_length, trust_remote_code)
         self._eos_token_ids = None if eos_token_ids is None else tuple(eos_token_ids)
         self._waiters: dict[int, _Waiter] = {}

@@ -9,8 +9,7 @@ Logging never waits: a bounded queue, a thread that feeds the process, and a dea
 queue are left out and counted. This is reported once when it begins and once at the end; `metrics.jsonl` has
 everything. The run continues whatever becomes of the process.
 
-Classes are named, not imported, so an unused tracker costs nothing. A new one is a file with a `PlugIn` class and one
-line here.
+Classes are named, not imported, so an unused tracker costs nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Ending:
         return 0 if self.status == "success" else 1
 
 
-class PlugIn(Protocol):
+class TrackerPlugIn(Protocol):
     """A tracker. All calls come from one thread, in order. An exception is reported once and loses only that record."""
 
     Options: ClassVar[type]
@@ -164,12 +163,12 @@ def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
     return _finish(plug_in, Ending("failed", {}, "the process of the run ended without a word"), reply)
 
 
-def _begin(beginning: dict[str, Any]) -> PlugIn:
+def _begin(beginning: dict[str, Any]) -> TrackerPlugIn:
     kind = plug_in_class(beginning["class_path"])
     return kind(TrackerRun(**beginning["run"]), kind.Options(**beginning["options"]))
 
 
-def _finish(plug_in: PlugIn, ending: Ending, reply: Callable[..., None]) -> int:
+def _finish(plug_in: TrackerPlugIn, ending: Ending, reply: Callable[..., None]) -> int:
     try:
         plug_in.finish(ending)
     except (Exception, SystemExit) as error:
@@ -196,33 +195,37 @@ _ID_LENGTH = 21
 
 
 def open_plug_ins(
-    names: Sequence[str],
+    classes: Mapping[str, str],
     options: Mapping[str, Mapping[str, Any]],
     run: RunDirectory,
     exp_name: str,
     config: dict[str, Any],
 ) -> list[TrackerProcess]:
-    """Start the plug-ins among ``names``.
+    """Start plug-ins.
 
-    ``options``: name -> keys of its `Options`, already checked. ``config``: the resolved configuration, secrets
-    redacted.
+    ``classes``: name -> import path of its `TrackerPlugIn`. ``options``: name -> keys of its `Options`, already
+    checked. ``config``: the resolved configuration, secrets redacted.
     """
-    chosen = [name for name in names if name in PLUG_INS]
-    if not chosen:
+    if not classes:
         return []
     known = _read_ids(run)
-    ids = {**known, **{name: _new_id() for name in chosen if name not in known}}
+    ids = {**known, **{name: _new_id() for name in classes if name not in known}}
     write_atomically(run.tracker_ids, json.dumps(ids, indent=1) + "\n")
     return [
         TrackerProcess(
             name,
-            PLUG_INS[name],
-            TrackerRun(exp_name, ids[name], str((run.trackers / name).absolute()), name in known, config),
-            asdict(plug_in_class(PLUG_INS[name]).Options(**options.get(name, {}))),
-            run.logs / f"tracker_{name}.out",
+            path,
+            TrackerRun(exp_name, ids[name], str((run.trackers / _file_name(name)).absolute()), name in known, config),
+            asdict(plug_in_class(path).Options(**options.get(name, {}))),
+            run.logs / f"tracker_{_file_name(name)}.out",
         )
-        for name in chosen
+        for name, path in classes.items()
     ]
+
+
+def _file_name(name: str) -> str:
+    """Return a name for files; that of a tracker may be an import path."""
+    return name.replace(":", ".")
 
 
 def _read_ids(run: RunDirectory) -> dict[str, str]:
@@ -431,21 +434,7 @@ def _plain(value: float) -> float | int:
     return value if type(value) in (int, float) else float(value)
 
 
-TENSORBOARD = "tensorboard"
-"""Written by the driver itself, see `roll.tracking.trackers`."""
-PLUG_INS = {
-    "wandb": "roll.tracking.plugins.wandb:WandbPlugIn",
-    "swanlab": "roll.tracking.plugins.swanlab:SwanlabPlugIn",
-    "trackio": "roll.tracking.plugins.trackio:TrackioPlugIn",
-}
-
-
-def tracker_names() -> list[str]:
-    """Return the names that `track_with` accepts."""
-    return [TENSORBOARD, *PLUG_INS]
-
-
 def plug_in_class(path: str) -> type[Any]:
-    """Return the class at ``package.module:Class``, a `PlugIn`."""
+    """Return the class at ``package.module:Class``, a `TrackerPlugIn`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

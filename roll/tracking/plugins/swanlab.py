@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.tracking.plugins.process import Ending, PlugIn, TrackerRun, flat_summary, made
+from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary, made
 
 _STATES = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
 
@@ -34,8 +34,8 @@ class SwanlabOptions:
     )
 
 
-class SwanlabPlugIn(PlugIn):
-    """The `PlugIn` of SwanLab."""
+class SwanlabPlugIn(TrackerPlugIn):
+    """The `TrackerPlugIn` of SwanLab."""
 
     Options: ClassVar[type] = SwanlabOptions
     package: ClassVar[str] = "swanlab"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from roll.tracking.plugins.process import Ending, PlugIn, TrackerRun, flat_summary, made
+from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary, made
 
 _LETTERS_OF_ID = 6
 
@@ -36,8 +36,8 @@ class TrackioOptions:
     )
 
 
-class TrackioPlugIn(PlugIn):
-    """The `PlugIn` of Trackio."""
+class TrackioPlugIn(TrackerPlugIn):
+    """The `TrackerPlugIn` of Trackio."""
 
     Options: ClassVar[type] = TrackioOptions
     package: ClassVar[str] = "trackio"

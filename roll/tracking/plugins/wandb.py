@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.tracking.plugins.process import Ending, PlugIn, TrackerRun, flat_summary, made
+from roll.tracking.plugins.process import Ending, TrackerPlugIn, TrackerRun, flat_summary, made
 
 STEP = "step"
 
@@ -33,8 +33,8 @@ class WandbOptions:
     )
 
 
-class WandbPlugIn(PlugIn):
-    """The `PlugIn` of Weights & Biases."""
+class WandbPlugIn(TrackerPlugIn):
+    """The `TrackerPlugIn` of Weights & Biases."""
 
     Options: ClassVar[type] = WandbOptions
     package: ClassVar[str] = "wandb"

@@ -9,13 +9,15 @@ is refused with the reason, rather than accepted and ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from roll.algorithms.registry import KnobError, build_knobs, knob
+from pydantic import Field
+
 from roll.configs.devices import parse_device_mapping
-from roll.configs.errors import ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, problems_of
+from roll.configs.plugins import made
 from roll.configs.roles import WorkerConfig
-from roll.trainers.base import ModelKind, option_problems
+from roll.trainers.base import ModelKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -124,7 +126,7 @@ def layout_problems(
     ranks = len(parse_device_mapping(role.device_mapping))
     try:
         options = parse_options(role.strategy_args.strategy_config)
-    except KnobError:
+    except ConfigError:
         return []  # They are reported by the check of the options.
     try:
         check_layout(
@@ -226,46 +228,44 @@ def _experts(config: PretrainedConfig) -> ExpertFacts:
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Checked options of ``strategy_config``."""
+    """Options of `megatron_train`."""
 
-    tensor_model_parallel_size: int = knob(1, help="Ranks that share each layer's matrices.", at_least=1)
-    pipeline_model_parallel_size: int = knob(1, help="Ranks that share out the layers.", at_least=1)
-    virtual_pipeline_model_parallel_size: int | None = knob(
-        None, help="Groups of layers per pipeline rank (interleaved schedule). Default: one.", at_least=1
-    )
-    expert_model_parallel_size: int = knob(
-        1, help="Ranks that share out the experts; they are taken from the data-parallel ones.", at_least=1
-    )
-    expert_tensor_parallel_size: int | None = knob(
-        None, help="Ranks that share each expert's matrices. Default: as `tensor_model_parallel_size`.", at_least=1
-    )
-    context_parallel_size: int = knob(1, help="Ranks that share out the positions of a sample; only 1.", at_least=1)
-    sequence_parallel: bool = knob(
-        False, help="Share out norms and residuals over the tensor-parallel ranks, by position."
-    )
-    use_distributed_optimizer: bool = knob(
-        True, help="Share out float32 weights and optimizer state over the data-parallel ranks."
-    )
-    overlap_grad_reduce: bool = knob(False, help="Reduce gradients while the backward pass goes on.")
-    recompute_granularity: Literal["full", "selective"] | None = knob(
-        None, help="Recompute whole layers, or attention only, in the backward pass."
-    )
-    recompute_method: Literal["uniform", "block"] | None = knob(
-        None, help="`uniform`: units of `recompute_num_layers` layers; `block`: the first so many of each stage."
-    )
-    recompute_num_layers: int | None = knob(None, help="See `recompute_method`.", at_least=1)
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = knob(
-        "alltoall", help="How tokens reach their experts; only `alltoall` takes samples of different lengths."
-    )
-    moe_grouped_gemm: bool = knob(False, help="All experts of a rank in one kernel; needs Transformer Engine.")
-    moe_router_dtype: Literal["fp32", "fp64"] | None = knob(
-        None, help="Precision of the router; default: that of the model, as transformers has it."
-    )
-    moe_aux_loss_coeff: float = knob(0.0, help="Only 0: it would depend on the split into micro-batches.")
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = knob(
-        "auto", help="Layers of Transformer Engine or of PyTorch. `auto`: the former on GPUs where it is installed."
-    )
-    process_group_timeout_seconds: float = knob(600.0, help="Longest wait in a collective before it fails.", above=0)
+    tensor_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the layers."""
+    virtual_pipeline_model_parallel_size: Annotated[int | None, Field(ge=1)] = None
+    """Groups of layers per pipeline rank (interleaved schedule). Default: one."""
+    expert_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the experts; they are taken from the data-parallel ones."""
+    expert_tensor_parallel_size: Annotated[int | None, Field(ge=1)] = None
+    """Ranks that share each expert's matrices. Default: as `tensor_model_parallel_size`."""
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the positions of a sample; only 1."""
+    sequence_parallel: bool = False
+    """Share out norms and residuals over the tensor-parallel ranks, by position."""
+    use_distributed_optimizer: bool = True
+    """Share out float32 weights and optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers, or attention only, in the backward pass."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """`uniform`: units of `recompute_num_layers` layers; `block`: the first so many of each stage."""
+    recompute_num_layers: Annotated[int | None, Field(ge=1)] = None
+    """See `recompute_method`."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts; only `alltoall` takes samples of different lengths."""
+    moe_grouped_gemm: bool = False
+    """All experts of a rank in one kernel; needs Transformer Engine."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router; default: that of the model, as transformers has it."""
+    moe_aux_loss_coeff: float = 0.0
+    """Only 0: it would depend on the split into micro-batches."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of Transformer Engine or of PyTorch. `auto`: the former on GPUs where it is installed."""
+    process_group_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Longest wait in a collective before it fails."""
 
     def __post_init__(self) -> None:
         if self.process_group_timeout_seconds == float("inf"):
@@ -319,11 +319,11 @@ class MegatronOptions:
             raise ValueError(f"{' and '.join(given)} would have no effect without recompute_granularity 'full'")
 
 
-def parse_options(strategy_config: dict[str, Any]) -> MegatronOptions:
-    """Return checked options. Raises ``KnobError`` (a ``ValueError``) listing every unknown key and wrong value."""
-    return build_knobs(MegatronOptions, strategy_config, "strategy 'megatron_train'")
+def parse_options(strategy_config: dict[str, Any], path: str = "strategy_config") -> MegatronOptions:
+    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
+    return made("megatron_train", MegatronOptions, strategy_config, path)
 
 
 def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    return option_problems(parse_options, strategy_config, path)
+    return problems_of(lambda: parse_options(strategy_config, path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import roll
-from roll.agentic.tools.base import BUILT_IN, Answer, check_tools, make_tools
+from roll.agentic.tools.base import TOOLS, Answer, check_tools, make_tools
 from roll.configs.errors import ConfigError
 
 OWN = "tests.agentic.tools.test_registry:"
@@ -52,8 +52,8 @@ def test_tools_are_made_by_name_and_by_path_with_their_options():
         ({"tool": "python", "wall_seconds": "long"}, "tools[0].wall_seconds", "does not fit"),
         ({"tool": "python", "wall_seconds": 0}, "tools[0]", "must be positive"),
         ({"tool": "mcp"}, "tools[0]", "either `command`"),
-        ({"tool": "calculator", "x": 1}, "tools[0].x", "no option `x`"),
-        (OWN + "Lamp", "tools[0].watts", "needs it"),
+        ({"tool": "calculator", "x": 1}, "tools[0].x", "no argument `x`"),
+        (OWN + "Lamp", "tools[0].watts", "needs `watts`"),
         (OWN + "Lmap", "tools[0]", "has no 'Lmap'"),
         (OWN + "NoTool", "tools[0]", "is no tool"),
         (OWN + "OWN", "tools[0]", "is a str"),
@@ -77,7 +77,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_tools_load_nothing_heavy():
-    modules = [built_in.import_path.split(":")[0] for built_in in BUILT_IN.values()]
+    modules = [built_in.path.split(":")[0] for built_in in TOOLS.built_in.values()]
     modules += ["roll.agentic.tools.environment", "roll.agentic.library.math_tools"]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"

@@ -6,24 +6,13 @@ token has a gradient of exactly 0, whatever its ratio: the exponential of a cut 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from roll.algorithms.losses.base import POLICY_LOSSES, PolicyInputs, PolicyLossTraits, TokenMetrics, clip_fraction
-from roll.algorithms.registry import knob
-
-
-@dataclass(frozen=True)
-class PPOKnobs:
-    """Arguments of `ppo`."""
-
-    clip_low: float = knob(0.2, help="The ratio is clipped from below at 1 − `clip_low`.", at_least=0, at_most=1)
-    clip_high: float = knob(0.2, help="The ratio is clipped from above at 1 + `clip_high`.", at_least=0)
-    dual_clip: float | None = knob(
-        None, help="Largest ratio that multiplies a negative advantage; off by default.", above=1
-    )
+from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
 
 
 def clipped_surrogate(
@@ -45,18 +34,23 @@ def clipped_surrogate(
     return torch.where(cut, bound, still_moving) * -advantages, cut
 
 
-@POLICY_LOSSES.register(
-    "ppo",
-    PPOKnobs,
+@policy_loss(
     formula="−min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A); with dual_clip c at most −cA where A < 0",
     source="PPO, Schulman et al., arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, DAPO, arXiv 2503.14476",
     use="The default: several updates per batch, moderate staleness. Raise clip_high (0.28) to keep rare tokens "
     "explored; set dual_clip (3) when negative advantages meet large ratios.",
-    traits=PolicyLossTraits(),
 )
-def ppo_loss(inputs: PolicyInputs, knobs: PPOKnobs) -> tuple[Tensor, TokenMetrics]:
-    """Return `clipped_surrogate` of the ratio to the anchor. ``clip_fraction``: share of tokens with a cut gradient."""
-    losses, cut = clipped_surrogate(
-        inputs.log_ratio(), inputs.advantages, knobs.clip_low, knobs.clip_high, knobs.dual_clip
-    )
+def ppo(
+    inputs: PolicyInputs,
+    *,
+    clip_low: Annotated[
+        float, Field(ge=0, le=1, description="The ratio is clipped from below at 1 − `clip_low`.")
+    ] = 0.2,
+    clip_high: Annotated[float, Field(ge=0, description="The ratio is clipped from above at 1 + `clip_high`.")] = 0.2,
+    dual_clip: Annotated[
+        float | None, Field(gt=1, description="Largest ratio that multiplies a negative advantage; off by default.")
+    ] = None,
+) -> tuple[Tensor, TokenMetrics]:
+    """Return `clipped_surrogate` of current / old. ``clip_fraction``: share of tokens with a cut gradient."""
+    losses, cut = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high, dual_clip)
     return losses, clip_fraction(cut, losses)

@@ -1,0 +1,27 @@
+"""REINFORCE: the discounted return, unchanged."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
+from roll.algorithms.advantages.shared import token_returns
+
+
+@advantage_estimator(
+    formula="A[t] = Σ over response tokens k ≥ t of gamma^(k − t) · r[k]",
+    source="Williams 1992, Machine Learning 8",
+    use="The plain return: unbiased, with the highest variance. For rewards that are centred already, or with "
+    "whitening.",
+    requirements=AdvantageRequirements(returns_to_go=True),
+)
+def reinforce(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per response token.")] = 1.0,
+) -> Tensor:
+    """Return the discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""
+    return token_returns(inputs.token_rewards, inputs.response_mask, gamma)

@@ -1,0 +1,25 @@
+"""RLOO: the mean of the other samples of the group is the baseline."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
+from roll.algorithms.advantages.moments import group_mean, group_sizes
+from roll.algorithms.advantages.shared import compared
+
+
+@advantage_estimator(
+    formula="A = R − mean(R of the other samples of the group)",
+    source="RLOO, arXiv 2402.14740; Kool et al. 2019",
+    use="Unbiased for any group size, with the variance of a good baseline. For rewards whose scale is to be kept.",
+    requirements=AdvantageRequirements(group_relative=True, shifts_cancel="group"),
+)
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """Return the reward minus the mean of the others, n / (n - 1) x (reward - mean of all), ``[batch, seq]``."""
+
+    def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+        sizes = group_sizes(groups)
+        return (rewards - group_mean(rewards, groups)) * sizes / (sizes - 1).clamp(min=1)
+
+    return compared(inputs, leave_one_out)

@@ -1,0 +1,94 @@
+"""What several estimators use: comparing the samples of a group, returns per token, returns per turn.
+
+The reward of a sample is the sum of its token rewards, and the reward of a turn the sum of those of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from roll.algorithms.advantages.base import AdvantageInputs
+from roll.algorithms.advantages.moments import group_deviation, group_mean
+from roll.algorithms.aggregation import needed
+
+
+def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Return advantages ``[batch, seq]`` from ``compare(rewards, groups, lengths)`` over the samples that have tokens.
+
+    All tokens of a sample get the same advantage. A sample without response tokens does not count as a member of its
+    group. ``rewards`` are float64, ``groups`` and ``lengths`` (response tokens) int64; they and the
+    result are ``[samples]``.
+    """
+    lengths = inputs.response_mask.sum(-1)
+    present = lengths > 0
+    rewards = inputs.token_rewards.sum(-1)
+    found = compare(rewards[present], inputs.groups[present], lengths[present])
+    advantages = rewards.new_zeros(rewards.shape).masked_scatter(present, found)
+    return advantages[:, None].expand(inputs.response_mask.shape)
+
+
+def group_normalised(rewards: Tensor, groups: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
+    """Return the `grpo` advantage of each sample ``[batch]``, from ``rewards`` float64 and ``groups`` int64,
+    ``[batch]``."""
+    centred = rewards - group_mean(rewards, groups)
+    return centred / (group_deviation(rewards, groups) + eps) if normalize_by_std else centred
+
+
+def accumulate_from_the_end(values: Tensor, factors: Tensor) -> Tensor:
+    """Return y with y[t] = values[t] + factors[t] x y[t + 1] and 0 after the end; all ``[batch, length]``.
+
+    Works by doubling: after k rounds each entry holds the sum over 2^k positions, so a sequence of 32,768 takes 15
+    rounds.
+    """
+    distance = 1
+    while distance < values.shape[-1]:
+        values = values + factors * pad(values[:, distance:], (0, distance))
+        factors = factors * pad(factors[:, distance:], (0, distance))
+        distance *= 2
+    return values
+
+
+def token_returns(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Return the return to go at each response token, ``[batch, seq]``, discounted per response token.
+
+    ``token_rewards`` must be 0 outside ``response_mask`` (bool); both are ``[batch, seq]``.
+    """
+    step = torch.tensor(gamma, dtype=token_rewards.dtype, device=token_rewards.device)
+    return accumulate_from_the_end(token_rewards, torch.where(response_mask, step, torch.ones_like(step)))
+
+
+def response_segments(response_mask: Tensor) -> Tensor:
+    """Number the unbroken runs of response tokens: int64 ``[batch, seq]`` from 0, -1 outside the mask."""
+    before = torch.cat([torch.zeros_like(response_mask[:, :1]), response_mask[:, :-1]], dim=-1)
+    return torch.where(response_mask, (response_mask & ~before).cumsum(-1) - 1, -1)
+
+
+def checked_turns(inputs: AdvantageInputs) -> Tensor:
+    """Return the turns of ``inputs``. ``ValueError`` if a response token has none: its reward would be lost."""
+    turns = needed(inputs.turns, "turns")
+    if (inputs.response_mask & (turns < 0)).any():
+        raise ValueError("turns: a response token belongs to no turn; turns are counted from 0")
+    return turns
+
+
+def turn_sums(token_values: Tensor, turns: Tensor) -> Tensor:
+    """Sum over the tokens of each turn: ``[batch, turns]`` from ``[batch, seq]`` and int64 turns, -1 for none."""
+    number = int(turns.max()) + 1 if turns.numel() else 0
+    sums = token_values.new_zeros(len(turns), number + 1)
+    return sums.scatter_add(1, torch.where(turns < 0, number, turns), token_values)[:, :number]
+
+
+def turn_returns(token_rewards: Tensor, turns: Tensor, gamma: float) -> Tensor:
+    """Return the return to go of each turn, ``[batch, turns]``, discounted by ``gamma`` per turn number."""
+    rewards = turn_sums(token_rewards, turns)
+    return accumulate_from_the_end(rewards, torch.full_like(rewards, gamma))
+
+
+def spread_over_tokens(turn_values: Tensor, turns: Tensor) -> Tensor:
+    """Give each token the value of its turn, ``[batch, seq]``; 0 where there is no turn."""
+    number = turn_values.shape[-1]
+    return pad(turn_values, (0, 1)).gather(1, torch.where(turns < 0, number, turns))

@@ -1,0 +1,90 @@
+"""Divergence PPO: a trust region in probabilities instead of ratios.
+
+A ratio of 100 means little for a token of probability 1e-5, and a ratio of 0.8 very much for one of 0.99. A token is
+therefore cut not by its ratio but by how far the distribution {this token, any other} has moved. That is all that the
+log-probability of one token tells about the whole distribution, and a lower bound of its divergence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
+
+PAPER_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
+"""Largest divergence of each kind; kl in nats."""
+
+
+def _check_threshold(divergence: str, threshold: float | None, **others: Any) -> None:
+    if divergence == "tv" and threshold is not None and threshold >= 1:
+        raise ValueError(f"threshold must be below 1, the largest total variation, not {threshold}")
+
+
+@policy_loss(
+    formula="−M·ρ·A, M = 0 where D > threshold and (A > 0 and ρ > 1, or A < 0 and ρ < 1), else 1; "
+    "D = |μ−π| or the KL divergence of (μ, 1−μ) from (π, 1−π)",
+    source="Divergence PPO, Qi et al., arXiv 2602.04879",
+    use="In the place of `ppo` for large vocabularies and tokens of another engine or version: rare tokens are free to "
+    "move, likely ones are held. The paper finds that the old policy must be the behaviour policy.",
+    check=_check_threshold,
+)
+def dppo(
+    inputs: PolicyInputs,
+    *,
+    divergence: Annotated[
+        Literal["tv", "kl"],
+        Field(
+            description="Total variation, or KL divergence (nats) from the old policy to the current one, of {token, "
+            "any other}."
+        ),
+    ] = "tv",
+    threshold: Annotated[
+        float | None,
+        Field(gt=0, description="Largest divergence. Default: 0.15 for `tv`, 0.05 for `kl`, as in the paper."),
+    ] = None,
+    ratio_cap: Annotated[
+        float | None,
+        Field(gt=1, description="Largest ratio that weighs a token. Off by default, as in the paper; others use 20."),
+    ] = None,
+) -> tuple[Tensor, TokenMetrics]:
+    """Return -M r A, ``[batch, seq]`` (arXiv 2602.04879, equations 12 to 14), with r the ratio to the old policy.
+
+    M is 0 if a step would lead further away and the divergence is above the threshold. With ``ratio_cap`` c the factor
+    of A is at most c, in the value and in the gradient. ``clip_fraction``: share of tokens with M = 0 or a capped
+    ratio.
+    """
+    logprobs, advantages = inputs.logprobs, inputs.advantages
+    largest = PAPER_THRESHOLDS[divergence] if threshold is None else threshold
+    ratio = inputs.ratio().detach()
+    moved = BINARY_DIVERGENCES[divergence](inputs.old_logprobs().detach(), logprobs.detach())
+    leaving = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    weights = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
+    weights = torch.where(leaving & (moved > largest), 0.0, weights)
+    # The second factor has the value 1: it carries the gradient of the ratio, even if the ratio is capped.
+    losses = -weights * advantages * (logprobs - logprobs.detach()).exp()
+    return losses, clip_fraction(weights != ratio, losses)
+
+
+def binary_total_variation(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the total variation of {token, any other} under two policies, from the log-probabilities of the token."""
+    return (old_logprobs.exp() - logprobs.exp()).abs()
+
+
+def binary_kl(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Return KL(old || current) of {token, any other} in nats, with the shape of the log-probabilities.
+
+    A probability closer to 1 than the precision of its type (or rounded above 1) counts as one unit of precision below
+    1. The probability left for the other tokens is not known more precisely, and rounding alone could make the
+    divergence infinite.
+    """
+    finest = -torch.finfo(logprobs.dtype).eps
+    old, current = old_logprobs.clamp(max=finest), logprobs.clamp(max=finest)
+    old_rest, current_rest = -torch.expm1(old), -torch.expm1(current)
+    return old.exp() * (old - current) + old_rest * (old_rest.log() - current_rest.log())
+
+
+BINARY_DIVERGENCES = {"tv": binary_total_variation, "kl": binary_kl}

@@ -1,0 +1,42 @@
+"""GSPO: one ratio per response, the geometric mean over its tokens.
+
+A reward belongs to a whole response, so the ratio does too, normalised by the length. It covers all response tokens,
+before any rejection. Rows are whole sequences, so a split between rows is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from roll.algorithms.losses.base import PolicyInputs, TokenMetrics, clip_fraction, policy_loss
+from roll.algorithms.losses.ppo import clipped_surrogate
+
+
+@policy_loss(
+    formula="−min(sA, clip(s, 1−clip_low, 1+clip_high)·A), s = sg(exp(meanₜ log ρₜ))·π/sg(π)",
+    source="Group sequence policy optimization, Zheng et al., arXiv 2507.18071",
+    use="Mixture-of-experts models and long responses, where single-token ratios are noise. The paper aggregates with "
+    "`seq-mean-token-mean`. Its bounds are tight: with tokens of another engine or version, widen them.",
+)
+def gspo(
+    inputs: PolicyInputs,
+    *,
+    clip_low: Annotated[
+        float, Field(ge=0, le=1, description="The ratio of the response is clipped from below at 1 − `clip_low`.")
+    ] = 3e-4,
+    clip_high: Annotated[
+        float, Field(ge=0, description="The ratio of the response is clipped from above at 1 + `clip_high`.")
+    ] = 4e-4,
+) -> tuple[Tensor, TokenMetrics]:
+    """Return `clipped_surrogate` of s, ``[batch, seq]``: the token form of GSPO (arXiv 2507.18071).
+
+    Each token has the ratio s of its row as its value, and its own log-probability gives the gradient.
+    ``clip_fraction``: share of tokens with a cut gradient; tokens of a row with one advantage are cut together.
+    """
+    logprobs = inputs.logprobs
+    log_ratio = inputs.sequence_log_ratio(mean=True).detach() + (logprobs - logprobs.detach())
+    losses, cut = clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
+    return losses, clip_fraction(cut, losses)

@@ -1,0 +1,321 @@
+"""Plug-ins: from a name in a configuration to an object and its checked arguments, the same way for every kind.
+
+A name is built in, or an entry point of an installed package in the group of its kind, or an import path
+`package.module:object`. Importable are installed packages, `PYTHONPATH` and the working folder: a console command does
+not search the working folder by itself, but a user who writes a file beside the configuration expects it to be found.
+
+The arguments are those of the object's signature. Their types are its annotations; a range and a help text are
+written as ``Annotated[float, Field(gt=0, description="...")]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, is_dataclass
+from importlib.metadata import entry_points
+from types import UnionType
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+
+from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint, shown
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """Where a plug-in is, and what it needs. Kinds add what is to be known of one before it is imported."""
+
+    path: str
+    """Import path, ``package.module:object``."""
+    requires: tuple[str, ...] = ()
+    """Modules that are not installed with `roll`."""
+
+
+Record = TypeVar("Record", bound=PlugIn)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Record]):
+    """One kind of plug-in. A new built-in one is a file, and a line in ``built_in``."""
+
+    name: str
+    """Singular noun for messages, for example ``policy loss``."""
+    group: str
+    """Entry-point group in which packages name theirs, for example ``roll.policy_losses``."""
+    built_in: Mapping[str, Record]
+    record: Callable[[str], Record]
+    """Makes the record of a plug-in from outside, from its import path."""
+    form: str = "package.module:function"
+    """Form of an import path, for messages."""
+
+    def names(self) -> list[str]:
+        """Return the names that need no import path, sorted."""
+        return sorted({*self.built_in, *self._entry_points()})
+
+    def find(self, name: str, where: str) -> Record:
+        """Return the record of a plug-in; imports nothing. ``where`` is the configuration path that named it.
+
+        Raises `ConfigError` for a name that is not known.
+        """
+        if name in self.built_in:
+            return self.built_in[name]
+        if ":" in name:
+            return self.record(name)
+        installed = self._entry_points()
+        if name in installed:
+            return self.record(installed[name])
+        hint, known = nearest_name_hint(name, self.names()), nearest(name, self.names())
+        remedy = f"{hint} Or use" if known else f"{hint}; or use"
+        raise problem(where, f"there is no {self.name} `{name}`", f"{remedy} an import path `{self.form}`")
+
+    def load(self, name: str, where: str) -> Callable[..., Any]:
+        """Return the class or function of a plug-in.
+
+        Raises `ConfigError` if it is not known, needs a package that is not installed, cannot be imported, or cannot be
+        called.
+        """
+        found = self.find(name, where)
+        require(found.requires, name, where)
+        return load_object(found.path, where)
+
+    def _entry_points(self) -> dict[str, str]:
+        look_in_working_folder()
+        return {each.name: each.value for each in entry_points(group=self.group)}
+
+
+def problem(path: str, message: str, remedy: str) -> ConfigError:
+    """Return the error of a single problem."""
+    return ConfigError([ConfigProblem(path, message, remedy)])
+
+
+def require(modules: Collection[str], name: str, where: str) -> None:
+    """Raise `ConfigError` if a module that ``name`` needs is not installed."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
+            raise problem(where, f"`{name}` needs the package `{package}`", f"pip install {package}")
+
+
+IMPORT_REMEDY = "correct it, or make the module importable from the working folder or PYTHONPATH"
+
+
+def load_object(path: str, where: str) -> Callable[..., Any]:
+    """Return the class or function at an import path. Raises `ConfigError` with the path ``where``."""
+    try:
+        found = import_object(path)
+    except ImportError as cause:
+        raise problem(where, str(cause), IMPORT_REMEDY) from cause
+    if not callable(found):
+        raise problem(where, f"`{path}` is a {type(found).__name__}", "name a class or a function")
+    return found
+
+
+def load_subclass(path: str, base: type, where: str) -> type:
+    """Return the class at an import path. Raises `ConfigError` if it is not derived from ``base``."""
+    found = load_object(path, where)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        message = f"`{path}` is not a subclass of {base.__name__}"
+        raise problem(where, message, f"derive it from {base.__module__}.{base.__name__}")
+    return found
+
+
+def import_object(path: str) -> Any:
+    """Return the object at ``package.module:attribute`` (the attribute may be dotted).
+
+    Searches the working folder last. Raises `ImportError` with the part that was not found; an error raised by the
+    module itself is its cause.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ImportError(f"{path!r} is not of the form `package.module:attribute`")
+    try:
+        look_in_working_folder()
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ImportError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise ImportError(f"module {module_name!r} has no {attribute!r}") from None
+    return found
+
+
+def working_folder() -> str | None:
+    """Return this process's working folder, or None if it was deleted: only relative paths need it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def look_in_working_folder() -> None:
+    """Append the working folder to the import path of this process, so that it never hides what is installed."""
+    folder = working_folder()
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
+
+
+def parameters_of(function: Callable[..., Any], name: str, where: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a plug-in by name. Raises `ConfigError` if there is no signature to read."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # annotations that only a type checker can resolve: their values are not converted
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as cause:
+        message = f"the signature of `{name}` cannot be read ({cause})"
+        raise problem(where, message, "wrap it in a Python function") from cause
+
+
+def by_name(parameters: Mapping[str, inspect.Parameter], filled: Collection[str] = ()) -> dict[str, inspect.Parameter]:
+    """Return the parameters that can be given by name, without those in ``filled``."""
+    return {key: each for key, each in parameters.items() if each.kind in _BY_NAME and key not in filled}
+
+
+def takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return True if the parameters include ``**anything``."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def checked_arguments(
+    name: str,
+    parameters: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, Any],
+    where: str,
+    *,
+    filled: Collection[str] = (),
+    strict: bool = False,
+    owners: Callable[[str], list[str]] = lambda key: [],
+) -> dict[str, Any]:
+    """Return a user's arguments, checked and converted to the types of the parameters.
+
+    ``name`` is the plug-in's in messages, ``where`` the configuration path of the arguments, ``filled`` the parameters
+    that the run fills itself. ``strict``: integers become floats, and nothing else is converted (by default a text
+    becomes a regular expression, for example). ``owners`` tells which other plug-ins have an argument. Raises
+    `ConfigError` with every name that is unknown or missing and every value that does not fit.
+    """
+    named = by_name(parameters, filled)
+    anything = takes_anything(parameters)
+    problems, checked = [], dict(arguments)
+    for key, each in parameters.items():
+        if each.default is not inspect.Parameter.empty or each.kind in _OPEN:
+            continue
+        if each.kind is inspect.Parameter.POSITIONAL_ONLY:
+            message = f"`{name}` takes `{key}` by position only"
+            problems.append(ConfigProblem(where, message, "arguments are given by name"))
+        elif key not in arguments and key not in filled:
+            message = f"`{name}` needs `{key}`, which is not set"
+            others = f"; the run itself fills {', '.join(f'`{each}`' for each in sorted(filled))}" if filled else ""
+            meant = nearest(key, filled)
+            others = f"; did you mean `{meant}`? The run fills that" if meant else others
+            problems.append(ConfigProblem(f"{where}.{key}", message, f"set `{where}.{key}`{others}"))
+    for key, value in arguments.items():
+        if key in filled:
+            message = f"`{key}` is filled by the run"
+            problems.append(ConfigProblem(f"{where}.{key}", message, "leave it out"))
+        elif key in named:
+            try:
+                checked[key] = _converted(value, named[key].annotation, strict)
+            except ValidationError as cause:
+                problems.append(_misfit(f"{where}.{key}", key, value, named[key].annotation, cause))
+        elif not anything:
+            others = " and ".join(f"`{other}`" for other in owners(key))
+            message = f"`{name}` has no argument `{key}`" + (f", which belongs to {others}" if others else "")
+            problems.append(ConfigProblem(f"{where}.{key}", message, _choice(str(key), named)))
+    if problems:
+        raise ConfigError(problems)
+    return checked
+
+
+def made(
+    name: str,
+    record: type[Any],
+    arguments: Mapping[str, Any],
+    where: str,
+    owners: Callable[[str], list[str]] = lambda key: [],
+) -> Any:
+    """Return the dataclass ``record`` made of a user's arguments, which are checked strictly (`checked_arguments`).
+
+    The dataclass itself checks relations between them: its ``__post_init__`` raises ``ValueError``.
+    """
+    parameters = parameters_of(record, name, where)
+    checked = checked_arguments(name, parameters, arguments, where, strict=True, owners=owners)
+    try:
+        return record(**checked)
+    except ValueError as cause:
+        raise problem(where, f"`{name}`: {cause}", "change one of them") from cause
+
+
+def type_in_words(annotation: Any) -> str:
+    """Describe a type, and the range that its `Field` gives: ``number, > 0``; ``` `token` or `sequence` ```."""
+    if get_origin(annotation) is Annotated:
+        inside, *notes = get_args(annotation)
+        limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _limits(note)]
+        return type_in_words(inside) + (f", {' and '.join(limits)}" if limits else "")
+    if get_origin(annotation) is tuple:
+        return "a list"
+    if is_dataclass(annotation):
+        return "a mapping"
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return {float: "number", int: "whole number", bool: "true or false", str: "text"}.get(
+            annotation, annotation.__name__
+        )
+    options = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{option}`" for option in options)
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [type_in_words(option) for option in options if option is not type(None)]
+        return " or ".join([*kinds, "null"] if type(None) in options else kinds)
+    return str(annotation)
+
+
+def help_text(annotation: Any) -> str:
+    """Return the description in the `Field` of an annotation; empty if there is none."""
+    notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((note.description or "" for note in notes if isinstance(note, FieldInfo)), "")
+
+
+def _limits(note: FieldInfo) -> list[str]:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # every number but NaN is >= -inf
+    found = [
+        (sign, getattr(limit, key)) for limit in note.metadata for key, sign in signs.items() if hasattr(limit, key)
+    ]
+    return [f"{sign} {limit:g}" for sign, limit in found if (sign, limit) != (">=", -math.inf)]
+
+
+def _choice(key: str, named: Collection[str]) -> str:
+    """Return the nearest known argument, and all of them."""
+    hint = nearest_name_hint(key, named)
+    if nearest(key, named) is None:
+        return hint
+    return f"{hint} known: {', '.join(f'`{each}`' for each in sorted(named))}"
+
+
+def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationError) -> ConfigProblem:
+    message = f"{shown(value, key)} does not fit ({cause.errors()[0]['msg']})"
+    inside = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(inside) is Literal and isinstance(value, str):
+        return ConfigProblem(path, message, nearest_name_hint(value, map(str, get_args(inside))))
+    return ConfigProblem(path, message, f"a value of type {type_in_words(annotation)}")
+
+
+def _converted(value: Any, annotation: Any, strict: bool) -> Any:
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return value
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True, strict=strict))
+    except PydanticUserError:  # the type has its own settings
+        adapter = TypeAdapter(annotation)
+    return adapter.validate_python(value)
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OPEN = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
