@@ -1,7 +1,9 @@
 """The pages under `docs/algorithms` name every variant, knob and mode, and nothing that does not exist."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -60,6 +62,8 @@ def test_the_loss_in_the_example_runs(tmp_path, monkeypatch) -> None:
     code = re.search(r"```python\n(.*?)```", section("A loss of your own"), flags=re.DOTALL).group(1)
     (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_losses", ModuleType("my_losses"))
+    del sys.modules["my_losses"]  # put back as it was after the test: another page has a file of this name
     loss = make_policy_loss("my_losses:tempered", {"power": 0})
     inputs = random_inputs(1)
     assert loss(inputs)[0].equal(make_policy_loss("vanilla")(inputs)[0])

@@ -21,7 +21,7 @@ def test_the_python_of_a_page_runs(page, sit_down):
         ("from roll.configs.plugins import import_objekt", "ImportError"),
         ("print(neither_here_nor_there)", "NameError"),
         ("def broken(:\n    pass", "SyntaxError"),
-        ("from roll.algorithms.registry import knob\n\nknob(0.5, help='', most=1)", "most"),
+        ("from roll.algorithms.kl import k1\n\nk1(most=1)", "most"),
     ],
 )
 def test_a_block_that_does_not_run_is_found(text, reason, sit_down):

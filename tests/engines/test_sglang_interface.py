@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import roll.engines.registry
+import roll.engines
 from roll.engines.sglang import options as sglang_options
 from roll.engines.sglang.server import server_environment
 from roll.engines.sglang.strategy import generate_body
