@@ -51,7 +51,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "stages": (
-        ["roll/pipeline/stages.py:ParamUpdateStage,validation_due,publication_due,gather,publish,announce"],
+        ["roll/pipeline/stages.py:param_update,validation_due,publication_due,gather,publish,announce"],
         [f"{PIPELINE}/test_publication_schedule.py", f"{PIPELINE}/test_weight_settings.py"],
     ),
     "checkpoints": (

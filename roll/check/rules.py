@@ -198,9 +198,6 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
             )
 
 
-_REGISTERED_NAME = re.compile(r"[A-Za-z_][\w-]*")
-
-
 def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Field[Any]]]:
     """Yield each field below a dataclass instance as (path, section, value, field)."""
     for item in fields(section):
@@ -433,7 +430,7 @@ def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig)
 
 
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require registered strategies for each role, and well-formed import paths."""
+    """Require strategies that are known, for each role."""
     for name, role in present_roles(config).items():
         kind, strategy = strategies_of(name), role.strategy_args.strategy_name
         for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
@@ -442,10 +439,6 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 found = replace(found, message=message)
             yield found
         yield from own_classes_have_their_form(name, role)
-    for stage, target in config.stages.items():
-        if not (IMPORT_PATH.fullmatch(target) or _REGISTERED_NAME.fullmatch(target)):
-            message = f"{shown(target)} is neither a name nor an import path"
-            yield ConfigProblem(f"stages.{stage}", message, "write a registered name or `package.module:Class`")
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:

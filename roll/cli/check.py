@@ -3,14 +3,21 @@
 The command starts nothing and needs neither a GPU nor the model. Requirements that only the machine of the run must
 meet are listed as needs. Exit code 0: the configuration can work. 2: it cannot, and every problem is named with a
 remedy; or it does not fit into memory.
+
+With `--exact N` it runs, on the machine of the run: N steps at ratio 0 against a plain loop (`roll.pipeline.exact`).
+Exit code 1: they differ, and the first tensor in which they do is named; or the run failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from roll.check.config import check_elsewhere
 from roll.check.memory import estimate_memory
@@ -21,31 +28,36 @@ from roll.configs import derived
 from roll.configs.errors import ConfigError, count
 from roll.configs.loader import load_config
 from roll.configs.run import PipelineConfig
+from roll.tracking.logs import give_away_output
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.summary import describe_error
 
-FITS, BAD_CONFIGURATION = 0, 2
+FITS, DIFFERS, BAD_CONFIGURATION = 0, 1, 2
 
 _EPILOG = """\
 examples:
   roll check examples/quickstart/rlvr.yaml
   roll check examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config.yaml --gpu-memory 40
   roll check run.yaml actor_train.strategy_args.strategy_config.gradient_checkpointing=true
+  roll check run.yaml --exact 3
 
-exit codes: 0 it can work; 2 it cannot, every problem named with a remedy, or what it needs is more than the GPUs have.
+exit codes: 0 it can work; 2 it cannot, every problem named with a remedy, or what it needs is more than the GPUs have;
+1 with --exact: the run failed, or did not compute what the plain loop computes.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the configuration named on the command line; return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
+    if options.exact is not None:
+        return _exact(options.config, options.overrides, options.exact)
     try:
         config = load_config(options.config, [*options.overrides, *_gpu_memory(options.gpu_memory)])
         missing = check_elsewhere(config)
         print(render(plan(config)), flush=True)
         _look_up(config, with_model=not missing and _model_is_here(config))
     except ConfigError as error:
-        problems = count(len(error.problems), "problem")
-        print("\n\n".join([f"{options.config} cannot run ({problems})", *map(str, error.problems)]), file=sys.stderr)
-        return BAD_CONFIGURATION
+        return _refused(options.config, error)
     estimate = estimate_memory(config)
     print(f"\n{render_memory(estimate)}\n\n{_render_needs(needs(config, estimate))}")
     if not estimate.misfits:
@@ -53,6 +65,41 @@ def main(arguments: Sequence[str]) -> int:
     gib = config.cluster.device_memory_gib
     print(f"\n{options.config} will not fit into {gib:g} GiB; docs/memory.md says what to change", file=sys.stderr)
     return BAD_CONFIGURATION
+
+
+def _refused(file: str, error: ConfigError) -> int:
+    problems = count(len(error.problems), "problem")
+    print("\n\n".join([f"{file} cannot run ({problems})", *map(str, error.problems)]), file=sys.stderr)
+    return BAD_CONFIGURATION
+
+
+def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
+    """Run ``steps`` steps at ratio 0, repeat them as a plain loop, and say in what they differ first."""
+    from roll.cli.main import attempt_run
+    from roll.pipeline.exact import compared_with_plain_loop, exact_config
+
+    try:
+        config = exact_config(load_config(file, overrides), steps)
+    except ConfigError as error:
+        return _refused(file, error)
+    ended = attempt_run(file, lambda: config, time.monotonic())
+    run = RunDirectory.latest(config.exp_name)
+    if ended.exit_code != 0 or run is None:
+        return ended.exit_code
+    print(f"the same {count(steps, 'step')} as a plain loop ...", flush=True)
+    try:
+        # A process of its own: libraries write what they like there, and its memory ends with it.
+        setup: dict[str, Any] = {"initializer": give_away_output, "initargs": (run.logs, "plain_loop")}
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process:
+            difference = process.submit(compared_with_plain_loop, config, run).result()
+    except Exception as error:
+        print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
+        return DIFFERS
+    if difference is None:
+        print(f"the run and the plain loop have computed the same in {count(steps, 'step')}, to the last bit")
+        return FITS
+    print(f"the run and the plain loop differ first in {difference}", file=sys.stderr)
+    return DIFFERS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +114,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory", metavar="GIB", help="memory of one GPU in GiB, as the key cluster.device_memory_gib"
     )
+    parser.add_argument(
+        "--exact",
+        metavar="N",
+        type=_steps,
+        help="run N steps at ratio 0 and as a plain loop, and name the first tensor that differs",
+    )
     return parser
+
+
+def _steps(text: str) -> int:
+    steps = int(text) if text.isdecimal() else 0
+    if steps < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write 1 or more")
+    return steps
 
 
 def _gpu_memory(gib: str | None) -> list[str]:

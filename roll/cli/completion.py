@@ -26,7 +26,7 @@ _roll() {{
         COMPREPLY=($(compgen -f -X '!*.y*ml' -- "$word") $(compgen -d -S / -- "$word"))
         compopt -o nospace
     elif [[ $word == -* ]]; then
-        COMPREPLY=($(compgen -W "--gpu-memory --help" -- "$word"))
+        COMPREPLY=($(compgen -W "--exact --gpu-memory --help" -- "$word"))
     else
         COMPREPLY=($(compgen -W "{keys}" -- "$word"))
         compopt -o nospace
@@ -45,7 +45,7 @@ _roll() {{
     elif (( CURRENT == 3 )); then
         _files -g '*.y*ml'
     else
-        compadd -S '' -- --gpu-memory {keys}
+        compadd -S '' -- --exact --gpu-memory {keys}
     fi
 }}
 compdef _roll roll

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(wrong, error=True)
         return BAD_CONFIGURATION
     options = _parser(arguments).parse_args(arguments)
-    attempt = partial(_attempt, options.config)
+    attempt = partial(attempt_run, options.config)
     ended = attempt(lambda: load_config(options.config, options.overrides), started)
     if ended.failed is None:
         return ended.exit_code
@@ -155,7 +155,7 @@ def begin_again(config: PipelineConfig, run: RunDirectory, attempt: Callable[[Pi
     return FAILURE
 
 
-def _attempt(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
+def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -> Ended:
     """Check the configuration that ``load`` returns and run it to its end. ``path``: the user's name for it."""
     try:
         prepared, run, point = _check(load)

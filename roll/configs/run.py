@@ -174,6 +174,15 @@ class WeightUpdateConfig:
 
 
 @dataclass
+class InsertedStage:
+    """A stage of one's own beside a built-in one. Its key is its name."""
+
+    use: str = option("", help="The stage: an import path `package.module:function`, or a name that a package gives.")
+    after: str | None = option(None, help="The stage whose batches it gets.")
+    before: str | None = option(None, help="The stage that gets its batches; in place of `after`.")
+
+
+@dataclass
 class PipelineConfig:
     """Keys that every pipeline has."""
 
@@ -275,9 +284,10 @@ class PipelineConfig:
         range=POSITIVE,
     )
     chaos: ChaosConfig = option(factory=ChaosConfig, help="Harm on purpose, for tests of recovery only.")
-    stages: dict[str, str] = option(
+    stages: dict[str, str | InsertedStage] = option(
         factory=dict,
-        help="Stages of one's own: name of the stage replaced -> registered name or `package.module:Class`.",
+        help="Stages of one's own: `advantage: package.module:function` replaces a built-in one, and "
+        "`keep_hard: {after: rollout, use: package.module:function}` inserts one. See `docs/howto/stage.md`.",
     )
 
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,6 +50,22 @@ class EngineSpec:
     strategy_cls: str | None = None
     """A class of the user's own, used instead of the named strategy's."""
 
+    def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
+        """Return the engine of this process; it is not started yet."""
+        engine: InferStrategy = strategy_class(ENGINES, self.strategy_name, self.strategy_cls)(
+            self.model_path,
+            device=device,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            max_length=self.max_length,
+            trust_remote_code=self.trust_remote_code,
+            devices_per_engine=self.devices_per_engine,
+            shares_devices=self.shares_devices,
+            transport=self.transport,
+            strategy_config=self.strategy_config,
+        )
+        return engine
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -83,18 +99,7 @@ class InferWorker(Worker):
         self._failure: EngineFailed | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self.set_threads()
-        self._strategy = strategy_class(ENGINES, spec.strategy_name, spec.strategy_cls)(
-            spec.model_path,
-            device=self.identity.place.device,
-            dtype=spec.dtype,
-            attn_implementation=spec.attn_implementation,
-            max_length=spec.max_length,
-            trust_remote_code=spec.trust_remote_code,
-            devices_per_engine=spec.devices_per_engine,
-            shares_devices=spec.shares_devices,
-            transport=spec.transport,
-            strategy_config=spec.strategy_config,
-        )
+        self._strategy = spec.build(self.identity.place.device)
         await self._strategy.start()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:

@@ -1,26 +1,39 @@
-"""The services and settings that the stages of a run share, wired once in the pipeline module."""
+"""The services and settings that the stages of a run share, and how they are wired."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.configs.run import PipelineConfig
+from roll.configs import derived
+from roll.configs.errors import count
+from roll.configs.run import ChaosEvent, PipelineConfig
 from roll.data.records import Group
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
-from roll.pipeline.canaries import Canaries, MismatchAlarm
+from roll.pipeline.canaries import Canaries, MismatchAlarm, build_alarm, build_canaries
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.faults import Chaos
+from roll.pipeline.gate import EngineGate
+from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
+from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
+from roll.pipeline.resume import ResumePoint, rollout_settings
+from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_function import has_score_variance
 from roll.pipeline.rollout_side import RolloutSide, Validator
 from roll.pipeline.stage import StepCounter
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.journal import read_journal, recover
+from roll.rollout.scheduler import RolloutScheduler, SchedulePlan, Ticket
+from roll.runtime.actors import WorkerHandle
 from roll.runtime.locks import DeviceLock
+from roll.tracking.waits import GROUP, WaitBoard, acting
 from roll.trainers.group import BaseOfTrainer, TrainerGroup
+
+MOST_KEYS_NAMED = 5
 
 
 @dataclass
@@ -65,5 +78,127 @@ class RunContext:
         return self.critic
 
     def hold(self, role: str) -> Callable[[], object]:
-        """Return the function with which a stage holds the devices of a role."""
+        """Return the function with which a stage holds the devices of a role.
+
+        Where the reference is the trainer without its adapters, they are the trainer's.
+        """
+        if role == "reference" and derived.reference_is_base(self.config):
+            role = "actor_train"
         return lambda: self.locks[role].hold(role)
+
+
+def build_context(
+    prepared: Prepared,
+    side: RolloutSide,
+    roles: Roles,
+    locks: dict[str, DeviceLock],
+    gate: EngineGate,
+    recorder: RunRecorder,
+    journal: JournalKeeper | None,
+    point: ResumePoint | None,
+    harm: Sequence[ChaosEvent],
+    processes: Callable[[], list[WorkerHandle]],
+) -> RunContext:
+    """Wire services and settings. Admission starts paused, until the first version is published.
+
+    ``harm``: the faults on purpose that are still to come. ``processes`` returns those that have a model.
+    """
+    config = prepared.config
+    steps = StepCounter(0 if point is None else point.step)
+    rollout = observed(side.rollout(gate), recorder.waits)
+    scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
+    scheduler.pause_admission()
+    if point is not None:
+        go_on(point, scheduler, prepared.advantages, journal, rollout_settings(config), recorder.event)
+    if journal is not None:
+        journal.made_with(rollout_settings(config))
+    return RunContext(
+        config=config,
+        scheduler=scheduler,
+        trainer=roles.trainer,
+        reference=BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference,
+        critic=roles.critic,
+        pool=roles.pool,
+        side=side,
+        validator=side.validator(gate),
+        locks=locks,
+        recorder=recorder,
+        objective=prepared.objective,
+        value_objective=prepared.value_objective,
+        steps=steps,
+        advantages=prepared.advantages,
+        correction=prepared.correction,
+        canaries=build_canaries(config, side.canary_prompts()),
+        mismatch_alarm=build_alarm(config),
+        max_staleness=derived.resolved_max_staleness(config),
+        train_temperature=config.actor_infer.generating_args.temperature,
+        checkpoints=Checkpointer(
+            recorder.run.checkpoints,
+            roles.trained(),
+            save_steps=config.save_steps,
+            max_steps=config.max_steps,
+            keep=config.max_ckpt_to_keep,
+            source=prepared.source,
+            on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
+        ),
+        chaos=Chaos(harm, recorder.run, processes, steps, recorder.event),
+        first_step=0 if point is None else point.step,
+    )
+
+
+def go_on(
+    point: ResumePoint,
+    scheduler: RolloutScheduler[Any, Group],
+    advantages: AdvantageSettings,
+    journal: JournalKeeper | None,
+    settings: Mapping[str, Any],
+    on_event: Callable[[str], None],
+) -> None:
+    """Take over the state of an earlier process, except for the trainer's.
+
+    Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are those in flight.
+    """
+    recovered = recover(read_journal(point.run.journal), point.progress)
+    ended = len(recovered.finished) + len(recovered.dropped)
+    changed = other_settings(point.run.journal, settings) if ended else []
+    if changed:
+        keys = ", ".join(changed[:MOST_KEYS_NAMED]) + (", ..." if len(changed) > MOST_KEYS_NAMED else "")
+        on_event(f"{count(ended, 'group')} of after step {point.step} are made again, for these have changed: {keys}")
+        recovered = recover((), point.progress)
+    scheduler.resume(point.progress, recovered, finished_again)
+    advantages.recall(point.memory)
+    if journal is not None:
+        journal.went_back(point.step)
+
+
+def observed(
+    rollout: Callable[[Ticket[Any]], Awaitable[Group]], waits: WaitBoard
+) -> Callable[[Ticket[Any]], Awaitable[Group]]:
+    """Return the rollout with its waits recorded as those of its group."""
+
+    async def run_group(ticket: Ticket[Any]) -> Group:
+        with acting(f"{GROUP}{ticket.group_id}", waits):
+            return await rollout(ticket)
+
+    return run_group
+
+
+def build_scheduler(
+    config: PipelineConfig,
+    side: RolloutSide,
+    rollout: Callable[[Ticket[Any]], Awaitable[Group]],
+    journal: JournalKeeper | None = None,
+) -> RolloutScheduler[Any, Group]:
+    """Build the scheduler over the items of the rollout side."""
+    plan = SchedulePlan(
+        batch_size=config.rollout_batch_size,
+        max_steps=config.max_steps,
+        ratio=config.async_generation_ratio,
+        max_staleness=derived.resolved_max_staleness(config),
+        order=derived.resolved_consumption(config),
+        staleness_policy=config.staleness_policy,
+        max_group_retries=config.max_group_retries,
+        max_consecutive_refunds=config.max_consecutive_refunds,
+    )
+    group_filter = has_score_variance if config.group_filter == "zero_variance" else None
+    return RolloutScheduler(plan, side.source(), rollout, group_filter=group_filter, observer=journal)

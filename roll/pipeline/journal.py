@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from roll.configs.run import PipelineConfig
 from roll.data.records import Group, decode_group, encode_group
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import (
@@ -26,6 +28,7 @@ from roll.rollout.journal import (
 )
 from roll.rollout.scheduler import DroppedGroup
 from roll.tracking.files import naming, write_atomically
+from roll.tracking.run_directory import RunDirectory
 
 _START_VERSION_BYTES = 8
 _SETTINGS = "made_with.json"
@@ -138,3 +141,42 @@ def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[An
     start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
     group = decode_group(payload[_START_VERSION_BYTES:])
     return FinishedGroup(group_id, item, group, start_version, attempts=1, started_at=0.0, finished_at=0.0)
+
+
+@contextmanager
+def journal_of(config: PipelineConfig, run: RunDirectory) -> Iterator[JournalKeeper | None]:
+    """Yield the journal of finished groups, in runs that have checkpoints to resume from; None in other runs."""
+    if not config.save_steps and not run.journal.exists():
+        yield None
+        return
+    journal = JournalKeeper(run.journal)
+    try:
+        yield journal
+    except BaseException as failure:
+        try:
+            journal.close()
+        except Exception as unwritten:
+            if not _is_part_of(unwritten, failure):
+                raise unwritten from failure
+        raise
+    journal.close()
+
+
+def _is_part_of(error: BaseException, failure: BaseException) -> bool:
+    """Return True if the journal's own failure ended the run."""
+    if isinstance(failure, BaseExceptionGroup):
+        return any(_is_part_of(error, inner) for inner in failure.exceptions)
+    return failure is error or (failure.__cause__ is not None and _is_part_of(error, failure.__cause__))
+
+
+def forget_other_rollouts(run: RunDirectory, made_of: str) -> None:
+    """Delete the journal of a run that begins at step 0, unless it can use the journal's groups.
+
+    Groups of step 0 are kept if an earlier process made them with the same model and prompts (or environments).
+    """
+    note = run.journal / "made_of.txt"
+    if note.exists() and note.read_text() == made_of:
+        return
+    shutil.rmtree(run.journal, ignore_errors=True)
+    run.journal.mkdir()
+    write_atomically(note, made_of)

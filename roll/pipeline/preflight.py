@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from roll.pipeline.algorithm import AdvantageSettings, Algorithms
     from roll.pipeline.rlvr import RLVRSide
     from roll.pipeline.rollout_side import RolloutPlan, RunDevices
-    from roll.pipeline.stage import Stage
+    from roll.pipeline.stages import ChainedStage
     from roll.runtime.actors import Worker
     from roll.tracking.run_directory import RunDirectory
 
@@ -153,7 +153,7 @@ class Prepared:
     value_objective: ValueObjective
     advantages: AdvantageSettings
     correction: Correction | None
-    stage_classes: dict[str, type[Stage]]
+    stages: list[ChainedStage]
     worker_classes: dict[str, type[Worker]]
 
 
@@ -195,7 +195,7 @@ def prepare(config: PipelineConfig) -> Prepared:
     worker_classes = problems.attempt(lambda: _worker_classes(config))
     if not config.stages:  # the built-in stages exist, and need not be imported before a refusal
         problems.raise_any()
-    stage_classes = problems.attempt(lambda: _stage_classes(config))
+    stages = problems.attempt(lambda: _stages(config))
     problems.raise_any()
     return Prepared(
         config=config,
@@ -206,7 +206,7 @@ def prepare(config: PipelineConfig) -> Prepared:
         value_objective=algorithms.value_objective,
         advantages=algorithms.advantages,
         correction=algorithms.correction,
-        stage_classes=_found(stage_classes, "stages"),
+        stages=_found(stages, "stages"),
         worker_classes=_found(worker_classes, "worker classes"),
     )
 
@@ -225,7 +225,7 @@ def look_up(config: PipelineConfig, *, with_model: bool, without: Collection[str
     problems.attempt(lambda: _check_strategies(config, without, with_model))
     problems.attempt(lambda: _worker_classes(config))
     if config.stages:
-        problems.attempt(lambda: _stage_classes(config))
+        problems.attempt(lambda: _stages(config))
     problems.raise_any()
 
 
@@ -340,11 +340,10 @@ def _own_strategy_problems(config: PipelineConfig, without: Collection[str]) -> 
             yield from problems_of(partial(strategy_class, kind, name, own, path))
 
 
-def _stage_classes(config: PipelineConfig) -> dict[str, type[Stage]]:
-    from roll.pipeline.stage import resolve_stages
-    from roll.pipeline.stages import STAGE_ORDER
+def _stages(config: PipelineConfig) -> list[ChainedStage]:
+    from roll.pipeline.stages import stage_chain
 
-    return resolve_stages({name: name for name in STAGE_ORDER}, config.stages)
+    return stage_chain(config.stages)
 
 
 def _worker_classes(config: PipelineConfig) -> dict[str, type[Worker]]:

@@ -1,14 +1,11 @@
-"""The stage, a small state machine with its own consume-produce loop, and the channels between stages.
+"""The runner of a stage, a small state machine around a function, and the channels between stages.
 
 Every change of state is recorded with its time. That record is the timeline, the idle shares and the hang report. A
-stage that raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
+stage whose function raises is FAILED and stops the whole graph: no error is swallowed and nothing spins.
 
 A channel has one producer and one consumer. A full channel makes the producer wait; this is how back-pressure reaches
 the rollout. `close` marks the end of the data, never a sentinel item, so a crash cannot be mistaken for a normal end. A
 producer that fails leaves its channel open, and the graph cancels the consumer.
-
-A custom stage subclasses the built-in stage that it replaces and is built with the same arguments. It is registered
-with `register_stage`, or named as `package.module:Class` in the `stages` section of the configuration.
 """
 
 from __future__ import annotations
@@ -16,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.plugins import import_object
 from roll.tracking.status import task_place
 from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
 
@@ -28,11 +23,11 @@ Item = TypeVar("Item")
 
 
 class ChannelClosed(Exception):
-    """The channel was closed: it has no more items, or accepts no more."""
+    """The channel was closed and accepts no more items."""
 
 
 class Channel(Generic[Item]):
-    """A first-in, first-out channel of at most ``capacity`` items."""
+    """A first-in, first-out channel of at most ``capacity`` items; the consumer iterates over it."""
 
     def __init__(self, name: str, capacity: int = 1) -> None:
         if capacity < 1:
@@ -61,13 +56,16 @@ class Channel(Generic[Item]):
             self._items.append(item)
             self._changed.notify_all()
 
-    async def get(self) -> Item:
-        """Wait for an item. Raises `ChannelClosed` once the channel is closed and empty."""
+    def __aiter__(self) -> AsyncIterator[Item]:
+        return self
+
+    async def __anext__(self) -> Item:
+        """Wait for an item. The iteration ends once the channel is closed and empty."""
         async with self._changed:
             with waiting(f"items/{self.name}", "an item"):
                 await self._changed.wait_for(lambda: self._closed or self._items)
             if not self._items:
-                raise ChannelClosed(f"channel {self.name!r} is closed")
+                raise StopAsyncIteration
             item = self._items.popleft()
             self._changed.notify_all()
             return item
@@ -106,52 +104,33 @@ class StageItem(Protocol):
 
 
 class Stage:
-    """One consume-produce loop. Subclasses implement `process`; a source also overrides `take_input`, a sink `deliver`.
-
-    ``hold`` opens the context in which `process` runs (a device lock held as a role). A stage without it needs no
-    devices.
-    """
+    """The loop of one stage: take an item, hold the devices, call the function, pass the result on."""
 
     def __init__(
         self,
         name: str,
+        work: Callable[[Any], Awaitable[StageItem]],
+        source: AsyncIterator[Any],
         recorder: StateRecorder,
         *,
-        inbox: Channel[Any] | None = None,
         outbox: Channel[Any] | None = None,
+        before: Callable[[Any], Awaitable[None]] | None = None,
         hold: Callable[[], Any] | None = None,
+        finish: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
+        """Keep the parts of the loop.
+
+        ``work``: item -> item for the next stage. ``before`` waits, before the devices are taken, for events that
+        happen only while other roles have them. ``hold`` returns a context manager that holds the devices. ``finish``
+        gets each item of the last stage, with the time of this stage noted.
+        """
         self.name = name
-        self.inbox = inbox
-        self.outbox = outbox
         self.state = StageState.IDLE
-        self._recorder = recorder
-        self._hold = hold
+        self.inbox = source if isinstance(source, Channel) else None
+        self.outbox = outbox
+        self._work, self._source, self._recorder = work, source, recorder
+        self._before, self._hold, self._finish = before, hold, finish
         self._task: asyncio.Task[Any] | None = None
-
-    async def take_input(self) -> Any:
-        """Return the next item to work on. Raises `ChannelClosed` at the end of the data."""
-        if self.inbox is None:
-            raise TypeError(f"stage {self.name!r} has no inbox and does not override take_input")
-        return await self.inbox.get()
-
-    async def before_devices(self, item: Any) -> None:
-        """Wait, before taking the devices, for events that happen only while other roles have them."""
-
-    async def process(self, item: Any) -> StageItem:
-        """Work on one item and return the item for the next stage."""
-        raise NotImplementedError
-
-    async def deliver(self, result: Any) -> None:
-        """Pass on a finished item, whose time has been recorded."""
-        if self.outbox is not None:
-            self.enter(StageState.WAITING_OUTPUT)
-            await self.outbox.put(result)
-
-    def enter(self, state: StageState, **details: Any) -> None:
-        """Change the state and record it."""
-        self.state = state
-        self._recorder.transition(f"stage/{self.name}", state.value, **details)
 
     def place(self) -> str | None:
         """Return the line of code in which the stage waits; None before `run`."""
@@ -163,39 +142,51 @@ class Stage:
         try:
             await self._loop()
         except asyncio.CancelledError:
-            self.enter(StageState.DONE, cancelled=True)
+            self._enter(StageState.DONE, cancelled=True)
             raise
         except BaseException as error:
-            self.enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
+            self._enter(StageState.FAILED, error=f"{type(error).__name__}: {error}")
             raise
-        self.enter(StageState.DONE)
+        self._enter(StageState.DONE)
 
     async def _loop(self) -> None:
         while True:
-            self.enter(StageState.WAITING_INPUT)
+            self._enter(StageState.WAITING_INPUT)
             try:
-                item = await self.take_input()
-            except ChannelClosed:
+                item = await anext(self._source)
+            except StopAsyncIteration:
                 break
-            await self.deliver(await self._work(item))
+            result = await self._held(item)
+            if self._finish is not None:
+                await self._finish(result)
+            if self.outbox is not None:
+                self._enter(StageState.WAITING_OUTPUT)
+                await self.outbox.put(result)
         if self.outbox is not None:
             await self.outbox.close()
 
-    async def _work(self, item: Any) -> StageItem:
+    async def _held(self, item: Any) -> StageItem:
         if self._hold is None:
-            return await self._process_timed(item)
-        self.enter(StageState.WAITING_RESOURCE)
-        await self.before_devices(item)
+            return await self._timed(item)
+        self._enter(StageState.WAITING_RESOURCE)
+        if self._before is not None:
+            await self._before(item)
         async with self._hold():
-            return await self._process_timed(item)
+            return await self._timed(item)
 
-    async def _process_timed(self, item: Any) -> StageItem:
-        self.enter(StageState.RUNNING)
+    async def _timed(self, item: Any) -> StageItem:
+        self._enter(StageState.RUNNING)
         clock = asyncio.get_running_loop()
         started = clock.time()
-        result = await self.process(item)
+        result = await self._work(item)
+        if result is None:
+            raise TypeError(f"stage {self.name!r} returned nothing: a stage returns its batch")
         result.note_time(self.name, clock.time() - started)
         return result
+
+    def _enter(self, state: StageState, **details: Any) -> None:
+        self.state = state
+        self._recorder.transition(f"stage/{self.name}", state.value, **details)
 
 
 class StageGraph:
@@ -246,59 +237,6 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-StageClass = TypeVar("StageClass", bound=type[Stage])
-
-_STAGES: dict[str, type[Stage]] = {}
-
-
-def register_stage(name: str) -> Callable[[StageClass], StageClass]:
-    """Return a class decorator that registers a stage under a name. It raises `ValueError` if the name is taken."""
-
-    def register(stage: StageClass) -> StageClass:
-        if name in _STAGES:
-            raise ValueError(f"a stage named {name!r} is already registered")
-        _STAGES[name] = stage
-        return stage
-
-    return register
-
-
-def resolve_stages(defaults: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, type[Stage]]:
-    """Return the class of each stage: the default or the chosen one.
-
-    Raises `ConfigError` for classes that cannot be found or do not fit.
-    """
-    problems: list[ConfigProblem] = []
-    classes = {stage: _STAGES[name] for stage, name in defaults.items()}
-    for stage, name in chosen.items():
-        path = f"stages.{stage}"
-        if stage not in defaults:
-            problems.append(
-                ConfigProblem(path, f"there is no stage {stage!r} to replace", f"choose from {sorted(defaults)}")
-            )
-            continue
-        try:
-            found = _STAGES[name] if name in _STAGES else import_object(name)
-        except ImportError as error:
-            problems.append(
-                ConfigProblem(path, str(error), f"give a registered name ({sorted(_STAGES)}) or `package.module:Class`")
-            )
-            continue
-        if not (isinstance(found, type) and issubclass(found, classes[stage])):
-            problems.append(
-                ConfigProblem(
-                    path,
-                    f"{name!r} is not a subclass of {classes[stage].__name__}",
-                    f"derive the stage from roll.pipeline.stages.{classes[stage].__name__}",
-                )
-            )
-            continue
-        classes[stage] = found
-    if problems:
-        raise ConfigError(problems)
-    return classes
 
 
 class StepCounter:

@@ -2,290 +2,346 @@
 
     rollout -> reference -> value -> advantage -> critic -> train -> param_update
 
-Each stage is a few lines; the scheduler, the workers and the algorithms do the work. The first stage waits for the
-scheduler's groups. The last one publishes the new weights, which lets the scheduler start more groups.
+A stage is a function of the run and a batch that returns the batch. The scheduler, the workers and the algorithms do
+the work. The first stage gets the scheduler's groups. The last one publishes the new weights, which lets the scheduler
+start more groups. A stage of one's own replaces one of these, or is inserted before or after it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.configs import derived
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among
+from roll.configs.plugins import Kind, PlugIn, problem
+from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
 from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
 from roll.pipeline.context import RunContext
-from roll.pipeline.stage import Channel, ChannelClosed, Stage, register_stage
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
 from roll.trainers.worker import TrainPlan
 from roll.weights.verify import CanaryScores
 
-STAGE_ORDER = ("rollout", "reference", "value", "advantage", "critic", "train", "param_update")
-NEEDED_ROLES = {"reference": "reference", "value": "critic", "critic": "critic"}
-"""The role that a stage needs; without it the stage is left out."""
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The finished groups of one training step, counted from 0."""
+
+    step: int
+    groups: list[FinishedGroup[Any, Group]]
 
 
-@register_stage("rollout")
-class RolloutStage(Stage):
-    """Source of batches from the scheduler, checked against the staleness bound and the ledger."""
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__("rollout", context.recorder.timeline, inbox=inbox, outbox=outbox)
-        self.context = context
-        self._next_step = context.first_step
-
-    async def take_input(self) -> list[FinishedGroup[Any, Group]]:
-        if self._next_step == self.context.config.max_steps:
-            raise ChannelClosed("all training steps have their batch")
-        with waiting("scheduler", f"the batch of step {self._next_step + 1}"):
-            return await self.context.scheduler.next_batch()
-
-    async def process(self, finished: list[FinishedGroup[Any, Group]]) -> TrainingBatch:
-        batch = TrainingBatch.from_groups(self._next_step, [group.result for group in finished])
-        self._next_step += 1
-        batch.check_staleness(self.context.max_staleness)
-        self.context.scheduler.ledger.check()
-        batch.describe_rollouts(self.context.side.sample_metrics)
-        batch.metrics.update(self.context.side.metrics())
-        return batch
+async def groups_of_steps(run: RunContext) -> AsyncIterator[StepGroups]:
+    """Yield the scheduler's groups, training step by training step."""
+    for step in range(run.first_step, run.config.max_steps):
+        with waiting("scheduler", f"the batch of step {step + 1}"):
+            groups = await run.scheduler.next_batch()
+        yield StepGroups(step, groups)
 
 
-@register_stage("reference")
-class ReferenceStage(Stage):
-    """Log-probabilities under the frozen reference policy, for a KL term.
+async def rollout(run: RunContext, finished: StepGroups) -> TrainingBatch:
+    """Make a batch of finished groups, and check it against the staleness bound and the ledger."""
+    batch = TrainingBatch.from_groups(finished.step, [group.result for group in finished.groups])
+    batch.check_staleness(run.max_staleness)
+    run.scheduler.ledger.check()
+    batch.describe_rollouts(run.side.sample_metrics)
+    batch.metrics.update(run.side.metrics())
+    return batch
 
-    If the reference is the trainer without its adapters, the stage waits until the previous training step is over. Any
-    earlier, it could only delay that step's new weights.
+
+async def reference(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Add the log-probabilities under the frozen reference policy, for a KL term."""
+    if run.reference is None:
+        raise RuntimeError("the reference stage is wired without a reference role")
+    with run.recorder.busy("reference"):
+        batch.data.tokens["reference_logprobs"] = await run.reference.log_probs(batch.data, run.train_temperature)
+    run.recorder.count_tokens("reference", int(batch.data.lengths.sum()))
+    return batch
+
+
+async def value(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Add the critic's values, for advantages."""
+    with run.recorder.busy("critic"):
+        batch.data.tokens["values"] = await run.require_critic().values(batch.data)
+    return batch
+
+
+async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Convert rewards (and the KL penalty, if any) to advantages."""
+    # In a thread: long responses take a good part of a second, and rollouts continue meanwhile.
+    batch.metrics.update(await asyncio.to_thread(add_advantages, batch, run.advantages))
+    batch.memory = run.advantages.memory()
+    return batch
+
+
+async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Take the optimizer steps of the critic, on the returns of this batch."""
+    config = run.config
+    if config.critic is None:
+        raise RuntimeError("the critic's stage is wired without the role")
+    with run.recorder.busy("critic"):
+        size = derived.optimizer_batch_size(config, config.critic, len(batch.data))
+        plan = TrainPlan(batch.step, config.ppo_epochs, size, run.train_temperature)
+        metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
+        if run.checkpoints.due(batch.step + 1):
+            await run.checkpoints.copy_state(batch.step + 1, "critic")
+    batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
+    run.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * config.ppo_epochs)
+    return batch
+
+
+async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Take the optimizer steps of one training step; then set the new weights aside for the weight update."""
+    config, version = run.config, batch.step + 1
+    with run.recorder.busy("actor_train"):
+        metrics: dict[str, float] = {}
+        if version > config.critic_warmup:
+            await _correct(run, batch)
+            size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
+            plan = TrainPlan(batch.step, config.ppo_epochs, size, run.train_temperature)
+            metrics = await run.trainer.train(batch.data, run.objective, plan)
+            run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
+        if publication_due(run.config, version):
+            batch.canaries = await gather(run, version)
+            batch.gathered = True
+        run.scheduler.training_step_done(version)
+        if run.checkpoints.due(version):
+            await run.checkpoints.take(version, run.scheduler.progress(), batch.memory)
+    run.steps.advance(version)
+    batch.metrics.update(
+        {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
+    )
+    if run.mismatch_alarm is not None:
+        run.mismatch_alarm.check(version, batch.metrics)
+    return batch
+
+
+async def _correct(run: RunContext, batch: TrainingBatch) -> None:
+    """Compute the log-probabilities before the first update, if the loss or a correction needs them.
+
+    Only at this point does the trainer have exactly the weights of this step.
     """
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        self._is_trainer = derived.reference_is_base(context.config)
-        hold = context.hold("actor_train" if self._is_trainer else "reference")
-        super().__init__("reference", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=hold)
-        self.context = context
-
-    async def before_devices(self, batch: TrainingBatch) -> None:
-        if self._is_trainer:
-            await self.context.steps.reached(batch.step)
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        reference = self.context.reference
-        if reference is None:
-            raise RuntimeError("the reference stage is wired without a reference role")
-        with self.context.recorder.busy("reference"):
-            logprobs = await reference.log_probs(batch.data, self.context.train_temperature)
-        batch.data.tokens["reference_logprobs"] = logprobs
-        self.context.recorder.count_tokens("reference", int(batch.data.lengths.sum()))
-        return batch
+    if not run.needs_proximal:
+        return
+    batch.data.tokens["proximal_logprobs"] = await run.trainer.log_probs(batch.data, run.train_temperature)
+    if run.correction is not None:
+        max_lag, capped = run.objective.max_lag, run.objective.lags_capped
+        metrics = await asyncio.to_thread(add_correction, batch, run.correction, max_lag=max_lag, lags_capped=capped)
+        batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
 
 
-@register_stage("value")
-class ValueStage(Stage):
-    """The critic's values, for advantages.
-
-    Its weights must have learned from every earlier batch, so the stage waits until the previous training step is over.
-    """
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__("value", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("critic"))
-        self.context = context
-
-    async def before_devices(self, batch: TrainingBatch) -> None:
-        await self.context.steps.reached(batch.step)
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        with self.context.recorder.busy("critic"):
-            batch.data.tokens["values"] = await self.context.require_critic().values(batch.data)
-        return batch
+async def param_update(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Send the weights, load them into every replica, and validate when due."""
+    version = batch.step + 1
+    if batch.gathered:
+        batch.metrics.update(await publish(run, version, batch.canaries))
+        batch.metrics.update(await announce(run, version))
+    return batch
 
 
-@register_stage("advantage")
-class AdvantageStage(Stage):
-    """Conversion of rewards (and the KL penalty, if any) to advantages."""
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__("advantage", context.recorder.timeline, inbox=inbox, outbox=outbox)
-        self.context = context
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        # In a thread: long responses take a good part of a second, and rollouts continue meanwhile.
-        batch.metrics.update(await asyncio.to_thread(add_advantages, batch, self.context.advantages))
-        batch.memory = self.context.advantages.memory()
-        return batch
+async def record(run: RunContext, batch: TrainingBatch) -> None:
+    """Record a step that has passed all stages. Then its checkpoint may be completed."""
+    step = batch.step + 1
+    await run.recorder.step(batch, run.scheduler, run.pool, run.side.workers)
+    if run.checkpoints.due(step):
+        await run.recorder.sync()
+        await run.checkpoints.step_recorded(step)
 
 
-@register_stage("critic")
-class CriticStage(Stage):
-    """The optimizer steps of the critic, on the returns of this batch."""
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__("critic", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("critic"))
-        self.context = context
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        context, config = self.context, self.context.config
-        if config.critic is None:
-            raise RuntimeError("the critic's stage is wired without the role")
-        with context.recorder.busy("critic"):
-            size = derived.optimizer_batch_size(config, config.critic, len(batch.data))
-            plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
-            metrics = await context.require_critic().train(batch.data, context.value_objective, plan)
-            if context.checkpoints.due(batch.step + 1):
-                await context.checkpoints.copy_state(batch.step + 1, "critic")
-        batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
-        context.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * config.ppo_epochs)
-        return batch
-
-
-@register_stage("train")
-class TrainStage(Stage):
-    """The optimizer steps of one training step; then the new weights are set aside for the weight update."""
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__(
-            "train", context.recorder.timeline, inbox=inbox, outbox=outbox, hold=context.hold("actor_train")
-        )
-        self.context = context
-
-    async def before_devices(self, batch: TrainingBatch) -> None:
-        """In a colocated run, wait for a free weight buffer before taking the devices.
-
-        There the engine needs the same devices to release older weights. In other runs training need not wait, since
-        `gather` does.
-        """
-        context, version = self.context, batch.step + 1
-        if context.locks["actor_train"] is context.locks["actor_infer"] and publication_due(context, version):
-            await context.pool.buffers.acquire(version)
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        context, config = self.context, self.context.config
-        version = batch.step + 1
-        with context.recorder.busy("actor_train"):
-            metrics: dict[str, float] = {}
-            if version > config.critic_warmup:
-                await self._correct(batch)
-                size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
-                plan = TrainPlan(batch.step, config.ppo_epochs, size, context.train_temperature)
-                metrics = await context.trainer.train(batch.data, context.objective, plan)
-                context.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
-            if publication_due(context, version):
-                batch.canaries = await gather(context, version)
-                batch.gathered = True
-            context.scheduler.training_step_done(version)
-            if context.checkpoints.due(version):
-                await context.checkpoints.take(version, context.scheduler.progress(), batch.memory)
-        context.steps.advance(version)
-        batch.metrics.update(
-            {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
-        )
-        if context.mismatch_alarm is not None:
-            context.mismatch_alarm.check(version, batch.metrics)
-        return batch
-
-    async def _correct(self, batch: TrainingBatch) -> None:
-        """Compute the log-probabilities before the first update, if the loss or a correction needs them.
-
-        Only at this point does the trainer have exactly the weights of this step.
-        """
-        context = self.context
-        if not context.needs_proximal:
-            return
-        batch.data.tokens["proximal_logprobs"] = await context.trainer.log_probs(batch.data, context.train_temperature)
-        if context.correction is not None:
-            objective = context.objective
-            metrics = await asyncio.to_thread(
-                add_correction,
-                batch,
-                context.correction,
-                max_lag=objective.max_lag,
-                lags_capped=objective.lags_capped,
-            )
-            batch.metrics.update({f"correction/{name}": value for name, value in metrics.items()})
-
-
-@register_stage("param_update")
-class ParamUpdateStage(Stage):
-    """The weight update: send the weights, load them into every replica, validate when due, and record the step."""
-
-    def __init__(self, context: RunContext, inbox: Channel[Any] | None, outbox: Channel[Any] | None) -> None:
-        super().__init__("param_update", context.recorder.timeline, inbox=inbox, outbox=outbox)
-        self.context = context
-
-    async def process(self, batch: TrainingBatch) -> TrainingBatch:
-        version = batch.step + 1
-        if batch.gathered:
-            batch.metrics.update(await publish(self.context, version, batch.canaries))
-            batch.metrics.update(await announce(self.context, version))
-        return batch
-
-    async def deliver(self, batch: TrainingBatch) -> None:
-        """Record the step, with the time of this stage. Then its checkpoint may be completed."""
-        context, step = self.context, batch.step + 1
-        await context.recorder.step(batch, context.scheduler, context.pool, context.side.workers)
-        if context.checkpoints.due(step):
-            await context.recorder.sync()
-            await context.checkpoints.step_recorded(step)
-
-
-def validation_due(context: RunContext, version: int) -> bool:
+def validation_due(config: PipelineConfig, version: int) -> bool:
     """Return True if this version is validated: every `eval_steps` versions, and the first and last one.
 
     With `eval_steps: 0` none is.
     """
-    eval_steps = context.config.eval_steps
-    return eval_steps > 0 and (version % eval_steps == 0 or version == context.config.max_steps)
+    steps = config.eval_steps
+    return steps > 0 and (version % steps == 0 or version == config.max_steps)
 
 
-def publication_due(context: RunContext, version: int) -> bool:
+def publication_due(config: PipelineConfig, version: int) -> bool:
     """Return True if this version goes to the engine: every `interval_steps`, the last one, and all validated ones."""
-    interval = context.config.weight_update.interval_steps
-    return version % interval == 0 or version == context.config.max_steps or validation_due(context, version)
+    interval = config.weight_update.interval_steps
+    return version % interval == 0 or version == config.max_steps or validation_due(config, version)
 
 
-async def gather(context: RunContext, version: int) -> CanaryScores | None:
+async def gather(run: RunContext, version: int) -> CanaryScores | None:
     """Copy the trainer's weights into a weight buffer, as soon as one is free.
 
     Returns the trainer's scores of the canary sequences, if this weight update is checked.
     """
-    half = await context.pool.buffers.acquire(version)
-    bucket_bytes = derived.gather_bucket_bytes(context.config)
-    await context.trainer.gather(version, half, context.pool.dtype, bucket_bytes)
-    return await context.canaries.score(context.trainer, version) if context.canaries is not None else None
+    half = await run.pool.buffers.acquire(version)
+    bucket_bytes = derived.gather_bucket_bytes(run.config)
+    await run.trainer.gather(version, half, run.pool.dtype, bucket_bytes)
+    return await run.canaries.score(run.trainer, version) if run.canaries is not None else None
 
 
-async def publish(context: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
+async def publish(run: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
     """Load the gathered weights into every replica.
 
     Returns the seconds of each part and, if checked, the log-probability differences of the canary sequences.
     """
-    await context.chaos.publication(version)
-    publication = await context.trainer.send(version)
-    async with context.locks["actor_infer"].hold("actor_infer"):
-        loaded = await context.pool.publish(publication, canaries)
+    await run.chaos.publication(version)
+    publication = await run.trainer.send(version)
+    async with run.locks["actor_infer"].hold("actor_infer"):
+        loaded = await run.pool.publish(publication, canaries)
     seconds = {**publication.seconds, **loaded.seconds}
     metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
     return metrics if loaded.canaries is None else {**metrics, **loaded.canaries.metrics()}
 
 
-async def announce(context: RunContext, version: int) -> dict[str, float]:
+async def announce(run: RunContext, version: int) -> dict[str, float]:
     """Report a published version to the scheduler, and validate it when due. Returns the metrics of the validation.
 
     With `validation.mode: pause` no training group starts until the validation has ended.
     """
-    if context.validator is None or not validation_due(context, version):
-        context.scheduler.weights_published(version)
+    if run.validator is None or not validation_due(run.config, version):
+        run.scheduler.weights_published(version)
         return {}
-    settings = derived.validation_settings(context.config)
+    settings = derived.validation_settings(run.config)
     pause = settings is not None and settings.mode == "pause"
     if pause:
-        context.scheduler.pause_admission()
+        run.scheduler.pause_admission()
     else:
-        context.scheduler.weights_published(version)
-    with context.recorder.validating(version):
-        result = await context.validator.run(version)
+        run.scheduler.weights_published(version)
+    with run.recorder.validating(version):
+        result = await run.validator.run(version)
     if pause:
-        context.scheduler.weights_published(version)
-        context.scheduler.resume_admission()
-    await context.recorder.validation(result)
+        run.scheduler.weights_published(version)
+        run.scheduler.resume_admission()
+    await run.recorder.validation(result)
     return result.metrics
+
+
+async def earlier_step_over(run: RunContext, batch: TrainingBatch) -> None:
+    """Wait until the trained weights have learned from every earlier batch."""
+    await run.steps.reached(batch.step)
+
+
+async def base_is_free(run: RunContext, batch: TrainingBatch) -> None:
+    """Where the reference is the trainer without its adapters, wait until the previous training step is over.
+
+    Any earlier, the reference could only delay that step's new weights.
+    """
+    if derived.reference_is_base(run.config):
+        await run.steps.reached(batch.step)
+
+
+async def room_for_weights(run: RunContext, batch: TrainingBatch) -> None:
+    """In a colocated run, wait for a free weight buffer before taking the devices.
+
+    There the engine needs the same devices to release older weights. In other runs training need not wait, since
+    `gather` does.
+    """
+    version = batch.step + 1
+    if run.locks["actor_train"] is run.locks["actor_infer"] and publication_due(run.config, version):
+        await run.pool.buffers.acquire(version)
+
+
+StageFunction = Callable[[RunContext, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class StagePlugIn(PlugIn):
+    """A stage."""
+
+    role: str | None = None
+    """The role whose devices it holds, and without which it is left out; None: it needs none."""
+    before: Callable[[RunContext, Any], Awaitable[None]] | None = None
+    """Waits, before the devices are taken, for events that happen only while other roles have them."""
+
+
+STAGES = Kind(
+    "stage",
+    "roll.stages",
+    {
+        "rollout": StagePlugIn("roll.pipeline.stages:rollout"),
+        "reference": StagePlugIn("roll.pipeline.stages:reference", role="reference", before=base_is_free),
+        "value": StagePlugIn("roll.pipeline.stages:value", role="critic", before=earlier_step_over),
+        "advantage": StagePlugIn("roll.pipeline.stages:advantage"),
+        "critic": StagePlugIn("roll.pipeline.stages:critic", role="critic"),
+        "train": StagePlugIn("roll.pipeline.stages:train", role="actor_train", before=room_for_weights),
+        "param_update": StagePlugIn("roll.pipeline.stages:param_update"),
+    },
+    StagePlugIn,
+)
+"""The stages, in their order."""
+
+
+@dataclass(frozen=True)
+class ChainedStage:
+    """A stage at its place in a run."""
+
+    name: str
+    function: StageFunction
+    role: str | None = None
+    before: Callable[[RunContext, Any], Awaitable[None]] | None = None
+
+
+def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]:
+    """Return the stages of a run, with those of a user's own (`stages` of the configuration).
+
+    Raises `ConfigError` for functions that cannot be found or are no stages, and for places that do not exist.
+    """
+    problems: list[ConfigProblem] = []
+    chain = [
+        ChainedStage(name, STAGES.load(name, name), record.role, record.before)
+        for name, record in STAGES.built_in.items()
+    ]
+    for name, stage in chosen.items():
+        try:
+            if isinstance(stage, InsertedStage):
+                _insert(chain, name, stage)
+            else:
+                _replace(chain, name, stage)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return chain
+
+
+def _replace(chain: list[ChainedStage], name: str, chosen: str) -> None:
+    path = f"stages.{name}"
+    if name not in STAGES.built_in:
+        remedy = f"choose from {', '.join(STAGES.built_in)}, or write `{{after: <stage>, use: {chosen}}}` to insert one"
+        raise problem(path, f"there is no stage `{name}` to replace", remedy)
+    index = _index(chain, name)
+    chain[index] = replace(chain[index], function=_function(chosen, path))
+
+
+def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
+    path = f"stages.{name}"
+    names = [each.name for each in chain]
+    if name in names:
+        remedy = f"give the inserted stage another name, or replace the built-in one: `stages: {{{name}: {stage.use}}}`"
+        raise problem(path, f"the stage `{name}` is built in", remedy)
+    if not stage.use:
+        raise problem(f"{path}.use", "it needs a function", "set `use` to an import path `package.module:function`")
+    given = [key for key in ("before", "after") if getattr(stage, key) is not None]
+    if len(given) != 1:
+        raise problem(path, "it needs a place", "set `after` or `before`, and not both")
+    (where,) = given
+    neighbour = getattr(stage, where)
+    if neighbour not in names:
+        raise problem(f"{path}.{where}", f"there is no stage `{neighbour}`", choose_among(neighbour, names))
+    if where == "before" and neighbour == names[0]:
+        raise problem(f"{path}.{where}", f"there is no batch before `{neighbour}`", f"set `after: {neighbour}`")
+    index = _index(chain, neighbour)
+    # A stage beside one that is left out without its role is itself always there.
+    chain.insert(index + (where == "after"), ChainedStage(name, _function(stage.use, f"{path}.use")))
+
+
+def _index(chain: list[ChainedStage], name: str) -> int:
+    return [each.name for each in chain].index(name)
+
+
+def _function(chosen: str, path: str) -> StageFunction:
+    found = STAGES.load(chosen, path)
+    if not inspect.iscoroutinefunction(found):
+        message = f"`{chosen}` is no coroutine function"
+        raise problem(path, message, "write a stage as `async def name(run, batch)` that returns the batch")
+    return found

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from roll.configs.errors import ConfigProblem, problems_of
 from roll.configs.plugins import made
-from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.roles import ModelArguments, TrainingArguments, WorkerConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, strategy_class
 from roll.data.records import SampleBatch
 from roll.trainers.step import MicroBatchLimits
@@ -182,6 +182,48 @@ class TrainerSetup:
     def rendezvous(self) -> str:
         """Address at which the ranks meet, in the format of `torch.distributed`."""
         return f"tcp://{self.master_address}:{self.master_port}"
+
+
+def trainer_setup(
+    config: WorkerConfig,
+    *,
+    model_path: str,
+    total_optimizer_steps: int,
+    seed: int,
+    master_port: int,
+    master_address: str = "127.0.0.1",
+    rank: int = 0,
+    world_size: int = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
+    kind: ModelKind = "policy",
+    forward_only: bool = False,
+) -> TrainerSetup:
+    """Return the setup of one rank from the configuration of its role."""
+    return TrainerSetup(
+        model_path=model_path,
+        rank=rank,
+        world_size=world_size,
+        master_address=master_address,
+        master_port=master_port,
+        device=device,
+        model_args=config.model_args,
+        training_args=config.training_args,
+        total_optimizer_steps=total_optimizer_steps,
+        train_limits=MicroBatchLimits(
+            config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
+            config.training_args.per_device_train_batch_size,
+            config.use_sequence_packing,
+        ),
+        infer_limits=MicroBatchLimits(
+            config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
+            config.infer_batch_size,
+            config.use_sequence_packing,
+        ),
+        kind=kind,
+        forward_only=forward_only,
+        seed=seed,
+        strategy_config=config.strategy_args.strategy_config,
+    )
 
 
 def build_trainer(name: str, setup: TrainerSetup, own: str | None = None) -> TrainStrategy:

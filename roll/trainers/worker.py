@@ -29,14 +29,14 @@ from roll.tracking.files import sync_file
 from roll.trainers.base import (
     ForwardStrategy,
     ModelKind,
-    TrainerSetup,
     TrainStrategy,
     build_forward_strategy,
     build_trainer,
+    trainer_setup,
 )
 from roll.trainers.model import ModelExport
 from roll.trainers.state import SavedState, state_file, write_state
-from roll.trainers.step import MicroBatchLimits, Objective
+from roll.trainers.step import Objective
 from roll.weights.engine_push import PushTarget
 from roll.weights.publisher import Publication, build_publisher
 from roll.weights.transports import TransportSpec
@@ -88,30 +88,18 @@ class TrainWorker(Worker):
     def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         self.set_threads()
         config = spec.config
-        setup = TrainerSetup(
+        setup = trainer_setup(
+            config,
             model_path=spec.model_path,
+            total_optimizer_steps=spec.total_optimizer_steps,
+            seed=spec.seed,
+            kind=spec.kind,
+            forward_only=spec.forward_only,
             rank=self.identity.rank,
             world_size=self.identity.world_size,
             master_address=master_address,
             master_port=master_port,
             device=self.identity.place.device,
-            model_args=config.model_args,
-            training_args=config.training_args,
-            total_optimizer_steps=spec.total_optimizer_steps,
-            train_limits=MicroBatchLimits(
-                config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
-                config.training_args.per_device_train_batch_size,
-                config.use_sequence_packing,
-            ),
-            infer_limits=MicroBatchLimits(
-                config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
-                config.infer_batch_size,
-                config.use_sequence_packing,
-            ),
-            kind=spec.kind,
-            forward_only=spec.forward_only,
-            seed=spec.seed,
-            strategy_config=config.strategy_args.strategy_config,
         )
         name, own = config.strategy_args.strategy_name, config.strategy_args.strategy_cls
         if spec.forward_only:

@@ -324,7 +324,6 @@ WRONG = [
         {"actor_infer.strategy_args": {"strategy_name": "hf_infer", "strategy_cls": "MyEngine"}},
         "actor_infer.strategy_args.strategy_cls", "no import path", "package.module:Class",
     ),
-    ({"stages": {"reward": "my stage!"}}, "stages.reward", "neither", "package.module:Class"),
     ({"track_with": ["tensorboard", "tensorboard"]}, "track_with", "twice", "once"),
     ({"exp_name": "a/b"}, "exp_name", "no folder name", "without slashes"),
     ({"output_dir": "{tmp}/train.jsonl"}, "output_dir", "is a file", "another folder"),

@@ -18,10 +18,11 @@ from roll.configs.plugins import Kind, checked_arguments, parameters_of
 from roll.configs.rewards import VERIFIERS
 from roll.configs.run import TRACKERS
 from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, SCORERS, TRAINERS
+from roll.pipeline.stages import STAGES
 
 KINDS = [
     ADVANTAGE_ESTIMATORS, ENGINES, ENVIRONMENTS, ENVIRONMENT_MANAGERS, FORWARD_STRATEGIES, POLICY_LOSSES, SCORERS,
-    TOOLS, TRACKERS, TRAINERS, VERIFIERS,
+    STAGES, TOOLS, TRACKERS, TRAINERS, VERIFIERS,
 ]  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

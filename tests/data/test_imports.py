@@ -88,11 +88,10 @@ def test_a_worker_on_a_host_without_the_drivers_folder_stays_where_it_is(folder)
 
 PARTS = """\
 from roll.trainers.worker import TrainWorker
-from roll.pipeline.stages import AdvantageStage
 
 
-class OwnStage(AdvantageStage):
-    pass
+async def own_stage(run, batch):
+    return batch
 
 
 class OwnTrainer(TrainWorker):
@@ -124,7 +123,7 @@ def test_stages_workers_and_verifiers_beside_the_configuration_are_found_by_the_
     config = {
         "pretrain": "some/model",
         "cluster": {"device": "cpu", "num_devices_per_node": 2},
-        "stages": {"advantage": "my_parts:OwnStage"},
+        "stages": {"advantage": "my_parts:own_stage"},
         "actor_train": {
             "device_mapping": [0],
             "worker_cls": "my_parts:OwnTrainer",

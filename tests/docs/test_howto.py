@@ -126,7 +126,10 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
     make_task(folder)
     (folder / "reward_functions.py").write_text((ROOT / "tests" / "pipeline" / "reward_functions.py").read_text())
     parts = {
-        "stages": {"advantage": "my_stages:SurprisedAdvantages"},
+        "stages": {
+            "advantage": "my_stages:surprised_advantages",
+            "keep_hard": {"after": "rollout", "use": "my_stages:keep_hard"},
+        },
         "actor_train__worker_cls": "my_workers:CountingTrainWorker",
         "actor_train__strategy_args__strategy_cls": "fsdp2_radam:Fsdp2RAdamTrainStrategy",
         "cluster__address": ray_cluster,
@@ -146,4 +149,4 @@ def test_a_run_takes_a_stage_a_worker_and_algorithms_from_the_folder_where_it_is
     assert json.loads((folder / "out" / "summary.json").read_text())["status"] == "success"
     steps = [step for step in read_metrics(folder / "out" / "metrics.jsonl") if step["step"] > 0]
     assert [step["actor/samples"] for step in steps] == [32.0, 32.0]
-    assert all(0 <= step["advantage/sure_share"] <= 1 for step in steps)
+    assert all(0 <= step[name] <= 1 for step in steps for name in ("advantage/sure_share", "hard/share"))

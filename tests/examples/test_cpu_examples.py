@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from roll.cli.main import main
+from roll.tracking.trackers import read_metrics
 
 pytestmark = pytest.mark.tier("all")
 
@@ -102,3 +106,25 @@ def start(arguments, folder):
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_loop_in_one_file_is_the_run_of_the_quick_start_at_ratio_0(made, tmp_path, ray_cluster, monkeypatch):
+    """To the last bit, also of the weights."""
+    monkeypatch.chdir(tmp_path)
+    folder = made("quickstart")
+    file = EXAMPLES / "quickstart" / "rlvr.yaml"
+    shape = ["rollout_batch_size=8", "max_steps=2", "cluster.cpu_threads_per_device=1"]
+    overrides = [
+        f"pretrain={folder / 'model'}",
+        *shape,
+        *(each.format(made=folder) for each in RUNS["quickstart/rlvr"]),
+    ]
+    loop = runpy.run_path(str(EXAMPLES / "grpo_in_one_file.py"))
+    steps = asyncio.run(loop["train"](file, overrides, export=tmp_path / "model"))
+    placed = [f"cluster.address={ray_cluster}", f"output_dir={tmp_path / 'run'}", "async_generation_ratio=0"]
+    assert main(["--config", str(file), *overrides, *placed]) == 0
+    run = [step for step in read_metrics(tmp_path / "run" / "metrics.jsonl") if step["step"] > 0]
+    told = [(step["reward/mean"], step["actor/loss"], step["actor/grad_norm"]) for step in run]
+    assert told == [astuple(step) for step in steps]
+    one, other = (tmp_path / "model", tmp_path / "run" / "checkpoints" / "step-2")
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()

@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from roll.engines.hf.strategy import HFInferStrategy
+from roll.pipeline import stages
 from roll.pipeline.checkpoints import saved_steps
-from roll.pipeline.stages import AdvantageStage
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.worker import TrainWorker
 
@@ -58,14 +59,28 @@ class Diary:
         pass
 
 
-class HalvedAdvantages(AdvantageStage):
+async def halved_advantages(run, batch):
     """Advantages half as large as the built-in ones."""
+    batch = await stages.advantage(run, batch)
+    batch.data.tokens["advantages"] *= 0.5
+    batch.metrics["advantage/halved"] = 1.0
+    return batch
 
-    async def process(self, batch):
-        batch = await super().process(batch)
-        batch.data.tokens["advantages"] *= 0.5
-        batch.metrics["advantage/halved"] = 1.0
-        return batch
+
+async def every_other_group(run, batch):
+    """Leaves the second, fourth, ... group of each batch out of the training."""
+    samples = [len(group.samples) for group in batch.groups]
+    kept = np.repeat(np.repeat(np.arange(len(samples)) % 2 == 0, samples), batch.data.lengths)
+    batch.leave_out(kept)
+    batch.metrics["half/tokens"] = float((kept & batch.data.tokens["response_mask"]).sum())
+    return batch
+
+
+async def count_trained(run, batch):
+    """Counts the tokens that are trained on, as the trainer sees them."""
+    batch.metrics["half/trained_tokens"] = float(batch.data.tokens["loss_mask"].sum())
+    batch.metrics["half/has_advantages"] = float("advantages" in batch.data.tokens)
+    return batch
 
 
 class CountingTrainer(TrainWorker):
@@ -96,20 +111,18 @@ class OwnEngine(HFInferStrategy):
         return await super().generate(replace(request, sampling=replace(request.sampling, max_new_tokens=2)))
 
 
-class ClosesFolder(AdvantageStage):
+async def closes_folder(run, batch):
     """Lets nobody write into a folder that the environment names, once the checkpoint of the fourth step is whole."""
-
-    async def process(self, batch):
-        folder = os.environ.get("CLOSED_FOLDER")
-        if folder is not None and batch.step == 5:
-            await whole_checkpoint(self.context, 4)
-            os.chmod(folder, 0o555)
-        return await super().process(batch)
+    folder = os.environ.get("CLOSED_FOLDER")
+    if folder is not None and batch.step == 5:
+        await whole_checkpoint(run, 4)
+        os.chmod(folder, 0o555)
+    return await stages.advantage(run, batch)
 
 
-async def whole_checkpoint(context, step):
+async def whole_checkpoint(run, step):
     """Return when the checkpoint of this step is whole."""
-    while step not in saved_steps(context.recorder.run.checkpoints):
+    while step not in saved_steps(run.recorder.run.checkpoints):
         await asyncio.sleep(0.05)
 
 
@@ -117,37 +130,45 @@ class NotAStage:
     """Cannot stand in for a stage."""
 
 
-class GraspingAdvantages(AdvantageStage):
+def not_async(run, batch):
+    """Cannot either: nothing could wait for it."""
+    return batch
+
+
+async def forgetful(run, batch):
+    """Does not return its batch."""
+
+
+graspers = []
+
+
+async def grasping_advantages(run, batch):
     """Keeps the devices that it shares with the trainer until the trainer has done what it needs them for."""
+    held = asyncio.Event()
 
-    async def deliver(self, batch):
-        async with self.context.locks["actor_infer"].hold("actor_infer"):
-            await super().deliver(batch)
-            await self.context.steps.reached(batch.step + 1)
+    async def grasp():
+        async with run.locks["actor_infer"].hold("actor_infer"):
+            held.set()
+            await run.steps.reached(batch.step + 1)
+
+    graspers.append(asyncio.create_task(grasp()))
+    await held.wait()
+    return await stages.advantage(run, batch)
 
 
-class FailsAlways(AdvantageStage):
+async def fails_always(run, batch):
     """Never gets beyond the third training step; fails when the checkpoint of the second one is whole."""
-
-    def fails(self, batch):
-        return batch.step == 3
-
-    async def process(self, batch):
-        if self.fails(batch):
-            await whole_checkpoint(self.context, 2)
-            raise RuntimeError("the fourth step is one too many")
-        return await super().process(batch)
+    if batch.step == 3:
+        await whole_checkpoint(run, 2)
+        raise RuntimeError("the fourth step is one too many")
+    return await stages.advantage(run, batch)
 
 
-class FailsAhead(FailsAlways):
+async def fails_ahead(run, batch):
     """The same where anything is generated ahead, and nowhere else."""
-
-    def fails(self, batch):
-        return super().fails(batch) and self.context.config.async_generation_ratio > 0
+    return await (fails_always if run.config.async_generation_ratio > 0 else stages.advantage)(run, batch)
 
 
-class BlockingAdvantages(AdvantageStage):
+async def blocking_advantages(run, batch):
     """Computes for a long time where nothing may take long: on the event loop."""
-
-    async def process(self, batch):
-        time.sleep(600)
+    time.sleep(600)

@@ -13,21 +13,20 @@ def test_a_full_channel_makes_the_producer_wait_until_something_is_taken():
         second = asyncio.create_task(channel.put(2))
         await asyncio.sleep(1)
         assert not second.done()
-        assert await channel.get() == 1
+        assert await anext(channel) == 1
         await second
-        assert await channel.get() == 2
+        assert await anext(channel) == 2
 
     run_virtual(scenario())
 
 
-def test_items_put_before_close_are_still_delivered_and_then_the_end_is_an_exception():
+def test_items_put_before_close_are_still_delivered_and_then_the_iteration_ends():
     async def scenario():
         channel = Channel("c", capacity=2)
         await channel.put("last")
         await channel.close()
-        assert await channel.get() == "last"
-        with pytest.raises(ChannelClosed):
-            await channel.get()
+        assert await anext(channel) == "last"
+        assert [item async for item in channel] == []
         with pytest.raises(ChannelClosed):
             await channel.put("too late")
 
@@ -38,7 +37,7 @@ def test_none_is_an_item_like_any_other():
     async def scenario():
         channel = Channel("c")
         await channel.put(None)
-        assert await channel.get() is None
+        assert await anext(channel) is None
 
     run_virtual(scenario())
 
@@ -51,7 +50,7 @@ def test_a_cancelled_put_leaves_nothing_behind():
         await asyncio.sleep(1)
         blocked.cancel()
         await asyncio.wait([blocked])
-        assert await channel.get() == 1
+        assert await anext(channel) == 1
         assert len(channel) == 0
 
     run_virtual(scenario())

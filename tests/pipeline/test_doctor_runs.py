@@ -104,7 +104,7 @@ def run_until_stuck(task, monkeypatch):
 @pytest.mark.tier("all")
 def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(run_until_stuck):
     (code, found), (code_afterwards, afterwards), error = run_until_stuck(
-        "GraspingAdvantages", actor_infer__device_mapping=[0], async_generation_ratio=1
+        "grasping_advantages", actor_infer__device_mapping=[0], async_generation_ratio=1
     )
     assert (code, found["verdict"]) == (1, "deadlock")
     assert "stage/advantage" in found["headline"] and "stage/train" in found["headline"]
@@ -119,7 +119,7 @@ def test_a_deadlock_is_explained_before_the_run_ends_itself_with_the_same_words(
 
 @pytest.mark.tier("all")
 def test_a_stuck_event_loop_is_named_with_its_line_and_ended(run_until_stuck):
-    (_, found), (_, afterwards), error = run_until_stuck("BlockingAdvantages")
+    (_, found), (_, afterwards), error = run_until_stuck("blocking_advantages")
     assert found["verdict"] == "driver in trouble" and "custom_parts.py" in found["culprit"]
     assert "event loop was stuck" in error and "custom_parts.py" in error
     assert afterwards["verdict"] == "failed"

@@ -15,8 +15,8 @@ from tiny import make_task, tiny_config, write_config
 from roll.cli import main as cli
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
-from roll.pipeline.journal import JournalKeeper
-from roll.pipeline.main import forget_other_rollouts, go_on, journal_of
+from roll.pipeline.context import go_on
+from roll.pipeline.journal import JournalKeeper, forget_other_rollouts, journal_of
 from roll.pipeline.resume import ResumePoint
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, read_journal

@@ -17,9 +17,10 @@ from tiny import tiny_config
 from roll.configs import derived
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group, Prompt, Sample
-from roll.pipeline.main import build_scheduler, publish_initial
-from roll.pipeline.stage import Channel, StageGraph, StepCounter
-from roll.pipeline.stages import ParamUpdateStage, RolloutStage, TrainStage
+from roll.pipeline.context import build_scheduler
+from roll.pipeline.main import build_stages, publish_initial
+from roll.pipeline.stage import StageGraph, StepCounter
+from roll.pipeline.stages import stage_chain
 from roll.pipeline.validation import ValidationResult
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
@@ -168,6 +169,7 @@ class Run:
             config=config,
             scheduler=self.scheduler,
             trainer=self.trainer,
+            reference=None,
             pool=pool,
             side=side,
             validator=self.validator,
@@ -191,9 +193,8 @@ class Run:
             local = self.local()
             await local.pool.start()
             context = self.context(local.pool)
-            first, second = Channel("after rollout"), Channel("after train")
-            rollout, train = RolloutStage(context, None, first), TrainStage(context, first, second)
-            graph = StageGraph([rollout, train, ParamUpdateStage(context, second, None)])
+            chain = [stage for stage in stage_chain({}) if stage.name in ("rollout", "train", "param_update")]
+            graph = StageGraph(build_stages(chain, context))
             background = [("scheduler", self.scheduler.run), ("engine", local.pool.run)]
             await graph.run(background, lambda: publish_initial(context))
             self.held_at_the_end = [handle.engine.version for handle in local.handles]

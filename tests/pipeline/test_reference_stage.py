@@ -9,10 +9,10 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
+from roll.pipeline.context import RunContext
 from roll.pipeline.stage import StepCounter
-from roll.pipeline.stages import ReferenceStage
+from roll.pipeline.stages import STAGES
 from roll.rollout.clock import run_virtual
-from roll.tracking.timeline import Timeline
 
 
 @pytest.mark.parametrize(("reference", "waits"), [({}, True), ({"device_mapping": [1]}, False)])
@@ -21,20 +21,21 @@ def test_the_base_of_the_trainer_waits_until_the_step_before_is_over_and_takes_t
 ):
     async def scenario():
         changes = {"reference": reference, "actor_train__model_args": {"lora_target": "q_proj"}}
-        devices_of: list[str] = []
-        context = SimpleNamespace(
+        held_by: list[str] = []
+        lock = SimpleNamespace(hold=held_by.append)
+        run = SimpleNamespace(
             config=config_from_tree(tiny_config(tmp_path, use_kl_loss=True, **changes)),
-            recorder=SimpleNamespace(timeline=Timeline(tmp_path / "timeline.json")),
+            locks={"actor_train": lock, "reference": lock},
             steps=StepCounter(1),
-            hold=devices_of.append,
         )
-        stage = ReferenceStage(context, None, None)
-        assert devices_of == ["actor_train" if waits else "reference"]
-        await stage.before_devices(SimpleNamespace(step=1))
-        later = asyncio.create_task(stage.before_devices(SimpleNamespace(step=2)))
+        stage = STAGES.built_in["reference"]
+        RunContext.hold(run, stage.role)()
+        assert held_by == ["actor_train" if waits else "reference"]
+        await stage.before(run, SimpleNamespace(step=1))
+        later = asyncio.create_task(stage.before(run, SimpleNamespace(step=2)))
         await asyncio.sleep(10)
         assert later.done() == (not waits)
-        context.steps.advance(2)
+        run.steps.advance(2)
         await later
 
     run_virtual(scenario())

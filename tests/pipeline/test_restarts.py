@@ -204,7 +204,7 @@ def test_a_run_that_fails_at_the_same_place_each_time_ends(task, capsys):
         task,
         max_steps=STEPS,
         save_steps=2,
-        stages={"advantage": "custom_parts:FailsAlways"},
+        stages={"advantage": "custom_parts:fails_always"},
         restarts={"max_in_a_row": 1, "delay_seconds": 0},
     )
     run = run_pipeline(task, IN_THIS_PROCESS, tree, expect=1)
@@ -220,7 +220,7 @@ def test_a_run_that_cannot_keep_up_goes_on_in_synchronous_mode_and_says_so(task,
         max_steps=STEPS,
         save_steps=2,
         async_generation_ratio=2,
-        stages={"advantage": "custom_parts:FailsAhead"},
+        stages={"advantage": "custom_parts:fails_ahead"},
         restarts={"max_in_a_row": 3, "delay_seconds": 0, "synchronous_after": 2},
     )
     run = run_pipeline(task, IN_THIS_PROCESS, tree)

@@ -212,7 +212,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.tier("all")
 def test_a_folder_that_cannot_be_written_is_named_and_the_last_checkpoint_stays(task, tmp_path, monkeypatch):
     """When the run is to go on, and in the middle of it."""
-    stages = {"advantage": "custom_parts:ClosesFolder"}
+    stages = {"advantage": "custom_parts:closes_folder"}
     killed = KilledRun(tmp_path, tiny_config(task, max_steps=STEPS, save_steps=2, stages=stages))
     killed.kill_when(lambda out: newest_checkpoint(out) == 2)
     before = contents(killed.out)

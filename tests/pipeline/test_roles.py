@@ -8,8 +8,8 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.main import Roles
 from roll.pipeline.preflight import Prepared
+from roll.pipeline.roles import Roles
 from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 
@@ -41,7 +41,7 @@ def test_devices_and_published_weights_go_although_a_process_does_not_end_in_ord
     nothing = dict.fromkeys(
         ("tokenizer", "rollouts", "source", "objective", "value_objective", "advantages", "correction")
     )
-    prepared = Prepared(config=config, stage_classes={}, worker_classes={}, **nothing)
+    prepared = Prepared(config=config, stages=[], worker_classes={}, **nothing)
     run = RunDirectory.create(str(tmp_path / "run"), "addition")
     placement = NotedPlacement(config.cluster)
 

@@ -15,9 +15,9 @@ from roll.configs import derived
 from roll.configs.loader import config_from_tree
 from roll.engines import worker as infer_worker
 from roll.engines.worker import InferWorker
-from roll.pipeline import main as roles
-from roll.pipeline.main import Roles
+from roll.pipeline import roles
 from roll.pipeline.preflight import Prepared
+from roll.pipeline.roles import Roles
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement
@@ -92,7 +92,7 @@ class Started:
         nothing = dict.fromkeys(
             ("tokenizer", "rollouts", "source", "objective", "value_objective", "advantages", "correction")
         )
-        prepared = Prepared(config=self.config, stage_classes={}, worker_classes={}, **nothing)
+        prepared = Prepared(config=self.config, stages=[], worker_classes={}, **nothing)
         monkeypatch.setattr(infer_worker, "strategy_class", lambda kind, name, own: Engine)
         monkeypatch.setattr(roles, "start_worker", self._start_worker)
         self._prepared, self._run = prepared, RunDirectory.create(str(folder / "run"), "tiny")

@@ -1,0 +1,329 @@
+"""A configuration as a run and as a plain loop, and the first tensor in which they differ.
+
+The plain loop uses the same engine, trainer, rewards and algorithms, one after the other: no scheduler, no stages, no
+weight update between processes. At ratio 0 a run on CPUs with `hf_infer` computes the same bits. Elsewhere the
+low-order bits depend on what is computed side by side, and the size of a difference tells rounding from a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from roll.configs import derived
+from roll.configs.devices import parse_device_mapping
+from roll.configs.errors import ConfigError, ConfigProblem, count
+from roll.configs.roles import WorkerConfig
+from roll.configs.run import ChaosConfig, InsertedStage, PipelineConfig, RLVRConfig
+from roll.data.records import Group
+from roll.engines.base import Completion, GenerateRequest, InferStrategy
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
+from roll.pipeline.context import RunContext
+from roll.pipeline.preflight import Prepared, prepare
+from roll.pipeline.roles import engine_spec
+from roll.pipeline.rollout_function import has_score_variance
+from roll.pipeline.rollout_side import RunDevices
+from roll.pipeline.stages import publication_due
+from roll.rollout.scheduler import Ticket
+from roll.runtime.locks import build_device_locks
+from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
+from roll.tracking.run_directory import RunDirectory
+from roll.trainers.base import (
+    ForwardStrategy,
+    TrainerSetup,
+    TrainStrategy,
+    build_forward_strategy,
+    build_trainer,
+    trainer_setup,
+)
+from roll.trainers.checkpoint_files import CheckpointFiles
+from roll.trainers.model import save
+from roll.trainers.worker import TrainPlan, mean_over_updates, optimizer_batches
+from roll.weights.buckets import pack_buckets
+
+NOTES = "exact"
+"""Folder of a run's notes, and name of the stage that writes them."""
+_BUCKET_BYTES = 64 * 2**20
+ORDER = (
+    "token_ids", "behaviour_logprobs", "versions", "scores", "rewards", "reference_logprobs", "values", "advantages",
+    "returns", "proximal_logprobs", "correction_weights", "loss_mask", "critic/loss", "critic/grad_norm", "actor/loss",
+    "actor/grad_norm",
+)  # fmt: skip
+"""What is compared of a training step, in the order in which it is computed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor of a run that is not the one of the plain loop."""
+
+    where: str
+    """``step 2``, or ``the model after step 3``."""
+    name: str
+    differing: int
+    size: int
+    largest: float
+    """Largest absolute difference; not a number if the shapes differ."""
+
+    def __str__(self) -> str:
+        if math.isnan(self.largest):
+            return f"{self.where}: `{self.name}` has another shape"
+        share = f"{self.differing:,} of {count(self.size, 'value')}"
+        return f"{self.where}: `{self.name}` differs in {share}, by at most {self.largest:.3g}"
+
+
+def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
+    """Return the configuration of a short run at ratio 0 that notes what it computes.
+
+    Raises `ConfigError` for what the plain loop does not have.
+    """
+    problems = []
+    if config.stages:
+        message = "the plain loop has the built-in stages only"
+        problems.append(ConfigProblem("stages", message, "remove them for this comparison"))
+    for name, role in derived.present_roles(config).items():
+        devices, each = len(parse_device_mapping(role.device_mapping)), 1
+        if name == "actor_infer":
+            each = config.actor_infer.num_gpus_per_engine
+        elif devices > each:
+            message = f"the plain loop has one process, and {devices} ranks sum in another order"
+            problems.append(ConfigProblem(f"{name}.device_mapping", message, "name one device for this comparison"))
+    if problems:
+        raise ConfigError(problems)
+    changes: dict[str, Any] = {
+        "exp_name": f"{config.exp_name}-{NOTES}",
+        "output_dir": None,
+        "max_steps": steps,
+        "critic_warmup": min(config.critic_warmup, steps),
+        "save_steps": 0,
+        "eval_steps": 0,
+        "resume_from_checkpoint": False,
+        "track_with": [],
+        "tracker_kwargs": {},
+        "chaos": ChaosConfig(),
+        "stages": {NOTES: InsertedStage(use=f"{__name__}:note", before="param_update")},
+    }
+    if isinstance(config, RLVRConfig):
+        changes["validation"] = None
+    return replace(derived.synchronous(config), **changes)
+
+
+async def note(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
+    """Write what the run computed in this step beside its other files."""
+    folder = run.recorder.run.root / NOTES
+    await asyncio.to_thread(_write, folder, batch)
+    return batch
+
+
+def _write(folder: Path, batch: TrainingBatch) -> None:
+    folder.mkdir(exist_ok=True)
+    arrays: dict[str, Any] = contents(batch)
+    np.savez(folder / f"step-{batch.step + 1}.npz", **arrays)
+
+
+def contents(batch: TrainingBatch) -> dict[str, np.ndarray]:
+    """Return what a step computed, by the names in `ORDER`."""
+    found = {**batch.data.tokens, **batch.data.per_sample, **batch.metrics}
+    return {name: np.asarray(found[name]) for name in ORDER if name in found}
+
+
+def compared_with_plain_loop(config: PipelineConfig, run: RunDirectory) -> Difference | None:
+    """Connect to the cluster of a finished run of `exact_config`, and return its `first_difference`."""
+    with RaySession(config.cluster, local_cpus=local_cpu_slots(config.cluster)):
+        return asyncio.run(first_difference(prepare(config), run))
+
+
+async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference | None:
+    """Repeat a run of `exact_config` as a plain loop. Return the first tensor that differs; None if none does."""
+    config = prepared.config
+    loop = PlainLoop(prepared, run)
+    await loop.start()
+    try:
+        for step in range(config.max_steps):
+            mine = contents(await loop.step(step))
+            with np.load(run.root / NOTES / f"step-{step + 1}.npz") as noted:
+                difference = _first(f"step {step + 1}", {name: noted[name] for name in noted.files}, mine)
+            if difference is not None:
+                return difference
+        model = run.root / NOTES / "model"
+        save(loop.trainer, str(model))
+        return _first_of_models(config.max_steps, run.checkpoints / f"step-{config.max_steps}", model)
+    finally:
+        await loop.close()
+
+
+class PlainLoop:
+    """Generate, judge, train, hand the weights over: in this process, one after the other."""
+
+    def __init__(self, prepared: Prepared, run: RunDirectory) -> None:
+        self._prepared = prepared
+        self._config = prepared.config
+        self._placement = Placement(prepared.config.cluster)
+        self._run = run
+
+    async def start(self) -> None:
+        """Load all models, and start what judges or plays."""
+        config, prepared = self._config, self._prepared
+        await self._placement.reserve()
+        mappings = derived.device_mappings(config).items()
+        locks = build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings})
+        self._side = prepared.rollouts.build(prepared, self._run, print, RunDevices(self._placement, locks))
+        await self._side.workers.start()
+        torch.set_num_threads(self._placement.place([0]).cpu_threads)
+        self._engine = self._build_engine()
+        await self._engine.start()
+        roles = derived.present_roles(config)
+        self.trainer = self._trainer(config.actor_train)
+        self._critic = self._trainer(config.critic, "value") if config.critic is not None else None
+        self._reference = self._frozen(roles["reference"]) if "reference" in roles else None
+        self._rollout = self._side.rollout(_Direct(self._engine))
+        self._tickets = self._all_tickets()
+
+    async def step(self, step: int) -> TrainingBatch:
+        """Take one training step, and load the new weights into the engine when due."""
+        config, prepared = self._config, self._prepared
+        temperature = config.actor_infer.generating_args.temperature
+        batch = TrainingBatch.from_groups(step, await self._groups(step))
+        data = batch.data
+        if derived.reference_is_base(config):
+            data.tokens["reference_logprobs"] = self.trainer.base_log_probs(data, temperature)
+        elif self._reference is not None:
+            data.tokens["reference_logprobs"] = self._reference.log_probs(data, temperature)
+        if self._critic is not None:
+            data.tokens["values"] = self._critic.values(data)
+        add_advantages(batch, prepared.advantages)
+        if self._critic is not None and config.critic is not None:
+            self._train("critic", self._critic, config.critic, batch)
+        if step + 1 > config.critic_warmup:
+            objective = prepared.objective
+            if prepared.correction is not None or "proximal_logprobs" in objective.token_fields:
+                data.tokens["proximal_logprobs"] = self.trainer.log_probs(data, temperature)
+            if prepared.correction is not None:
+                lags = objective.max_lag
+                add_correction(batch, prepared.correction, max_lag=lags, lags_capped=objective.lags_capped)
+            self._train("actor", self.trainer, config.actor_train, batch)
+        if publication_due(config, step + 1):
+            await self._hand_over(step + 1)
+        return batch
+
+    async def close(self) -> None:
+        """End everything."""
+        await self._side.workers.shutdown()
+        await self._engine.shutdown()
+        for strategy in (self.trainer, self._critic, self._reference):
+            if strategy is not None:
+                strategy.shutdown()
+        self._placement.release()
+
+    async def _groups(self, step: int) -> list[Group]:
+        """Return the groups of a step; those that the configured filter refuses are replaced by the next ones."""
+        kept: list[Group] = []
+        while missing := self._config.rollout_batch_size - len(kept):
+            tickets = [replace(next(self._tickets), start_version=step) for _ in range(missing)]
+            made = await asyncio.gather(*(self._rollout(ticket) for ticket in tickets))
+            kept += [group for group in made if self._config.group_filter == "none" or has_score_variance(group)]
+        return kept
+
+    def _all_tickets(self) -> Iterator[Ticket[object]]:
+        for group_id, item in enumerate(self._side.source()):
+            yield Ticket(group_id, item, start_version=0, attempt=1)
+
+    def _build_engine(self) -> InferStrategy:
+        return engine_spec(self._config, "object_store").build(self._config.cluster.device)
+
+    def _trainer(self, role: WorkerConfig, kind: Literal["policy", "value"] = "policy") -> TrainStrategy:
+        chosen = role.strategy_args
+        strategy = build_trainer(chosen.strategy_name, self._setup(role, kind=kind), chosen.strategy_cls)
+        strategy.initialize()
+        return strategy
+
+    def _frozen(self, role: WorkerConfig) -> ForwardStrategy:
+        chosen = role.strategy_args
+        strategy = build_forward_strategy(
+            chosen.strategy_name, self._setup(role, forward_only=True), chosen.strategy_cls
+        )
+        strategy.initialize()
+        return strategy
+
+    def _setup(self, role: WorkerConfig, **changes: Any) -> TrainerSetup:
+        return trainer_setup(
+            role,
+            model_path=derived.model_path(self._config, role),
+            total_optimizer_steps=derived.total_optimizer_steps(self._config, role),
+            seed=self._config.seed,
+            master_port=free_port(),
+            device=self._config.cluster.device,
+            **changes,
+        )
+
+    def _train(self, name: str, trainer: TrainStrategy, role: WorkerConfig, batch: TrainingBatch) -> None:
+        config, data = self._config, batch.data
+        size = derived.optimizer_batch_size(config, role, len(data))
+        plan = TrainPlan(batch.step, config.ppo_epochs, size, config.actor_infer.generating_args.temperature)
+        objective = self._prepared.objective if name == "actor" else self._prepared.value_objective
+        updates = [
+            trainer.train_step(data.select(rows), objective, plan.temperature)
+            for rows in optimizer_batches(len(data), plan, config.seed)
+        ]
+        batch.metrics.update({f"{name}/{key}": value for key, value in mean_over_updates(updates).items()})
+
+    async def _hand_over(self, version: int) -> None:
+        dtype = getattr(torch, self._config.actor_infer.model_args.dtype)
+        buckets = pack_buckets(self.trainer.named_weights(), _BUCKET_BYTES, float_dtype=dtype)
+        await self._engine.prepare_weights(buckets, version)
+        await self._engine.pause("keep")
+        await self._engine.load_weights(version)
+        await self._engine.resume()
+
+
+class _Direct:
+    """The `Generator` of one engine, with nothing in between."""
+
+    def __init__(self, engine: InferStrategy) -> None:
+        self._engine = engine
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        return await self._engine.generate(request)
+
+    def forget(self, sticky_key: str) -> None:
+        pass
+
+
+def _first(where: str, theirs: Mapping[str, np.ndarray], mine: Mapping[str, np.ndarray]) -> Difference | None:
+    """Return the first difference by `ORDER`."""
+    for name in ORDER:
+        if name in theirs or name in mine:
+            difference = _compared(where, name, theirs.get(name), mine.get(name))
+            if difference is not None:
+                return difference
+    return None
+
+
+def _compared(where: str, name: str, theirs: np.ndarray | None, mine: np.ndarray | None) -> Difference | None:
+    if theirs is None or mine is None or theirs.shape != mine.shape:
+        return Difference(where, name, 0, 0, math.nan)
+    if theirs.tobytes() == mine.tobytes():
+        return None
+    apart = np.abs(theirs.astype(np.float64) - mine.astype(np.float64))
+    return Difference(where, name, int((apart != 0).sum()), apart.size, float(apart.max()))
+
+
+def _first_of_models(step: int, theirs: Path, mine: Path) -> Difference | None:
+    with CheckpointFiles(theirs) as one, CheckpointFiles(mine) as other:
+        for name in sorted({*one.names, *other.names}):
+            difference = _compared(f"the model after step {step}", name, _tensor(one, name), _tensor(other, name))
+            if difference is not None:
+                return difference
+    return None
+
+
+def _tensor(files: CheckpointFiles, name: str) -> np.ndarray | None:
+    return None if files.missing([name]) else files.read(name, None, 0, 0).float().numpy()

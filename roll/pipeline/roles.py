@@ -1,0 +1,227 @@
+"""All worker processes of a run: how they start, load their models, and end.
+
+The worker processes start at once because each spends seconds on imports, and the slowest one decides when the first
+step can begin. Roles that share devices load their models in turn, and each leaves the devices before the next one
+comes: an engine that sizes its caches by the free memory must not find a trainer there. `shutdown` leaves no process
+behind, whatever happens during start or run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from roll.configs import derived
+from roll.configs.devices import parse_device_mapping
+from roll.configs.roles import WorkerConfig
+from roll.configs.run import PipelineConfig
+from roll.engines.pool import InferencePool, PoolSettings
+from roll.engines.worker import EngineSpec, InferWorker
+from roll.pipeline.preflight import Prepared
+from roll.pipeline.rollout_side import WorkerProcesses
+from roll.runtime.actors import Worker, WorkerGroup, WorkerHandle, split_devices, start_group, start_worker
+from roll.runtime.locks import DeviceLock
+from roll.runtime.placement import Placement
+from roll.tracking.run_directory import RunDirectory
+from roll.tracking.waits import part
+from roll.trainers.group import TrainerGroup
+from roll.trainers.worker import TrainerSpec, TrainWorker
+from roll.weights.transports import TransportSpec, claim_weight_folder, clear_weight_folder
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 120.0
+"""Longest wait for the processes of the rollout side to end."""
+
+
+class Roles:
+    """All worker processes of a run."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        placement: Placement,
+        locks: Mapping[str, DeviceLock],
+        workers: WorkerProcesses,
+        run: RunDirectory,
+        on_event: Callable[[str], None],
+        states: Callable[[str], Path | None] = lambda role: None,
+        spoiled_versions: frozenset[int] = frozenset(),
+    ) -> None:
+        """Build the engine pool and claim the folder of published weights; start nothing yet.
+
+        ``states`` returns the training state from which a role resumes, or None if it starts anew.
+        ``spoiled_versions``: see `TransportSpec`.
+        """
+        self._states = states
+        self._prepared = prepared
+        self._config: PipelineConfig = prepared.config
+        self._placement = placement
+        self._locks = locks
+        self._run = run
+        self._log_dir = str(run.logs.absolute())
+        self._transport = transport_spec(self._config, run, spoiled_versions)
+        self._groups: list[WorkerGroup] = []
+        self.pool = self._build_pool(on_event)
+        self._workers = workers
+        self.trainer: TrainerGroup
+        self.reference: TrainerGroup | None = None
+        self.critic: TrainerGroup | None = None
+
+    def trained(self) -> dict[str, TrainerGroup]:
+        """Return the roles that learn, the policy first."""
+        critic = {} if self.critic is None else {"critic": self.critic}
+        return {"actor_train": self.trainer, **critic}
+
+    async def start(self) -> None:
+        """Start every process and load every model. The last loaded of the roles that share devices stays there."""
+        config = self._config
+        async with asyncio.TaskGroup() as tasks:
+            trainers = {
+                role: tasks.create_task(self._start_trainer(role, section))
+                for role, section in derived.present_roles(config).items()
+                if role != "actor_infer"
+            }
+            tasks.create_task(self._start_pool())
+            tasks.create_task(self._workers.start())
+        started = {role: task.result() for role, task in trainers.items()}
+        self.trainer = started["actor_train"]
+        self.pool.buffers.on_free = self.trainer.release
+        self.pool.weight_source = self.trainer
+        self.reference, self.critic = started.get("reference"), started.get("critic")
+
+    def handles(self) -> list[WorkerHandle]:
+        """Return the current processes that have models."""
+        return [worker for group in self._groups for worker in group.workers] + self.pool.handles()
+
+    async def shutdown(self) -> None:
+        """End every process. Errors are only logged, so they do not hide why the run ends.
+
+        Processes that cannot be ended here end with Ray.
+        """
+        try:
+            self.pool.kill()
+            for group in self._groups:
+                group.kill()
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await self._workers.shutdown()
+        except TimeoutError:
+            logger.error("processes of rollouts did not end within %g s; they end with Ray", SHUTDOWN_SECONDS)
+        except Exception as failure:
+            logger.error("processes could not be ended in order; they end with Ray", exc_info=failure)
+        finally:
+            self._placement.release()
+            # The trainer was killed and could not delete the weights that it published last.
+            clear_weight_folder(self._run)
+
+    def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
+        config, role = self._config, self._config.actor_infer
+        engines = split_devices(parse_device_mapping(role.device_mapping), role.num_gpus_per_engine)
+        worker_class = self._prepared.worker_classes.get("actor_infer", InferWorker)
+
+        def start(index: int) -> WorkerHandle:
+            return self._start_worker(worker_class, "actor_infer", index, len(engines), engines[index])
+
+        spec = engine_spec(config, self._transport.name)
+        settings = PoolSettings(
+            transport=self._transport.name,
+            in_flight=config.weight_update.in_flight,
+            max_restarts=role.max_replica_restarts,
+            start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
+            request_timeout_seconds=role.request_timeout_seconds,
+            publish_timeout_seconds=config.weight_update.timeout_seconds,
+            load_bucket_bytes=derived.load_bucket_bytes(config),
+            dual_buffer=config.weight_update.dual_buffer,
+            silence_timeout_seconds=role.silence_timeout_seconds,
+        )
+        return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
+
+    async def _start_pool(self) -> None:
+        with part("actor_infer"):
+            await self._start_pool_here()
+
+    async def _start_pool_here(self) -> None:
+        async with self._locks["actor_infer"].hold("actor_infer"):
+            await self.pool.start()
+            self._locks["actor_infer"].register("actor_infer", self.pool)
+
+    async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
+        with part(role):
+            return await self._start_trainer_here(role, config)
+
+    async def _start_trainer_here(self, role: str, config: WorkerConfig) -> TrainerGroup:
+        forward_only = role == "reference"
+        devices = parse_device_mapping(config.device_mapping)
+        worker_class = self._prepared.worker_classes.get(role, TrainWorker)
+        timeout = self._config.cluster.worker_start_timeout_seconds
+        group = await start_group(
+            lambda rank: self._start_worker(worker_class, role, rank, len(devices), [devices[rank]]),
+            len(devices),
+            timeout,
+        )
+        self._groups.append(group)
+        trainer = TrainerGroup(
+            group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
+        )
+        spec = TrainerSpec(
+            config=config,
+            model_path=derived.model_path(self._config, config),
+            total_optimizer_steps=derived.total_optimizer_steps(self._config, config),
+            kind="value" if role == "critic" else "policy",
+            forward_only=forward_only,
+            seed=self._config.seed,
+            transport=self._transport,
+            restore_from=None if forward_only else self._states(role),
+        )
+        async with self._locks[role].hold(role):
+            await trainer.start(spec)
+            self._locks[role].register(role, trainer)
+        return trainer
+
+    def _start_worker(
+        self, worker_class: type[Worker], role: str, rank: int, world_size: int, devices: list[int]
+    ) -> WorkerHandle:
+        return start_worker(
+            worker_class,
+            self._placement,
+            role=role,
+            rank=rank,
+            world_size=world_size,
+            devices=devices,
+            log_dir=self._log_dir,
+        )
+
+
+def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
+    """Return what an engine process is built from."""
+    role = config.actor_infer
+    return EngineSpec(
+        strategy_name=role.strategy_args.strategy_name,
+        strategy_config=role.strategy_args.strategy_config,
+        model_path=derived.model_path(config, role),
+        dtype=role.model_args.dtype,
+        attn_implementation=role.model_args.attn_implementation,
+        trust_remote_code=role.model_args.trust_remote_code,
+        max_length=derived.sequence_length(config),
+        devices_per_engine=role.num_gpus_per_engine,
+        shares_devices=derived.shares_devices(config, "actor_infer"),
+        transport=transport,
+        strategy_cls=role.strategy_args.strategy_cls,
+    )
+
+
+def transport_spec(
+    config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
+) -> TransportSpec:
+    """Return how weights travel in this run, for the process that holds it; delete weights of earlier processes."""
+    update = config.weight_update
+    return TransportSpec(
+        name=derived.weight_transport(config),
+        halves=2 if update.dual_buffer else 1,
+        directory=claim_weight_folder(run, update.checkpoint_dir, config.exp_name),
+        bucket_bytes=derived.load_bucket_bytes(config),
+        timeout_seconds=update.timeout_seconds,
+        spoiled_versions=spoiled_versions,
+    )
