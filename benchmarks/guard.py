@@ -201,7 +201,7 @@ async def trainer_of(model: Path, size: Size, files: Path) -> AsyncIterator[Trai
         max_tokens_per_microbatch_in_train=size.micro_batch * size.length,
     )
     try:
-        transport = TransportSpec("object_store", halves=2, directory=files)
+        transport = TransportSpec("object_store", buffers=2, directory=files)
         await trainer.start(TrainerSpec(config, str(model), 1000, "policy", False, 0, transport))
         yield trainer
     finally:

@@ -22,7 +22,7 @@ from roll.rollout.admission import Admission
 from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer
 from roll.rollout.clock import run_virtual
 from roll.rollout.ledger import Ledger
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan, Ticket
+from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 
 
 def latencies(count: int) -> list[float]:
@@ -41,8 +41,8 @@ def measure_scheduler(plan: SchedulePlan) -> tuple[float, float, int]:
     """Return CPU and wall seconds of a whole run, and the most groups in flight after a batch was taken."""
     waits = latencies(plan.batch_size * plan.max_steps)
 
-    async def rollout(ticket: Ticket[int]) -> None:
-        await asyncio.sleep(waits[ticket.group_id])
+    async def rollout(request: GroupRequest[int]) -> None:
+        await asyncio.sleep(waits[request.group_id])
 
     async def train(scheduler: RolloutScheduler[int, None]) -> int:
         peak = 0

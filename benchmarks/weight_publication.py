@@ -110,7 +110,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
             ),
             print,
         )
-        transport = TransportSpec(setting.transport, halves=2, directory=files)
+        transport = TransportSpec(setting.transport, buffers=2, directory=files)
         try:
             config = WorkerConfig(device_mapping=[0], strategy_args=StrategyArguments("fsdp2_train"))
             await trainer.start(TrainerSpec(config, str(model), 1, "policy", False, 0, transport))
@@ -126,8 +126,8 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
 async def publish(trainer: TrainerGroup, pool: InferencePool, version: int, bucket_bytes: int) -> dict[str, float]:
     """Make one publication as the stages do. Return the seconds of each part, and GiB."""
     started = time.perf_counter()
-    half = await pool.buffers.acquire(version)
-    await trainer.gather(version, half, pool.dtype, bucket_bytes)
+    buffer = await pool.buffers.acquire(version)
+    await trainer.gather(version, buffer, pool.dtype, bucket_bytes)
     gathered = time.perf_counter()
     publication = await trainer.send(version)
     loaded = await pool.publish(publication)
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--bucket-mb", type=float, default=256.0)
     parser.add_argument("--publications", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=8, help="running in the second half of the measurement")
+    parser.add_argument("--requests", type=int, default=8, help="running in the second buffer of the measurement")
     parser.add_argument("--transports", nargs="+", default=["shared_memory", "object_store"])
     arguments = parser.parse_args()
     results = {}

@@ -37,14 +37,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             "roll/weights/buckets.py",
             "roll/weights/transports.py",
-            "roll/weights/engine_push.py:DeviceHalves",  # the rest is nothing without vLLM
+            "roll/weights/engine_push.py:DeviceBuffers",  # the rest is nothing without vLLM
             "roll/weights/buffers.py",
             "roll/weights/publisher.py",
         ],
         [
             "tests/engines/test_hf_weights.py",
             f"{WEIGHTS}/test_weight_buffers.py",
-            f"{WEIGHTS}/test_attestation.py",
+            f"{WEIGHTS}/test_checksums.py",
             f"{WEIGHTS}/test_publishers.py",
             f"{WEIGHTS}/test_transports.py",
             f"{WEIGHTS}/test_pushed_weights.py",

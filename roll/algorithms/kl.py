@@ -111,11 +111,11 @@ class KLController(Protocol):
     def update(self, kl: float, samples: int) -> None:
         """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint must keep, as plain values."""
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state` returned."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Resume from what `state_dict` returned."""
 
 
 class FixedKLController:
@@ -130,11 +130,11 @@ class FixedKLController:
     def update(self, kl: float, samples: int) -> None:
         """Do nothing: the weight is constant."""
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return no state."""
         return {}
 
-    def restore(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Do nothing: there is no state."""
 
 
@@ -170,12 +170,12 @@ class AdaptiveKLController:
         error = min(max(kl / self.target - 1, -self.LARGEST_ERROR), self.LARGEST_ERROR)
         self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return the weight; target and horizon come from the configuration."""
         return {"coef": self.coef}
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the weight of a `state`. ``ValueError`` if it is missing, not finite or not above 0."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the weight of a `state_dict`. ``ValueError`` if it is missing, not finite or not above 0."""
         coef = state.get("coef")
         if coef is None or not 0 < coef < math.inf:
             raise ValueError(f"the state of an adaptive KL controller needs a finite coef above 0, not {dict(state)}")

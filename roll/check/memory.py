@@ -249,9 +249,9 @@ def _micro_batch(config: PipelineConfig, samples: int, budget: int | None, fixed
 
 
 def _publication(config: PipelineConfig, shape: ModelShape) -> Part:
-    dtype, halves = config.actor_infer.model_args.dtype, 2 if config.weight_update.dual_buffer else 1
-    size = halves * shape.parameters * ELEMENT_BYTES[dtype]
-    return Part("publication", size, f"{count(halves, 'buffer')} of the whole model in {dtype}, of the first rank")
+    dtype, buffers = config.actor_infer.model_args.dtype, 2 if config.weight_update.dual_buffer else 1
+    size = buffers * shape.parameters * ELEMENT_BYTES[dtype]
+    return Part("publication", size, f"{count(buffers, 'buffer')} of the whole model in {dtype}, of the first rank")
 
 
 def _devices(config: PipelineConfig, roles: list[RoleMemory], on_gpu: bool) -> list[DeviceMemory]:

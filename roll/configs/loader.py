@@ -182,7 +182,7 @@ def dump_config(config: PipelineConfig) -> str:
     return dump_yaml(_escaped(masked(asdict(config))))
 
 
-def told_config(config: PipelineConfig) -> dict[str, Any]:
+def redacted_config(config: PipelineConfig) -> dict[str, Any]:
     """Return the resolved configuration, redacted: secrets are masked by key name and inside texts."""
     return _redacted(masked(asdict(config)))
 

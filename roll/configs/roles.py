@@ -248,7 +248,7 @@ class ActorTrainConfig(WorkerConfig):
     strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
     pg_variant: str = option("ppo", help="Policy loss: a name from `docs/algorithms/policy_losses.md`.")
     pg_variant_args: dict[str, Any] = option(
-        factory=dict, help="Knobs of the policy loss, listed on the same page; those of another loss are an error."
+        factory=dict, help="Arguments of the policy loss, listed on the same page; those of another loss are an error."
     )
     tis_lower_bound: float | None = option(None, help="ROLL's name of `lower`, an argument of `tis`.", range=ANY_FINITE)
     tis_upper_bound: float | None = option(None, help="ROLL's name of `upper`, an argument of `tis`.", range=ANY_FINITE)

@@ -283,7 +283,7 @@ class PipelineConfig:
         help="A run in which no stage makes progress for this long fails with a report of who waits for whom.",
         range=POSITIVE,
     )
-    chaos: ChaosConfig = option(factory=ChaosConfig, help="Harm on purpose, for tests of recovery only.")
+    chaos: ChaosConfig = option(factory=ChaosConfig, help="Faults injected on purpose, for tests of recovery only.")
     stages: dict[str, str | InsertedStage] = option(
         factory=dict,
         help="Stages of one's own: `advantage: package.module:function` replaces a built-in one, and "
@@ -356,7 +356,7 @@ class PipelineConfig:
     difficulty_low_threshold: float = option(0.0, help="Smallest mean score of a group kept.", range=ANY_FINITE)
     difficulty_high_threshold: float = option(1.0, help="Largest mean score of a group kept.", range=ANY_FINITE)
     adv_estimator: str = option("grpo", help="Advantage estimator: a name from `docs/algorithms/advantages.md`.")
-    adv_estimator_args: dict[str, Any] = option(factory=dict, help="Knobs of the advantage estimator.")
+    adv_estimator_args: dict[str, Any] = option(factory=dict, help="Arguments of the advantage estimator.")
     whiten_advantages: bool = option(False, help="Give the advantages of a batch mean 0 and deviation 1 over tokens.")
     advantage_clip: float | None = option(
         None, help="Advantages are clipped to plus and minus this, last of all.", range=POSITIVE

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from roll.tracking.timeline import BusySpans
-from roll.weights.buckets import TransferStep, WeightBucket, WeightReceipt
+from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket
 
 PauseMode = Literal["keep", "resume", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -119,14 +119,14 @@ class InferStrategy(Protocol):
     async def resume(self) -> None:
         """Resume decoding after `pause`."""
 
-    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Take in a weight update while requests run, and return what the engine would hold.
 
         The weights in use do not change. An update that was prepared before is discarded. Raises `WeightMismatch`
         naming the tensor if a name is unknown or missing, or a shape differs.
         """
 
-    async def load_weights(self, version: int) -> WeightReceipt:
+    async def load_weights(self, version: int) -> HeldWeights:
         """Replace all weights by the prepared ones; only while paused or idle.
 
         Raises ``RuntimeError`` if this version is not the one prepared. Never reports success for a half-loaded
@@ -163,7 +163,7 @@ class PushedStrategy(Protocol):
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """Make one call of the weight transfer of the engine's library."""
 
-    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
+    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
         """Record a completed push of this version and return what the engine holds. ``layout``: name -> (dtype name,
         shape)."""
 

@@ -28,10 +28,10 @@ from roll.rollout.router import Router
 from roll.runtime.actors import StoppableDeadlines, WorkerHandle
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
-from roll.weights.buckets import WeightReceipt
+from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
 from roll.weights.engine_push import EngineCallFailed, PushTarget
-from roll.weights.publisher import Publication, attest
+from roll.weights.publisher import Publication, check_weights
 from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
 
 COLLECT_WAIT_SECONDS = 10.0
@@ -278,7 +278,7 @@ class InferencePool:
         self._router = Router(self._names, limit=self._deadlines.limit)
         self._replicas: dict[str, Replica] = {}
         self._publication: Publication | None = None
-        self.buffers = WeightBuffers(halves=2 if settings.dual_buffer else 1)
+        self.buffers = WeightBuffers(count=2 if settings.dual_buffer else 1)
         self._canaries: CanaryScores | None = None
         self._awake = asyncio.Event()
         self._awake.set()
@@ -347,7 +347,7 @@ class InferencePool:
         """Bring every live replica to this version, one after the other, and run the parity check on each.
 
         The caller has acquired the buffer that holds the version. A replica that dies during the update loads this
-        version when it restarts. Raises `AttestationError`.
+        version when it restarts. Raises `WeightsDiffer`.
         """
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
@@ -487,7 +487,7 @@ class InferencePool:
             receipt, seconds = await self._change(replica, "load_weights", publication, plan)
         if self._replicas.get(replica.name) is not replica:
             raise WorkerDied(replica.name, "it died right after it had loaded its weights")
-        attest(replica.name, publication, receipt)
+        check_weights(replica.name, publication, receipt)
         self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
         if canaries is not None:
             held = await self._change(replica, "score", canaries.token_ids)
@@ -502,7 +502,7 @@ class InferencePool:
         else:
             self._router.mark_live(replica.name, publication.version)
 
-    async def _push(self, replica: Replica, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
+    async def _push(self, replica: Replica, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
         """Have the trainer push its weights into a paused replica.
 
         A replica that fails to take them is replaced. A failure in the trainer stops the run.

@@ -26,8 +26,8 @@ from roll.engines.base import (
     TokenChunk,
 )
 from roll.runtime.actors import Worker
-from roll.weights.buckets import TransferStep, WeightBucket, WeightReceipt, split_bucket
-from roll.weights.publisher import Publication, attest
+from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, split_bucket
+from roll.weights.publisher import Publication, check_weights
 from roll.weights.transports import TRANSPORTS, WeightReceiver
 
 
@@ -151,17 +151,17 @@ class InferWorker(Worker):
                 task.cancel()
         await self._strategy.abort(request_ids)
 
-    async def load_weights(self, publication: Publication, plan: LoadPlan) -> tuple[WeightReceipt, dict[str, float]]:
+    async def load_weights(self, publication: Publication, plan: LoadPlan) -> tuple[HeldWeights, dict[str, float]]:
         """Fetch a weight update, verify its checksums and load it; return the receipt and the timings.
 
         Decoding stops for the load only. Timings in seconds: ``fetch`` (while decoding continues), ``load``, and
         ``stall`` (from the end of the last step before the load to the order for the next one). The receipt is that of
-        the loaded weights. Raises `AttestationError` or `WeightMismatch` naming the tensor. If the fetched weights are
+        the loaded weights. Raises `WeightsDiffer` or `WeightMismatch` naming the tensor. If the fetched weights are
         wrong, the old ones stay in use; if the loaded ones are wrong, the engine stays paused.
         """
         started = time.perf_counter()
         prepared = await self._strategy.prepare_weights(self._received(publication, plan), publication.version)
-        attest(self.identity.name, publication, prepared)
+        check_weights(self.identity.name, publication, prepared)
         fetched = time.perf_counter()
         await self._strategy.pause(plan.in_flight)
         paused = time.perf_counter()
@@ -180,12 +180,12 @@ class InferWorker(Worker):
         """Run one call of the engine library's weight transfer, sent by the trainer."""
         await self._pushed().transfer_step(step, payload)
 
-    async def end_push(self, publication: Publication) -> tuple[WeightReceipt, dict[str, float]]:
+    async def end_push(self, publication: Publication) -> tuple[HeldWeights, dict[str, float]]:
         """Verify the checksums of the pushed weights and resume decoding. Raises as `load_weights` does."""
         if publication.layout is None:
             raise ValueError("a publication that was pushed has a layout, and this one has none")
         receipt = await self._pushed().weights_pushed(publication.version, publication.layout)
-        attest(self.identity.name, publication, receipt)
+        check_weights(self.identity.name, publication, receipt)
         loaded = time.perf_counter()
         await self._strategy.resume()
         resumed = time.perf_counter()

@@ -38,7 +38,7 @@ from roll.pipeline.preflight import AgenticPlan
 from roll.pipeline.rollout_function import sampling_params
 from roll.pipeline.rollout_side import Generator
 from roll.pipeline.validation import ValidationResult, check_versions
-from roll.rollout.scheduler import FatalRolloutError, Ticket
+from roll.rollout.scheduler import FatalRolloutError, GroupRequest
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
@@ -75,14 +75,14 @@ class AgenticSide:
         """Yield the tag and seed of each training group."""
         return episode_tasks(self._config, self._config.train_env_manager, TRAINING)
 
-    def rollout(self, generator: Generator) -> Callable[[Ticket[EpisodeTask]], Awaitable[Group]]:
+    def rollout(self, generator: Generator) -> Callable[[GroupRequest[EpisodeTask]], Awaitable[Group]]:
         """Return the function that plays the episodes of a group."""
         config, manager = self._config, self._config.train_env_manager
         at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
         rollout = self._rollout(generator, manager, config.actor_infer.generating_args, "train", at_once=at_once)
 
-        def run_group(ticket: Ticket[EpisodeTask]) -> Awaitable[Group]:
-            return rollout.group(ticket.group_id, ticket.item, ticket.start_version)
+        def run_group(request: GroupRequest[EpisodeTask]) -> Awaitable[Group]:
+            return rollout.group(request.group_id, request.item, request.start_version)
 
         return run_group
 

@@ -60,17 +60,17 @@ class AdvantageSettings:
     turn_weight: float = 0.0
     """Weight of the rewards of turns, at the last token of each."""
 
-    def memory(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint must keep."""
-        controller = {} if self.kl_controller is None else self.kl_controller.state()
-        return {"reward_moments": self.reward_moments.state(), "kl_controller": controller}
+        controller = {} if self.kl_controller is None else self.kl_controller.state_dict()
+        return {"reward_moments": self.reward_moments.state_dict(), "kl_controller": controller}
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        """Restore the state that `memory` returned. Keys that it lacks are left as they are."""
-        if "reward_moments" in memory:
-            self.reward_moments.restore(memory["reward_moments"])
-        if self.kl_controller is not None and memory.get("kl_controller"):
-            self.kl_controller.restore(memory["kl_controller"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned. Keys that it lacks are left as they are."""
+        if "reward_moments" in state:
+            self.reward_moments.load_state_dict(state["reward_moments"])
+        if self.kl_controller is not None and state.get("kl_controller"):
+            self.kl_controller.load_state_dict(state["kl_controller"])
 
 
 def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[str, float]:
@@ -466,7 +466,7 @@ class TrainingBatch:
     """True if the trainer has set the new weights aside for the weight update."""
     canaries: CanaryScores | None = None
     """The trainer's log-probabilities of the canary sequences at the new weights, if this weight update is checked."""
-    memory: dict[str, Any] = field(default_factory=dict)
+    advantage_state: dict[str, Any] = field(default_factory=dict)
     """State of the advantage estimation after this batch, for a checkpoint."""
 
     @classmethod

@@ -47,7 +47,7 @@ class DriverState:
     progress: RolloutProgress
     source: str
     """Fingerprint of the items that groups are made of, in order."""
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    advantage_state: Mapping[str, Any] = field(default_factory=dict)
     """State of the reward moments and the KL controller."""
 
 
@@ -208,7 +208,7 @@ class Checkpointer:
     def _partial(self, step: int) -> Path:
         return self._folder / f".step-{step}.partial"
 
-    async def take(self, step: int, progress: RolloutProgress, memory: Mapping[str, Any]) -> None:
+    async def take(self, step: int, progress: RolloutProgress, advantage_state: Mapping[str, Any]) -> None:
         """Copy the state and the model of the first role and queue the checkpoint for completion.
 
         Call it while holding the devices of the first role, while it does not train, and after the other roles were
@@ -223,7 +223,12 @@ class Checkpointer:
             missing = self._trainers.keys() - self._copied
             if missing:
                 raise RuntimeError(f"the states of {', '.join(sorted(missing))} were not copied at step {step}")
-            facts = {"format": FORMAT, "progress": asdict(progress), "source": self._source, "memory": dict(memory)}
+            facts = {
+                "format": FORMAT,
+                "progress": asdict(progress),
+                "source": self._source,
+                "memory": dict(advantage_state),
+            }
         self._pending[step] = _Pending(step, partial, facts)
         self._queue.put_nowait(self._pending[step])
 

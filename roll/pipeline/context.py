@@ -14,11 +14,11 @@ from roll.configs.run import ChaosEvent, PipelineConfig
 from roll.data.records import Group
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
-from roll.pipeline.canaries import Canaries, MismatchAlarm, build_alarm, build_canaries
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.faults import Chaos
 from roll.pipeline.gate import EngineGate
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
+from roll.pipeline.parity import MismatchAlarm, ParityCheck, build_alarm, build_parity_check
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint, rollout_settings
@@ -27,7 +27,7 @@ from roll.pipeline.rollout_function import has_score_variance
 from roll.pipeline.rollout_side import RolloutSide, Validator
 from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
-from roll.rollout.scheduler import RolloutScheduler, SchedulePlan, Ticket
+from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.actors import WorkerHandle
 from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import GROUP, WaitBoard, acting
@@ -56,7 +56,7 @@ class RunContext:
     """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
     advantages: AdvantageSettings
     correction: Correction | None
-    canaries: Canaries | None
+    parity_check: ParityCheck | None
     """The log-probability parity check; None: trainer and engines are never compared."""
     mismatch_alarm: MismatchAlarm | None
     max_staleness: int
@@ -128,7 +128,7 @@ def build_context(
         steps=steps,
         advantages=prepared.advantages,
         correction=prepared.correction,
-        canaries=build_canaries(config, side.canary_prompts()),
+        parity_check=build_parity_check(config, side.canary_prompts()),
         mismatch_alarm=build_alarm(config),
         max_staleness=derived.resolved_max_staleness(config),
         train_temperature=config.actor_infer.generating_args.temperature,
@@ -166,19 +166,19 @@ def go_on(
         on_event(f"{count(ended, 'group')} of after step {point.step} are made again, for these have changed: {keys}")
         recovered = recover((), point.progress)
     scheduler.resume(point.progress, recovered, finished_again)
-    advantages.recall(point.memory)
+    advantages.load_state_dict(point.advantage_state)
     if journal is not None:
         journal.went_back(point.step)
 
 
 def observed(
-    rollout: Callable[[Ticket[Any]], Awaitable[Group]], waits: WaitBoard
-) -> Callable[[Ticket[Any]], Awaitable[Group]]:
+    rollout: Callable[[GroupRequest[Any]], Awaitable[Group]], waits: WaitBoard
+) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
     """Return the rollout with its waits recorded as those of its group."""
 
-    async def run_group(ticket: Ticket[Any]) -> Group:
-        with acting(f"{GROUP}{ticket.group_id}", waits):
-            return await rollout(ticket)
+    async def run_group(request: GroupRequest[Any]) -> Group:
+        with acting(f"{GROUP}{request.group_id}", waits):
+            return await rollout(request)
 
     return run_group
 
@@ -186,7 +186,7 @@ def observed(
 def build_scheduler(
     config: PipelineConfig,
     side: RolloutSide,
-    rollout: Callable[[Ticket[Any]], Awaitable[Group]],
+    rollout: Callable[[GroupRequest[Any]], Awaitable[Group]],
     journal: JournalKeeper | None = None,
 ) -> RolloutScheduler[Any, Group]:
     """Build the scheduler over the items of the rollout side."""

@@ -31,7 +31,7 @@ from roll.pipeline.roles import engine_spec
 from roll.pipeline.rollout_function import has_score_variance
 from roll.pipeline.rollout_side import RunDevices
 from roll.pipeline.stages import publication_due
-from roll.rollout.scheduler import Ticket
+from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
 from roll.tracking.run_directory import RunDirectory
@@ -183,7 +183,7 @@ class PlainLoop:
         self._critic = self._trainer(config.critic, "value") if config.critic is not None else None
         self._reference = self._frozen(roles["reference"]) if "reference" in roles else None
         self._rollout = self._side.rollout(_Direct(self._engine))
-        self._tickets = self._all_tickets()
+        self._requests = self._all_requests()
 
     async def step(self, step: int) -> TrainingBatch:
         """Take one training step, and load the new weights into the engine when due."""
@@ -225,14 +225,14 @@ class PlainLoop:
         """Return the groups of a step; those that the configured filter refuses are replaced by the next ones."""
         kept: list[Group] = []
         while missing := self._config.rollout_batch_size - len(kept):
-            tickets = [replace(next(self._tickets), start_version=step) for _ in range(missing)]
-            made = await asyncio.gather(*(self._rollout(ticket) for ticket in tickets))
+            requests = [replace(next(self._requests), start_version=step) for _ in range(missing)]
+            made = await asyncio.gather(*(self._rollout(request) for request in requests))
             kept += [group for group in made if self._config.group_filter == "none" or has_score_variance(group)]
         return kept
 
-    def _all_tickets(self) -> Iterator[Ticket[object]]:
+    def _all_requests(self) -> Iterator[GroupRequest[object]]:
         for group_id, item in enumerate(self._side.source()):
-            yield Ticket(group_id, item, start_version=0, attempt=1)
+            yield GroupRequest(group_id, item, start_version=0, attempt=1)
 
     def _build_engine(self) -> InferStrategy:
         return engine_spec(self._config, "object_store").build(self._config.cluster.device)

@@ -14,7 +14,7 @@ from typing import Any
 from roll.configs.run import PUBLICATION_CHAOS, ChaosEvent, PipelineConfig
 from roll.pipeline.stage import StepCounter
 from roll.runtime.actors import WorkerHandle
-from roll.runtime.faults import Harm, harm_this_process
+from roll.runtime.faults import Fault, inject_fault
 from roll.tracking.files import JsonLines, read_json_lines
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import unobserved, waiting
@@ -60,7 +60,7 @@ class Chaos:
     async def publication(self, version: int) -> None:
         """Apply the events of the weight update to ``version``; call it before the version is sent.
 
-        Corruption on the way is only noted here: the sender does it (see `spoiled_versions`).
+        Corruption on the way is only noted here: the sender does it (see `corrupted_versions`).
         """
         for event in self._events:
             if event.kind in PUBLICATION_CHAOS and event.at_step == version:
@@ -80,7 +80,7 @@ class Chaos:
     async def _happen(self, event: ChaosEvent) -> None:
         if event.role == "driver":
             self._begin(event)
-            harm_this_process(_harm(event), event.seconds)
+            inject_fault(_harm(event), event.seconds)
             return
         handle = await self._process(_name(event))
         self._begin(event)
@@ -95,12 +95,12 @@ class Chaos:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def spoiled_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
+def corrupted_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
     """Return the versions of which one byte is changed on the way."""
     return frozenset(event.at_step for event in events if event.kind == "corrupt_bucket")
 
 
-def _harm(event: ChaosEvent) -> Harm:
+def _harm(event: ChaosEvent) -> Fault:
     if event.kind == "delay_publication" or event.kind == "corrupt_bucket":
         raise ValueError(f"{event.kind} happens to a publication, not to a process")
     return event.kind

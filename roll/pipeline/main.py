@@ -19,7 +19,7 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.loader import dump_config
 from roll.pipeline.context import RunContext, build_context
-from roll.pipeline.faults import events_to_come, spoiled_versions
+from roll.pipeline.faults import corrupted_versions, events_to_come
 from roll.pipeline.gate import EngineGate
 from roll.pipeline.journal import forget_other_rollouts, journal_of
 from roll.pipeline.preflight import Prepared
@@ -52,7 +52,7 @@ async def run_pipeline(
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
     states = point.role if point is not None else lambda role: None
     harm = events_to_come(config, recorder.run)
-    spoiled = spoiled_versions(harm)
+    spoiled = corrupted_versions(harm)
     roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, spoiled)
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"

@@ -24,7 +24,7 @@ import numpy as np
 from roll.agentic.episode import Episode
 from roll.agentic.frames import frames_to_gif, text_to_png
 from roll.configs.derived import tracker_classes, tracker_list
-from roll.configs.loader import told_config
+from roll.configs.loader import redacted_config
 from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
@@ -265,13 +265,13 @@ class RunRecorder:
         self.summary = Summary(run.summary, started=started, earlier=earlier)
         self.console = Console(config.exp_name, config.max_steps, config.logging_steps)
         for record in earlier or []:
-            self.console.recall({name: value for name, value in record.items() if value is not None}, record["step"])
+            self.console.resume({name: value for name, value in record.items() if value is not None}, record["step"])
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
         events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
         self._trackers = Trackers([self._metrics, *events])
         plug_ins = open_plug_ins(
-            tracker_classes(config), config.tracker_kwargs, run, config.exp_name, told_config(config)
+            tracker_classes(config), config.tracker_kwargs, run, config.exp_name, redacted_config(config)
         )
         self._plug_ins = PlugIns(plug_ins, config.tracker_timeout_seconds)
         self._log_watch = LogWatch(run.logs, config.console_output, say_beside)

@@ -326,9 +326,9 @@ class ResumePoint:
         return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
 
     @property
-    def memory(self) -> dict[str, Any]:
+    def advantage_state(self) -> dict[str, Any]:
         """State of the reward moments and the KL controller; empty if there is no checkpoint."""
-        return {} if self.checkpoint is None else dict(self.checkpoint.state.memory)
+        return {} if self.checkpoint is None else dict(self.checkpoint.state.advantage_state)
 
     def role(self, name: str) -> Path | None:
         """Return the folder of the training state from which a role resumes; None if there is no checkpoint."""

@@ -27,7 +27,7 @@ from roll.rewards.model import ScorerSetup
 from roll.rewards.model_pool import ScorePool, ScoreSettings, ScoreWorker
 from roll.rewards.pool import RewardPool
 from roll.rewards.registry import route_domains
-from roll.rollout.scheduler import Ticket
+from roll.rollout.scheduler import GroupRequest
 from roll.runtime.actors import WorkerHandle, start_worker
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import REWARD_MODEL, part, waiting
@@ -188,12 +188,12 @@ class RLVRSide:
             )
         )
 
-    def rollout(self, generator: Generator) -> Callable[[Ticket[Prompt]], Awaitable[Group]]:
+    def rollout(self, generator: Generator) -> Callable[[GroupRequest[Prompt]], Awaitable[Group]]:
         """Return the function that samples a prompt and judges the responses."""
         function = self._function(generator, self._config.actor_infer.generating_args, "train")
 
-        def run_group(ticket: Ticket[Prompt]) -> Awaitable[Group]:
-            return function(ticket.group_id, ticket.item, ticket.start_version)
+        def run_group(request: GroupRequest[Prompt]) -> Awaitable[Group]:
+            return function(request.group_id, request.item, request.start_version)
 
         return run_group
 

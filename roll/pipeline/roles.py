@@ -48,12 +48,12 @@ class Roles:
         run: RunDirectory,
         on_event: Callable[[str], None],
         states: Callable[[str], Path | None] = lambda role: None,
-        spoiled_versions: frozenset[int] = frozenset(),
+        corrupted_versions: frozenset[int] = frozenset(),
     ) -> None:
         """Build the engine pool and claim the folder of published weights; start nothing yet.
 
         ``states`` returns the training state from which a role resumes, or None if it starts anew.
-        ``spoiled_versions``: see `TransportSpec`.
+        ``corrupted_versions``: see `TransportSpec`.
         """
         self._states = states
         self._prepared = prepared
@@ -62,7 +62,7 @@ class Roles:
         self._locks = locks
         self._run = run
         self._log_dir = str(run.logs.absolute())
-        self._transport = transport_spec(self._config, run, spoiled_versions)
+        self._transport = transport_spec(self._config, run, corrupted_versions)
         self._groups: list[WorkerGroup] = []
         self.pool = self._build_pool(on_event)
         self._workers = workers
@@ -213,15 +213,15 @@ def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
 
 
 def transport_spec(
-    config: PipelineConfig, run: RunDirectory, spoiled_versions: frozenset[int] = frozenset()
+    config: PipelineConfig, run: RunDirectory, corrupted_versions: frozenset[int] = frozenset()
 ) -> TransportSpec:
     """Return how weights travel in this run, for the process that holds it; delete weights of earlier processes."""
     update = config.weight_update
     return TransportSpec(
         name=derived.weight_transport(config),
-        halves=2 if update.dual_buffer else 1,
+        buffers=2 if update.dual_buffer else 1,
         directory=claim_weight_folder(run, update.checkpoint_dir, config.exp_name),
         bucket_bytes=derived.load_bucket_bytes(config),
         timeout_seconds=update.timeout_seconds,
-        spoiled_versions=spoiled_versions,
+        corrupted_versions=corrupted_versions,
     )

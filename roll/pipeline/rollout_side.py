@@ -14,7 +14,7 @@ import numpy as np
 
 from roll.data.records import Group
 from roll.engines.base import Completion, GenerateRequest
-from roll.rollout.scheduler import Ticket
+from roll.rollout.scheduler import GroupRequest
 
 if TYPE_CHECKING:
     from roll.configs.run import PipelineConfig
@@ -80,7 +80,7 @@ class RolloutSide(Protocol):
     def source(self) -> Iterator[Any]:
         """Return the item that each group starts from, in order."""
 
-    def rollout(self, generator: Generator) -> Callable[[Ticket[Any]], Awaitable[Group]]:
+    def rollout(self, generator: Generator) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
         """Return the function that makes a training group."""
 
     def validator(self, generator: Generator) -> Validator | None:

@@ -75,7 +75,7 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Convert rewards (and the KL penalty, if any) to advantages."""
     # In a thread: long responses take a good part of a second, and rollouts continue meanwhile.
     batch.metrics.update(await asyncio.to_thread(add_advantages, batch, run.advantages))
-    batch.memory = run.advantages.memory()
+    batch.advantage_state = run.advantages.state_dict()
     return batch
 
 
@@ -111,7 +111,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
             batch.gathered = True
         run.scheduler.training_step_done(version)
         if run.checkpoints.due(version):
-            await run.checkpoints.take(version, run.scheduler.progress(), batch.memory)
+            await run.checkpoints.take(version, run.scheduler.progress(), batch.advantage_state)
     run.steps.advance(version)
     batch.metrics.update(
         {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
@@ -173,10 +173,10 @@ async def gather(run: RunContext, version: int) -> CanaryScores | None:
 
     Returns the trainer's scores of the canary sequences, if this weight update is checked.
     """
-    half = await run.pool.buffers.acquire(version)
+    buffer = await run.pool.buffers.acquire(version)
     bucket_bytes = derived.gather_bucket_bytes(run.config)
-    await run.trainer.gather(version, half, run.pool.dtype, bucket_bytes)
-    return await run.canaries.score(run.trainer, version) if run.canaries is not None else None
+    await run.trainer.gather(version, buffer, run.pool.dtype, bucket_bytes)
+    return await run.parity_check.score(run.trainer, version) if run.parity_check is not None else None
 
 
 async def publish(run: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:

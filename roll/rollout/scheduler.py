@@ -85,7 +85,7 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket(Generic[Item]):
+class GroupRequest(Generic[Item]):
     """The request that a rollout receives."""
 
     group_id: int
@@ -182,7 +182,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self,
         plan: SchedulePlan,
         source: Iterator[Item],
-        rollout: Callable[[Ticket[Item]], Awaitable[Result]],
+        rollout: Callable[[GroupRequest[Item]], Awaitable[Result]],
         *,
         group_filter: Callable[[Result], bool] | None = None,
         observer: SchedulerObserver[Item, Result] | None = None,
@@ -423,12 +423,12 @@ class RolloutScheduler(Generic[Item, Result]):
                 return
 
     async def _attempt(self, group: _Running[Item]) -> Result:
-        ticket = Ticket(group.group_id, group.item, group.start_version, group.attempt)
+        request = GroupRequest(group.group_id, group.item, group.start_version, group.attempt)
         if self.plan.group_timeout is None:
-            return await self._rollout(ticket)
+            return await self._rollout(request)
         try:
             async with asyncio.timeout(self.plan.group_timeout) as deadline:
-                return await self._rollout(ticket)
+                return await self._rollout(request)
         except TimeoutError:
             if not deadline.expired():
                 raise

@@ -47,7 +47,7 @@ from ray.exceptions import (
 from roll.configs.plugins import import_object
 from roll.runtime.allocator import return_large_blocks
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
-from roll.runtime.faults import Harm, harm_this_process
+from roll.runtime.faults import Fault, inject_fault
 from roll.runtime.folders import DriverFolders, driver_folders
 from roll.runtime.placement import Placement, WorkerPlace, free_port
 from roll.tracking.logs import configure_logging, give_away_output
@@ -172,7 +172,7 @@ class WorkerHandle:
         """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
         return await self._actor.beat.remote()
 
-    def harm(self, harm: Harm, seconds: float | None) -> None:
+    def harm(self, harm: Fault, seconds: float | None) -> None:
         """Inject a fault into the process, for tests; see `roll.runtime.faults`."""
         self._actor.harm.remote(harm, seconds)
 
@@ -473,9 +473,9 @@ class WorkerProcess:
         return Beat(lag, place)
 
     @ray.method(concurrency_group=HEALTH)
-    async def harm(self, harm: Harm, seconds: float | None) -> None:
+    async def harm(self, harm: Fault, seconds: float | None) -> None:
         """Inject the fault that `chaos` asks for."""
-        harm_this_process(harm, seconds)
+        inject_fault(harm, seconds)
 
     async def _beat(self) -> None:
         while True:

@@ -11,12 +11,12 @@ import signal
 import subprocess
 from typing import Literal
 
-Harm = Literal["kill", "freeze", "fill_disk"]
+Fault = Literal["kill", "freeze", "fill_disk"]
 FULL_DISK_BYTES = 2**14
 """Largest file that a process with a full disk can write. Small files, such as a run's summary, still fit."""
 
 
-def harm_this_process(harm: Harm, seconds: float | None) -> None:
+def inject_fault(harm: Fault, seconds: float | None) -> None:
     """Kill this process, stop it for ``seconds`` (None: for good), or limit its files as a full disk would."""
     if harm == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

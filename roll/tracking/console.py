@@ -112,7 +112,7 @@ class Console:
         if self._live is None and due:
             self._print(plain_line(self._progress, now))
 
-    def recall(self, metrics: Mapping[str, float], step: int) -> None:
+    def resume(self, metrics: Mapping[str, float], step: int) -> None:
         """Take over a step of an earlier process, without a line."""
         progress = self._progress.after({self._printable(name): value for name, value in metrics.items()}, step, 0.0)
         self._progress = replace(progress, marks=())

@@ -60,9 +60,9 @@ class TrainerGroup:
         """Run one training step and return the metrics of rank 0 (equal on all ranks)."""
         return (await self._call("train", ray.put(batch), objective, plan))[0]
 
-    async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
+    async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update."""
-        await self._call("gather", version, half, dtype, bucket_bytes)
+        await self._call("gather", version, buffer, dtype, bucket_bytes)
 
     async def send(self, version: int) -> Publication:
         """Hand gathered weights to the transport while training continues."""

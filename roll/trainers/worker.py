@@ -136,13 +136,13 @@ class TrainWorker(Worker):
         ]
         return mean_over_updates(results)
 
-    async def gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
+    async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
-        await self.in_thread(self._gather, version, half, dtype, bucket_bytes)
+        await self.in_thread(self._gather, version, buffer, dtype, bucket_bytes)
 
-    def _gather(self, version: int, half: int, dtype: str, bucket_bytes: int) -> None:
+    def _gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         weights = self._trainer.named_weights()
-        self._publisher.gather(version, half, weights, getattr(torch, dtype), bucket_bytes)
+        self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes)
 
     async def send(self, version: int) -> Publication:
         """Hand over the gathered weights of a version while training continues. Rank 0 only."""

@@ -290,7 +290,7 @@ class WeightBucket:
 
 
 @dataclass
-class WeightReceipt:
+class HeldWeights:
     """The weights that an engine holds, or is about to hold; compared with the trainer's own (checksum
     verification)."""
 

@@ -24,9 +24,9 @@ NEWEST = "replicas that may restart"
 class WeightBuffers:
     """The buffers and their holders. A holder is any hashable object, such as a replica."""
 
-    def __init__(self, halves: int, on_free: Callable[[int], None] = lambda version: None) -> None:
+    def __init__(self, count: int, on_free: Callable[[int], None] = lambda version: None) -> None:
         """Start with empty buffers. ``on_free`` is called with each version that is discarded."""
-        self._versions: list[int | None] = [None] * halves
+        self._versions: list[int | None] = [None] * count
         self._holders: dict[int, set[Hashable]] = {}
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
         self.on_free = on_free
@@ -38,10 +38,10 @@ class WeightBuffers:
         """Return True if a buffer still holds this version."""
         return version in self._versions
 
-    def half_of(self, version: int) -> int:
+    def buffer_of(self, version: int) -> int:
         """Return the buffer that holds a version. Raises ``KeyError`` if none does."""
         if version not in self._versions:
-            raise KeyError(f"no half has version {version}; they have {self._versions}")
+            raise KeyError(f"no buffer has version {version}; they have {self._versions}")
         return self._versions.index(version)
 
     async def acquire(self, version: int) -> int:
@@ -50,12 +50,12 @@ class WeightBuffers:
         Returns at once if the version already has a buffer.
         """
         if self.has(version):
-            return self.half_of(version)
+            return self.buffer_of(version)
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((version, waiter))
         self._serve()
         try:
-            with waiting(PUBLICATION_MEMORY, f"a free half for version {version}"):
+            with waiting(PUBLICATION_MEMORY, f"a free buffer for version {version}"):
                 return await waiter
         except asyncio.CancelledError:
             if not waiter.cancelled():  # it was served, but had not run yet
@@ -68,7 +68,7 @@ class WeightBuffers:
 
     def hold(self, version: int, holder: Hashable) -> None:
         """Add ``holder`` to this version. Raises ``KeyError`` if no buffer holds the version any more."""
-        self.half_of(version)
+        self.buffer_of(version)
         self._holders[version].add(holder)
 
     def release(self, version: int, holder: Hashable) -> None:
@@ -101,14 +101,14 @@ class WeightBuffers:
         self._serve()
 
     def _forget(self, version: int) -> None:
-        self._versions[self.half_of(version)] = None
+        self._versions[self.buffer_of(version)] = None
         del self._holders[version]
         self.on_free(version)
 
     def _serve(self) -> None:
         """Give free buffers to waiters."""
         while self._waiting:
-            free = [half for half, version in enumerate(self._versions) if not self._needed(version)]
+            free = [buffer for buffer, version in enumerate(self._versions) if not self._needed(version)]
             if not free:
                 return
             version, waiter = self._waiting.popleft()

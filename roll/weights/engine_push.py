@@ -90,15 +90,15 @@ class RayEngineCalls:
             raise EngineCallFailed(f"{step}: {type(error).__name__}: {error}") from error
 
 
-class DeviceHalves:
+class DeviceBuffers:
     """Copies of the weights on the trainer's device, one per buffer of the double buffer, allocated once."""
 
     def __init__(self) -> None:
-        self._halves: dict[int, dict[str, torch.Tensor]] = {}
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}
 
-    def gather(self, half: int, weights: Iterable[tuple[str, torch.Tensor]], float_dtype: torch.dtype) -> None:
+    def gather(self, buffer: int, weights: Iterable[tuple[str, torch.Tensor]], float_dtype: torch.dtype) -> None:
         """Copy the weights, cast to the engine's precision. Raises ``ValueError`` for a name that occurs twice."""
-        held = self._halves.get(half, {})
+        held = self._buffers.get(buffer, {})
         fresh: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
             if name in fresh:
@@ -108,19 +108,19 @@ class DeviceHalves:
             if target is None or target.shape != tensor.shape or target.dtype != dtype:
                 target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
             fresh[name] = target.copy_(tensor.detach())
-        self._halves[half] = fresh
+        self._buffers[buffer] = fresh
 
-    def tensors(self, half: int) -> dict[str, torch.Tensor]:
+    def tensors(self, buffer: int) -> dict[str, torch.Tensor]:
         """Return the tensors gathered into a buffer."""
-        return self._halves[half]
+        return self._buffers[buffer]
 
-    def layout(self, half: int) -> Layout:
+    def layout(self, buffer: int) -> Layout:
         """Return names, dtypes and shapes of a buffer."""
-        return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._halves[half].items()}
+        return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._buffers[buffer].items()}
 
-    def checksums(self, half: int) -> dict[str, int]:
+    def checksums(self, buffer: int) -> dict[str, int]:
         """Return the checksum of each tensor's bytes."""
-        return {name: tensor_checksum(tensor) for name, tensor in self._halves[half].items()}
+        return {name: tensor_checksum(tensor) for name, tensor in self._buffers[buffer].items()}
 
 
 class WeightPusher:
@@ -136,7 +136,7 @@ class WeightPusher:
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
     ) -> None:
         """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
-        self.halves = DeviceHalves()
+        self.buffers = DeviceBuffers()
         self._backend = WEIGHT_BACKENDS[transport]
         self._rank = rank
         self._host = host
@@ -146,7 +146,7 @@ class WeightPusher:
         self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine]] = {}
         self._turn = threading.Lock()
 
-    def push(self, half: int, target: PushTarget) -> None:
+    def push(self, buffer: int, target: PushTarget) -> None:
         """Send a buffer's weights to a paused engine.
 
         Passes on what the library or the engine raises, after closing the connection.
@@ -154,7 +154,7 @@ class WeightPusher:
         with self._turn:
             try:
                 engine = self._connected(target)
-                engine.source.half = half
+                engine.source.buffer = buffer
                 engine.send_weights()
             except BaseException:
                 self.disconnect(target.name)
@@ -175,7 +175,7 @@ class WeightPusher:
         engine = (self._connect or _library_connect())(
             self._init_info(target),
             client=RayEngineCalls(target.actor, self._timeout_seconds),
-            source=half_source(self.halves),
+            source=buffer_source(self.buffers),
         )
         self._engines[target.name] = (target.actor, engine)
         return engine
@@ -202,22 +202,22 @@ def _library_connect() -> Callable[..., TrainerWeightTransferEngine]:
     return WeightTransferTrainerFactory.trainer_init
 
 
-def half_source(halves: DeviceHalves) -> Any:
-    """Return the buffers as vLLM's ``WeightSource``; its attribute ``half`` selects the buffer that is sent next.
+def buffer_source(buffers: DeviceBuffers) -> Any:
+    """Return the buffers as vLLM's ``WeightSource``; its attribute ``buffer`` selects the buffer that is sent next.
 
     The class is made here because its base class is vLLM's, which a trainer imports only if it pushes.
     """
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class HalfSource(WeightSource):
-        half = 0
+        buffer = 0
 
         def metadata(self) -> list[ParamMeta]:
-            tensors = halves.tensors(self.half)
+            tensors = buffers.tensors(self.buffer)
             return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(halves.tensors(self.half).items())
+            return iter(buffers.tensors(self.buffer).items())
 
     return HalfSource()
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from roll.weights.buckets import WeightBucket, WeightReceipt, manifest, pack_buckets
+from roll.weights.buckets import HeldWeights, WeightBucket, manifest, pack_buckets
 from roll.weights.engine_push import WEIGHT_BACKENDS, PushTarget, WeightPusher
-from roll.weights.transports import TRANSPORTS, SpoilingSender, TransportSpec
+from roll.weights.transports import TRANSPORTS, CorruptingSender, TransportSpec
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -31,7 +31,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 class WeightPublisher(Protocol):
     """The trainer rank's interface for handing out weights."""
 
-    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
         """Copy the weights, casting floating-point ones to ``dtype``. Every rank must consume all of ``weights``."""
 
     def send(self, version: int) -> Publication:
@@ -51,7 +51,7 @@ class WeightPublisher(Protocol):
 class Gathered:
     """Weights copied out of the trainer, ready to be sent."""
 
-    half: int
+    buffer: int
     buckets: list[WeightBucket]
     seconds: float
 
@@ -61,27 +61,27 @@ class BucketPublisher:
 
     def __init__(self, spec: TransportSpec, rank: int) -> None:
         sender = TRANSPORTS[spec.name].sender(spec)
-        self._sender = SpoilingSender(sender, spec.spoiled_versions) if spec.spoiled_versions else sender
+        self._sender = CorruptingSender(sender, spec.corrupted_versions) if spec.corrupted_versions else sender
         self._rank = rank
         self._gathered: dict[int, Gathered] = {}
 
-    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
         """See `WeightPublisher.gather`; only the first rank keeps anything."""
         started = time.perf_counter()
         if self._rank != 0:
             _draw(weights)
             return
-        self._sender.begin(half)
-        allocate = partial(self._sender.allocate, half)
+        self._sender.begin(buffer)
+        allocate = partial(self._sender.allocate, buffer)
         buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, allocate=allocate))
-        self._gathered[version] = Gathered(half, buckets, time.perf_counter() - started)
+        self._gathered[version] = Gathered(buffer, buckets, time.perf_counter() - started)
 
     def send(self, version: int) -> Publication:
         """Take the checksums, hand the buckets to the transport, and return what engines need to know."""
         started = time.perf_counter()
         gathered = self._gathered.pop(version)
         parameter_count, checksums = manifest(gathered.buckets)
-        handles = self._sender.send(gathered.half, version, gathered.buckets)
+        handles = self._sender.send(gathered.buffer, version, gathered.buckets)
         return Publication(
             version=version,
             handles=handles,
@@ -114,39 +114,39 @@ class PushPublisher:
         """
         self._pusher = pusher
         self._keeps = all_ranks or rank == 0
-        self._halves: dict[int, int] = {}
+        self._buffers: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
 
-    def gather(self, version: int, half: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
         """See `WeightPublisher.gather`; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
-        self._halves = {other: each for other, each in self._halves.items() if each != half} | {version: half}
+        self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
         if self._keeps:
-            self._pusher.halves.gather(half, weights, dtype)
+            self._pusher.buffers.gather(buffer, weights, dtype)
         else:
             _draw(weights)
-            self._pusher.halves.gather(half, [], dtype)
+            self._pusher.buffers.gather(buffer, [], dtype)
         self._seconds[version] = time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
         """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
         started = time.perf_counter()
-        halves, half = self._pusher.halves, self._halves[version]
-        layout = halves.layout(half)
-        checksums = halves.checksums(half)
+        buffers, buffer = self._pusher.buffers, self._buffers[version]
+        layout = buffers.layout(buffer)
+        checksums = buffers.checksums(buffer)
         return Publication(
             version=version,
             handles=[],
             parameter_count=sum(math.prod(shape) for _, shape in layout.values()),
             checksums=checksums,
-            total_bytes=sum(tensor.nbytes for tensor in halves.tensors(half).values()),
+            total_bytes=sum(tensor.nbytes for tensor in buffers.tensors(buffer).values()),
             layout=layout,
             seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
         )
 
     def push(self, version: int, target: PushTarget) -> None:
         """See `WeightPublisher.push`."""
-        self._pusher.push(self._halves[version], target)
+        self._pusher.push(self._buffers[version], target)
 
     def disconnect(self, name: str) -> None:
         """See `WeightPublisher.disconnect`."""
@@ -186,23 +186,23 @@ class Publication:
     """Seconds of ``gather`` and ``send``."""
 
 
-class AttestationError(RuntimeError):
+class WeightsDiffer(RuntimeError):
     """An engine does not hold the published weights."""
 
 
-def attest(engine: str, publication: Publication, receipt: WeightReceipt) -> None:
-    """Compare an engine's weights with the published ones. Raises `AttestationError` naming the difference."""
+def check_weights(engine: str, publication: Publication, receipt: HeldWeights) -> None:
+    """Compare an engine's weights with the published ones. Raises `WeightsDiffer` naming the difference."""
     if receipt.version != publication.version:
-        raise AttestationError(f"{engine} holds version {receipt.version} after version {publication.version} was sent")
+        raise WeightsDiffer(f"{engine} holds version {receipt.version} after version {publication.version} was sent")
     missing = sorted(publication.checksums.keys() - receipt.checksums.keys())
     unknown = sorted(receipt.checksums.keys() - publication.checksums.keys())
     if missing or unknown:
-        raise AttestationError(
+        raise WeightsDiffer(
             f"{engine}, version {publication.version}: tensors never received: {missing[:5]}; "
             f"held but never published: {unknown[:5]}"
         )
     if receipt.parameter_count != publication.parameter_count:
-        raise AttestationError(
+        raise WeightsDiffer(
             f"{engine}, version {publication.version}: {receipt.parameter_count} parameters held, "
             f"{publication.parameter_count} published"
         )
@@ -210,7 +210,7 @@ def attest(engine: str, publication: Publication, receipt: WeightReceipt) -> Non
         name for name, checksum in publication.checksums.items() if receipt.checksums[name] not in (checksum, None)
     ]
     if differing:
-        raise AttestationError(
+        raise WeightsDiffer(
             f"{engine}, version {publication.version}: the content of {differing[0]!r} differs from what was published"
             + (f" (and of {len(differing) - 1} more tensors)" if len(differing) > 1 else "")
         )

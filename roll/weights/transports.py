@@ -40,27 +40,27 @@ from roll.tracking.run_directory import RunDirectory
 from roll.weights.buckets import BucketLocation, WeightBucket, WeightMismatch, views
 
 
-class SpoilingSender:
+class CorruptingSender:
     """A `WeightSender` that corrupts one byte of the chosen versions after their checksums were taken."""
 
     def __init__(self, sender: WeightSender, versions: Collection[int]) -> None:
         self._sender = sender
         self._versions = frozenset(versions)
 
-    def begin(self, half: int) -> None:
+    def begin(self, buffer: int) -> None:
         """See `WeightSender.begin`."""
-        self._sender.begin(half)
+        self._sender.begin(buffer)
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
-        return self._sender.allocate(half, index, size)
+        return self._sender.allocate(buffer, index, size)
 
-    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
         """See `WeightSender.send`; flips one byte of the chosen versions first."""
         if version in self._versions:
             _, _, _, offset = buckets[0].tensors[0]
             buckets[0].data[offset] ^= 0xFF
-        return self._sender.send(half, version, buckets)
+        return self._sender.send(buffer, version, buckets)
 
     def release(self, version: int) -> None:
         """See `WeightSender.release`."""
@@ -100,14 +100,14 @@ class CheckpointSender:
         self._directory = directory
         self._memory = HostMemory()
 
-    def begin(self, half: int) -> None:
+    def begin(self, buffer: int) -> None:
         """Do nothing: the files do not depend on the memory that they were written from."""
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
-        return self._memory.allocate(half, index, size)
+        return self._memory.allocate(buffer, index, size)
 
-    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
         """See `WeightSender.send`; a folder under its final name is complete."""
         folder = self._folder(version)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -221,27 +221,27 @@ class TransportSpec:
     """Everything a trainer needs to build its sender."""
 
     name: str
-    halves: int
+    buffers: int
     directory: Path
     """Folder for the transport's files, if it writes any."""
     bucket_bytes: int = 256 * 1024**2
     """Bytes in transit at a time where the engine library sends them."""
     timeout_seconds: float = 600.0
     """Longest wait for one call to an engine during a push."""
-    spoiled_versions: frozenset[int] = frozenset()
+    corrupted_versions: frozenset[int] = frozenset()
     """Versions of which one byte is corrupted on the way (`chaos`)."""
 
 
 class WeightSender(Protocol):
     """The trainer's end."""
 
-    def begin(self, half: int) -> None:
+    def begin(self, buffer: int) -> None:
         """Invalidate the version in this buffer, which is about to be overwritten."""
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
 
-    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
         """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
 
     def release(self, version: int) -> None:
@@ -269,11 +269,11 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory: dict[tuple[int, int], np.ndarray] = {}
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
-        memory = self._memory.get((half, index))
+        memory = self._memory.get((buffer, index))
         if memory is None or len(memory) < size:
-            memory = self._memory[half, index] = torch.empty(size, dtype=torch.uint8).numpy()
+            memory = self._memory[buffer, index] = torch.empty(size, dtype=torch.uint8).numpy()
         return memory
 
 
@@ -291,14 +291,14 @@ class ObjectStoreSender:
     def __init__(self) -> None:
         self._memory = HostMemory()
 
-    def begin(self, half: int) -> None:
+    def begin(self, buffer: int) -> None:
         """Do nothing: the store has its own copies."""
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
-        return self._memory.allocate(half, index, size)
+        return self._memory.allocate(buffer, index, size)
 
-    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
         """See `WeightSender.send`."""
         return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
 
@@ -400,19 +400,19 @@ class SharedMemorySender:
         self._lasting = lasting
         self._segments: dict[int, Segment] = {}
 
-    def begin(self, half: int) -> None:
+    def begin(self, buffer: int) -> None:
         """See `WeightSender.begin`."""
-        if half not in self._segments:
-            self._segments[half] = Segment(f"roll-weights-{half}")
-        self._segments[half].stamp(_NOTHING)
+        if buffer not in self._segments:
+            self._segments[buffer] = Segment(f"roll-weights-{buffer}")
+        self._segments[buffer].stamp(_NOTHING)
 
-    def allocate(self, half: int, index: int, size: int) -> np.ndarray:
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
         """See `WeightSender.allocate`."""
-        return self._segments[half].extent(index, size)
+        return self._segments[buffer].extent(index, size)
 
-    def send(self, half: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
         """See `WeightSender.send`; writes the version stamp."""
-        segment = self._segments[half]
+        segment = self._segments[buffer]
         segment.stamp(version)
         inode = os.fstat(segment.fd).st_ino
         return [
@@ -480,7 +480,7 @@ def _map(handle: MemoryHandle) -> np.ndarray:
 
 
 TRANSPORTS: dict[str, WeightTransport] = {
-    "shared_memory": WeightTransport(lambda spec: SharedMemorySender(lasting=spec.halves > 1), SharedMemoryReceiver),
+    "shared_memory": WeightTransport(lambda spec: SharedMemorySender(lasting=spec.buffers > 1), SharedMemoryReceiver),
     "object_store": WeightTransport(lambda spec: ObjectStoreSender(), ObjectStoreReceiver),
     "checkpoint": WeightTransport(lambda spec: CheckpointSender(spec.directory), CheckpointReceiver),
 }

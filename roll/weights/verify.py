@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll.data.records import derive_seed
-from roll.weights.publisher import AttestationError
+from roll.weights.publisher import WeightsDiffer
 
 VOCABULARY_PROMPTS = 1024
 """Number of prompts whose tokens the random part is drawn from."""
@@ -98,12 +98,12 @@ class CanaryDifference:
 def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> CanaryDifference:
     """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
 
-    Raises `AttestationError` naming the engine, the version and the worst sequence if the mean absolute difference is
+    Raises `WeightsDiffer` naming the engine, the version and the worst sequence if the mean absolute difference is
     above the tolerance or not finite, or if the engine did not score every token.
     """
     expected_lengths = [len(values) for values in canaries.token_ids]
     if [len(values) for values in held] != expected_lengths:
-        raise AttestationError(
+        raise WeightsDiffer(
             f"{engine}, version {canaries.version}: canary sequences of {expected_lengths} tokens came back as "
             f"{[len(values) for values in held]} log-probabilities"
         )
@@ -120,7 +120,7 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
     )
     # "not <=" also catches NaN; an infinite difference makes the mean infinite.
     if not found.absolute_mean <= canaries.tolerance:
-        raise AttestationError(_message(engine, canaries, held, found, differences))
+        raise WeightsDiffer(_message(engine, canaries, held, found, differences))
     return found
 
 

@@ -59,7 +59,7 @@ def test_a_restored_controller_goes_on_as_if_never_stopped():
     first = AdaptiveKLController(0.1, target=1.0, horizon=100)
     first.update(3.0, 20)
     second = AdaptiveKLController(0.1, target=1.0, horizon=100)
-    second.restore(first.state())
+    second.load_state_dict(first.state_dict())
     for controller in (first, second):
         controller.update(0.5, 20)
     assert first.coef == second.coef != 0.1
@@ -67,16 +67,16 @@ def test_a_restored_controller_goes_on_as_if_never_stopped():
 
 def test_the_configuration_of_a_resumed_run_decides_a_fixed_weight():
     controller = FixedKLController(0.2)
-    controller.restore(FixedKLController(0.7).state())
-    controller.restore(AdaptiveKLController(0.9, 1.0, 10).state())
-    assert controller.coef == 0.2 and controller.state() == {}
+    controller.load_state_dict(FixedKLController(0.7).state_dict())
+    controller.load_state_dict(AdaptiveKLController(0.9, 1.0, 10).state_dict())
+    assert controller.coef == 0.2 and controller.state_dict() == {}
 
 
 @pytest.mark.parametrize("state", [{}, {"coef": math.nan}, {"coef": math.inf}, {"coef": 0.0}, {"coef": -1.0}])
 def test_a_broken_state_is_refused_and_changes_nothing(state):
     controller = AdaptiveKLController(0.1, 1.0, 10)
     with pytest.raises(ValueError, match="coef"):
-        controller.restore(state)
+        controller.load_state_dict(state)
     assert controller.coef == 0.1
 
 

@@ -76,7 +76,7 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened():
     first, second = torch.randn(20, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
     straight, resumed = RunningMoments(), RunningMoments()
     straight.update(first)
-    resumed.restore(json.loads(json.dumps(straight.state())))
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     straight.update(second)
     resumed.update(second)
     assert resumed == straight and isinstance(resumed.count, int)
@@ -94,7 +94,7 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened():
 )
 def test_an_impossible_state_is_refused(state):
     with pytest.raises(ValueError, match="state"):
-        RunningMoments().restore(state)
+        RunningMoments().load_state_dict(state)
 
 
 @settings(max_examples=examples(60))

@@ -8,7 +8,7 @@ from roll.check.needs import needs
 from roll.check.plan import plan, render
 from roll.check.rules import is_installed, tracker_words
 from roll.configs.errors import ConfigError
-from roll.configs.loader import config_from_tree, dump_config, told_config
+from roll.configs.loader import config_from_tree, dump_config, redacted_config
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_no_library_is_imported_to_check_a_configuration(config):
 
 def test_what_trackers_are_told_has_no_secrets_and_is_what_the_run_does(config):
     secretive = config(track_with="wandb", tracker_kwargs=OFFLINE, stages={"x": "https://me:hush@host/y"})
-    told = told_config(secretive)
+    told = redacted_config(secretive)
     assert told["stages"] == {"x": "https://me:***@host/y"}
     assert told["seed"] == secretive.seed and told["cluster"]["device"] == "cpu"
     assert "mode: offline" in dump_config(secretive)

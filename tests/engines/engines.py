@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from roll.engines.base import Completion, GenerateRequest, InferStrategy
-from roll.weights.buckets import WeightReceipt
+from roll.weights.buckets import HeldWeights
 from tests.engines.vllm_helpers import RunningEngine
 
 PROMPT = (5, 6, 7)
@@ -69,9 +69,7 @@ class EngineOnTrial:
         """Load a model's weights as the next version."""
         self.engine.publish(model)
 
-    async def load(
-        self, model: torch.nn.Module, version: int, mode: str = "keep", *, requests: int = 0
-    ) -> WeightReceipt:
+    async def load(self, model: torch.nn.Module, version: int, mode: str = "keep", *, requests: int = 0) -> HeldWeights:
         """Load a model's weights; to be called on the engine's loop. Raises `TooLate`, with the old weights, if fewer
         than ``requests`` are there when it has paused."""
         return await self.engine.load(model, version, mode, lambda: still_there(self.strategy, requests))

@@ -293,7 +293,7 @@ def test_keep_goes_on_with_the_old_keys_and_values(qwen_path):
     assert recorded == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_receipt_attests_what_the_engine_holds(model_path):
+def test_the_engine_tells_the_checksums_of_what_it_holds(model_path):
     weights = changed_weights(model_path, 3)
 
     async def scenario(strategy):

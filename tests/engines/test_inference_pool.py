@@ -268,7 +268,7 @@ def test_engines_that_copy_let_go_at_once(monkeypatch):
             await local.publish(1)
             await local.publish(2)
             async with asyncio.timeout(1):
-                assert local.pool.buffers.half_of(2) == await local.pool.buffers.acquire(2)
+                assert local.pool.buffers.buffer_of(2) == await local.pool.buffers.acquire(2)
                 await local.pool.buffers.acquire(3)
 
     run_virtual(scenario())

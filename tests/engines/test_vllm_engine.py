@@ -21,7 +21,7 @@ from roll.engines.base import EngineFailed
 from roll.trainers.base import build_trainer
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
 from roll.weights.engine_push import PushTarget
-from roll.weights.publisher import AttestationError, attest
+from roll.weights.publisher import WeightsDiffer, check_weights
 from tests.engines import vllm_helpers
 from tests.engines.engine_checks import full_scores, logits_of
 from tests.engines.engine_contract import *  # noqa: F403
@@ -170,14 +170,14 @@ def push(engine, publisher, version):
     publication = publisher.send(version)
     try:
         receipt = engine.run(engine.strategy.weights_pushed, version, publication.layout)
-        attest("actor_infer/0", publication, receipt)
+        check_weights("actor_infer/0", publication, receipt)
     finally:
         engine.run(engine.strategy.resume)
         engine.version = max(engine.version, version)
     return receipt
 
 
-def test_pushed_weights_are_held_attested_and_sampled_from(published, transfers):
+def test_pushed_weights_are_held_verified_and_sampled_from(published, transfers):
     publisher = transfers.publisher_to(published)
     for seed in (1, 2):
         version, model = published.version + 1, make_model(seed)
@@ -198,13 +198,13 @@ def test_an_engine_that_holds_something_else_than_was_pushed_is_named_with_the_t
     publisher.gather(version, 0, model.named_parameters(), torch.float32, 1 << 20)
     published.run(published.strategy.pause, "keep")
     publisher.push(version, PushTarget("actor_infer/0", "this process", 1))
-    publisher._pusher.halves.tensors(0)["model.norm.weight"][3] += 1.0
+    publisher._pusher.buffers.tensors(0)["model.norm.weight"][3] += 1.0
     publication = publisher.send(version)
     receipt = published.run(published.strategy.weights_pushed, version, publication.layout)
     published.run(published.strategy.resume)
     published.version = version
-    with pytest.raises(AttestationError, match=r"model\.norm\.weight"):
-        attest("actor_infer/0", publication, receipt)
+    with pytest.raises(WeightsDiffer, match=r"model\.norm\.weight"):
+        check_weights("actor_infer/0", publication, receipt)
 
 
 def test_a_push_that_leaves_a_tensor_out_is_refused_by_name(published):

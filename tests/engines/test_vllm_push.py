@@ -7,30 +7,30 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.weights.engine_push import DeviceHalves, PushTarget, RayEngineCalls, WeightPusher, half_source
+from roll.weights.engine_push import DeviceBuffers, PushTarget, RayEngineCalls, WeightPusher, buffer_source
 from roll.weights.publisher import PushPublisher
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
 
 
 def test_halves_are_cast_kept_apart_and_written_in_place_again():
-    halves = DeviceHalves()
-    halves.gather(0, [("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16)
-    halves.gather(1, [("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16)
-    place = halves.tensors(0)["a"].data_ptr()
-    assert halves.layout(0) == {"a": ("bfloat16", (3,)), "n": ("int64", (1,))}
-    halves.gather(0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16)
-    assert halves.tensors(0)["a"].data_ptr() == place
-    assert [halves.tensors(half)["a"][0].item() for half in (0, 1)] == [3.5, 2.5]
-    source = half_source(halves)
-    source.half = 1
+    buffers = DeviceBuffers()
+    buffers.gather(0, [("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16)
+    buffers.gather(1, [("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16)
+    place = buffers.tensors(0)["a"].data_ptr()
+    assert buffers.layout(0) == {"a": ("bfloat16", (3,)), "n": ("int64", (1,))}
+    buffers.gather(0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16)
+    assert buffers.tensors(0)["a"].data_ptr() == place
+    assert [buffers.tensors(buffer)["a"][0].item() for buffer in (0, 1)] == [3.5, 2.5]
+    source = buffer_source(buffers)
+    source.buffer = 1
     assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == [
         ("a", torch.bfloat16, (3,)),
         ("n", torch.int64, (1,)),
     ]
     assert [name for name, _ in source] == ["a", "n"] == [name for name, _ in source]
     with pytest.raises(ValueError, match="'a' comes twice"):
-        halves.gather(0, [("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32)
+        buffers.gather(0, [("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_each_engine_process_has_one_connection_and_a_new_process_a_new_one(reco
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     pusher = WeightPusher("nccl", 0, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
-    pusher.halves.gather(0, [("a", torch.zeros(1))], torch.float32)
+    pusher.buffers.gather(0, [("a", torch.zeros(1))], torch.float32)
     for actor in ("first", "first", "second"):
         pusher.push(0, PushTarget("actor_infer/0", actor, 4))
     pusher.push(0, PushTarget("actor_infer/1", "other", 4))

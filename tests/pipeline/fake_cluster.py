@@ -207,7 +207,7 @@ class FakeCluster:
             "roll.runtime.actors.return_large_blocks": lambda: False,
             "roll.engines.hf.model.keep_blocks_of": lambda parameters: False,
             "roll.trainers.model.keep_blocks_of": lambda parameters: False,
-            "roll.runtime.actors.harm_this_process": harm_this_actor,
+            "roll.runtime.actors.inject_fault": inject_fault_here,
             "roll.agentic.worker.give_away_output": lambda *_: None,
             "roll.agentic.worker.configure_logging": lambda *_: None,
             "roll.trainers.fsdp2.join_process_group": join_once,
@@ -247,8 +247,8 @@ async def _at_once(value: Any = None) -> Any:
     return value
 
 
-def harm_this_actor(harm: str, seconds: float | None) -> None:
-    """In place of `harm_this_process`: the process is not the actor's own."""
+def inject_fault_here(harm: str, seconds: float | None) -> None:
+    """In place of `inject_fault`: the process is not the actor's own."""
     if harm != "kill":
         raise NotImplementedError(f"{harm} is for real processes; take `ray_cluster`")
     _present.get().die("its worker process was killed")

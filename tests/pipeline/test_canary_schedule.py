@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.canaries import Canaries, build_canaries
+from roll.pipeline.parity import ParityCheck, build_parity_check
 
 SEQUENCES = [np.array([1, 2, 3], dtype=np.int32), np.array([4, 5], dtype=np.int32)]
 PROMPTS = [np.arange(4, dtype=np.int32)]
@@ -21,7 +21,7 @@ class Trainer:
 
 
 def versions_compared(interval: int, publications: int) -> list[int]:
-    canaries = Canaries(SEQUENCES, interval=interval, tolerance=0.1)
+    canaries = ParityCheck(SEQUENCES, interval=interval, tolerance=0.1)
 
     async def all_scores():
         return [await canaries.score(Trainer(), 5 * number) for number in range(publications)]
@@ -35,7 +35,7 @@ def test_the_first_publication_and_every_nth_are_compared_whatever_their_version
 
 
 def test_each_sequence_gets_its_own_scores_at_temperature_one():
-    scores = asyncio.run(Canaries(SEQUENCES, interval=1, tolerance=0.1).score(Trainer(), 3))
+    scores = asyncio.run(ParityCheck(SEQUENCES, interval=1, tolerance=0.1).score(Trainer(), 3))
     assert (scores.version, scores.tolerance) == (3, 0.1)
     assert [values.tolist() for values in scores.logprobs] == [[1, 2, 3], [4, 5]]
     assert [tokens.tolist() for tokens in scores.token_ids] == [[1, 2, 3], [4, 5]]
@@ -52,11 +52,11 @@ def test_each_sequence_gets_its_own_scores_at_temperature_one():
 )
 def test_the_configuration_sets_number_length_and_tolerance(tmp_path, changes, tolerance):
     config = config_from_tree(tiny_config(tmp_path, **changes, weight_update__canary_prompts=5))
-    scores = asyncio.run(build_canaries(config, PROMPTS).score(Trainer(), 0))
+    scores = asyncio.run(build_parity_check(config, PROMPTS).score(Trainer(), 0))
     assert scores.tolerance == tolerance
     assert [len(tokens) for tokens in scores.token_ids] == [7] * 5, "prompt_length + response_length, less one"
 
 
 def test_without_an_interval_there_are_none(tmp_path):
     config = config_from_tree(tiny_config(tmp_path, weight_update__canary_interval=0))
-    assert build_canaries(config, PROMPTS) is None
+    assert build_parity_check(config, PROMPTS) is None

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 from roll.configs.run import ChaosConfig, ChaosEvent
-from roll.pipeline.faults import Chaos, events_to_come, spoiled_versions
+from roll.pipeline.faults import Chaos, corrupted_versions, events_to_come
 from roll.pipeline.stage import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.run_directory import RunDirectory
@@ -101,12 +101,12 @@ def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path)
     run_virtual(chaos.publication(3))
     assert json.loads(run.chaos.read_text())["kind"] == "corrupt_bucket"
     assert events_to_come(config(KILL, DELAY, SPOIL), run) == [DELAY, KILL]
-    assert spoiled_versions([DELAY, KILL]) == frozenset() and spoiled_versions([SPOIL]) == {3}
+    assert corrupted_versions([DELAY, KILL]) == frozenset() and corrupted_versions([SPOIL]) == {3}
 
 
 IN_CHILDREN = """
 import os, tempfile, time
-from roll.runtime.faults import harm_this_process as harm
+from roll.runtime.faults import inject_fault as harm
 
 def in_a_child(what):
     child = os.fork()

@@ -80,7 +80,7 @@ def test_every_second_step_and_the_last_are_kept_and_older_ones_pruned(tmp_path)
     assert saved_steps(tmp_path) == [8, 9]
     assert oldest == [progress(2), progress(2), progress(4), progress(6), progress(8)]
     found = read_checkpoint(checkpoint_folder(tmp_path, 8))
-    assert found.state.progress == progress(8) and found.state.memory == {"coef": 8}
+    assert found.state.progress == progress(8) and found.state.advantage_state == {"coef": 8}
     assert found.step == 8 and found.state.source == "prompts"
     assert (found.role("actor_train") / "rank-00000.safetensors").read_bytes() == b"state of rank 0"
     assert (found.folder / "model.safetensors").read_bytes() == b"model"

@@ -79,7 +79,7 @@ def test_checkpoints_are_whole_after_a_power_cut(tmp_path, monkeypatch):
     assert saved_steps(left) == [2, 4]
     for step in (2, 4):
         found = read_checkpoint(checkpoint_folder(left, step))
-        assert found.state.progress == progress(step) and found.state.memory == {"coef": step}
+        assert found.state.progress == progress(step) and found.state.advantage_state == {"coef": step}
         assert (found.folder / "model.safetensors").read_bytes() == b"model"
         state = found.role("actor_train")
         assert [path.read_bytes() for path in sorted(state.iterdir())] == [b"rank 0", b"rank 1"]

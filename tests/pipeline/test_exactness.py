@@ -74,7 +74,7 @@ IN_PIECES = {
         {**IN_PIECES, "weight_update__transport": "shared_memory", "weight_update__dual_buffer": False},
         {**IN_PIECES, **COLOCATED, "weight_update__dual_buffer": False},
     ],
-    ids=["split", "late rewards", "colocated", "object store", "files", "one half", "colocated with one half"],
+    ids=["split", "late rewards", "colocated", "object store", "files", "one buffer", "colocated with one buffer"],
 )
 def test_ratio_zero_is_the_plain_loop_bit_for_bit_however_rewards_and_weights_travel(task, plain, changes):
     run = run_pipeline(task, IN_THIS_PROCESS, tiny_config(task, max_steps=STEPS, **changes))

@@ -33,11 +33,11 @@ def run(tmp_path):
     return RunDirectory.create(str(tmp_path / "run"), "addition")
 
 
-class Memory:
-    """What the advantages remember; nothing."""
+class NoState:
+    """Advantage settings that keep nothing between batches."""
 
-    def recall(self, memory):
-        assert memory == {}
+    def load_state_dict(self, state):
+        assert state == {}
 
 
 def earlier_process(run: RunDirectory) -> None:
@@ -54,16 +54,16 @@ def rolled_out_by_the_next(run: RunDirectory, settings) -> tuple[list[int], list
     """Groups that are rolled out, those of each batch, and what its owner is told; the ledger is checked throughout."""
     made, batches, told = [], [], []
 
-    async def rollout(ticket) -> Group:
-        made.append(ticket.group_id)
+    async def rollout(request) -> Group:
+        made.append(request.group_id)
         await asyncio.sleep(1)
-        return finished(ticket.group_id, ticket.start_version, versions=(0,)).result
+        return finished(request.group_id, request.start_version, versions=(0,)).result
 
     async def main():
         keeper = JournalKeeper(run.journal)
         plan = SchedulePlan(batch_size=BATCH, max_steps=STEPS, ratio=2.0, max_staleness=2)
         scheduler = RolloutScheduler(plan, itertools.count(), rollout, observer=keeper)
-        go_on(ResumePoint(run, None), scheduler, Memory(), keeper, settings, told.append)
+        go_on(ResumePoint(run, None), scheduler, NoState(), keeper, settings, told.append)
         keeper.made_with(settings)
         running = asyncio.create_task(scheduler.run())
         for step in range(STEPS):

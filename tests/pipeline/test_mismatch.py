@@ -10,7 +10,7 @@ from tiny import make_task, tiny_config
 
 from roll.configs.loader import config_from_tree
 from roll.pipeline.algorithm import build_algorithms
-from roll.pipeline.canaries import MismatchAlarm, MismatchTooLarge, build_alarm
+from roll.pipeline.parity import MismatchAlarm, MismatchTooLarge, build_alarm
 
 
 def metrics(value):

@@ -45,7 +45,7 @@ class Trainer:
         self.trained_on.append(set(batch.tokens["versions"][batch.tokens["response_mask"]].tolist()))
         return {}
 
-    async def gather(self, version, half, dtype, bucket_bytes):
+    async def gather(self, version, buffer, dtype, bucket_bytes):
         self._gathered.add(version)
 
     async def send(self, version):
@@ -54,7 +54,7 @@ class Trainer:
         return replace(publication(version), seconds={"gather": 3.0, "send": 4.0})
 
 
-class Canaries:
+class OneSequence:
     """A sequence of which engines and trainer say the same."""
 
     async def score(self, trainer, version):
@@ -142,15 +142,15 @@ class Run:
         self.announced_to_chaos: list[int] = []
         self.validator = Validator(self)
 
-    async def rollout(self, ticket) -> Group:
+    async def rollout(self, asked) -> Group:
         completion = await self.pool.generate(
-            request(f"{ticket.group_id}-{ticket.attempt}"), min_version=ticket.start_version
+            request(f"{asked.group_id}-{asked.attempt}"), min_version=asked.start_version
         )
         tokens = np.concatenate([[7], completion.token_ids]).astype(np.int32)
         mask, versions = tokens == tokens, np.concatenate([[-1], completion.versions]).astype(np.int32)
         mask[0] = False
         sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, "stop", score=1.0)
-        return Group(ticket.group_id, Prompt("p", "addition", tokens[:1], "text"), [sample])
+        return Group(asked.group_id, Prompt("p", "addition", tokens[:1], "text"), [sample])
 
     def context(self, pool) -> SimpleNamespace:
         config = self.config
@@ -179,7 +179,7 @@ class Run:
             objective=SimpleNamespace(token_fields=()),
             needs_proximal=False,
             steps=StepCounter(),
-            canaries=Canaries(),
+            parity_check=OneSequence(),
             mismatch_alarm=None,
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,

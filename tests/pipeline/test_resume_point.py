@@ -96,7 +96,7 @@ def test_the_newest_whole_checkpoint_counts_and_damage_is_said(run):
         make_checkpoint(run, step)
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")
     assert point.step == 10 and point.progress.open_groups == (10,) and point.notes == []
-    assert point.memory == {"kl_controller": {"coef": 0.5}}
+    assert point.advantage_state == {"kl_controller": {"coef": 0.5}}
     assert point.role("actor_train") == run.checkpoints / "step-10" / "state" / "actor_train"
     (point.role("actor_train") / "rank-00000.safetensors").write_bytes(b"we")
     point = find_resume_point(config(output_dir=str(run.root)), "prompts")

@@ -14,7 +14,7 @@ from roll.tracking.waits import WaitBoard, acting, holding, waiting
 def started(limit):
     """As much of a run as its status is made of, and the run's keeper."""
 
-    async def endless(ticket):
+    async def endless(request):
         await asyncio.Event().wait()
 
     scheduler = RolloutScheduler(SchedulePlan(batch_size=2, max_steps=1), iter(range(9)), endless)

@@ -1,4 +1,4 @@
-"""Whole runs with vLLM: learning, attested and compared, engines killed on the way, and devices shared."""
+"""Whole runs with vLLM: learning, verified and compared, engines killed on the way, and devices shared."""
 
 from __future__ import annotations
 

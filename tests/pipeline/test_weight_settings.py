@@ -23,7 +23,7 @@ from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 from roll.trainers.worker import TrainWorker
-from roll.weights.buckets import WeightReceipt, manifest
+from roll.weights.buckets import HeldWeights, manifest
 from roll.weights.publisher import build_publisher
 from tests.runtime.local_engines import LocalHandle, ScriptedEngine
 
@@ -43,7 +43,7 @@ class Engine(ScriptedEngine):
         self.preparing = version
         taken = list(buckets)
         self.sizes = [bucket.data.nbytes for bucket in taken]
-        self.taken = WeightReceipt(version, *manifest(taken), in_place=True)
+        self.taken = HeldWeights(version, *manifest(taken), in_place=True)
         return self.taken
 
     async def load_weights(self, version):
@@ -69,9 +69,9 @@ class TrainerProcess:
         self.spec = spec
         self.publisher = build_publisher(spec.transport, rank=0, host=address)
 
-    def gather(self, version, half, dtype, bucket_bytes):
+    def gather(self, version, buffer, dtype, bucket_bytes):
         self.bucket_bytes = bucket_bytes
-        self.publisher.gather(version, half, iter(WEIGHTS), getattr(torch, dtype), bucket_bytes)
+        self.publisher.gather(version, buffer, iter(WEIGHTS), getattr(torch, dtype), bucket_bytes)
 
     def send(self, version):
         return self.publisher.send(version)
@@ -120,8 +120,8 @@ class Started:
 
     async def publish(self, version: int) -> None:
         pool, trainer = self.roles.pool, self.roles.trainer
-        half = await pool.buffers.acquire(version)
-        await trainer.gather(version, half, pool.dtype, derived.gather_bucket_bytes(self.config))
+        buffer = await pool.buffers.acquire(version)
+        await trainer.gather(version, buffer, pool.dtype, derived.gather_bucket_bytes(self.config))
         await pool.publish(await trainer.send(version))
 
 
@@ -147,7 +147,7 @@ def test_engines_take_weights_in_buckets_of_the_configured_size(tmp_path, monkey
 def test_the_next_version_is_gathered_while_the_last_one_travels_only_with_a_second_buffer(tmp_path, monkeypatch, dual):
     async def scenario():
         async with Started(tmp_path, monkeypatch, dual_buffer=dual) as started:
-            assert started.trainer.spec.transport.halves == (2 if dual else 1)
+            assert started.trainer.spec.transport.buffers == (2 if dual else 1)
             buffers = started.roles.pool.buffers
             assert await buffers.acquire(0) == 0
             ahead = asyncio.create_task(buffers.acquire(1))

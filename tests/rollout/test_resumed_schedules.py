@@ -96,28 +96,28 @@ class Life:
     def group_dropped(self, group, version):
         self.disk.records.append(dropped_record(group.group_id, version, group.reason))
 
-    async def rollout(self, ticket):
+    async def rollout(self, request):
         """End the run at once where something is wrong: any other exception of a rollout would only be retried."""
         try:
             with self.witness.watching():
-                return await self.roll_out(ticket)
+                return await self.roll_out(request)
         except AssertionError as violation:
             raise FatalRolloutError("see what was asserted") from violation
 
-    async def roll_out(self, ticket):
-        assert ticket.item == 1000 + ticket.group_id
+    async def roll_out(self, request):
+        assert request.item == 1000 + request.group_id
         if self.case.later_ratio is None:
-            assert ticket.group_id not in self.known, "a finished group was made again"
-        dice = random.Random((self.luck << 40) + self.case.seed * 1_000_003 + ticket.group_id * 101 + ticket.attempt)
+            assert request.group_id not in self.known, "a finished group was made again"
+        dice = random.Random((self.luck << 40) + self.case.seed * 1_000_003 + request.group_id * 101 + request.attempt)
         failed, filtered = dice.random() < self.case.failures, dice.random() < self.case.filtered
-        await asyncio.sleep(self.case.latencies[ticket.group_id % len(self.case.latencies)])
+        await asyncio.sleep(self.case.latencies[request.group_id % len(self.case.latencies)])
         if failed:
             raise OSError("the environment broke")
         # The first token was sampled with the weights of the start, the last one with the present ones.
-        made_by = [self.versions[ticket.start_version], self.versions[self.version]]
+        made_by = [self.versions[request.start_version], self.versions[self.version]]
         return {
             "made_by": made_by,
-            "start_version": ticket.start_version,
+            "start_version": request.start_version,
             "version": self.version,
             "kept": not filtered,
         }

@@ -53,9 +53,9 @@ async def both_sides(scheduler):
     return results
 
 
-async def echo(ticket):
+async def echo(request):
     await asyncio.sleep(1)
-    return ticket.item * 10
+    return request.item * 10
 
 
 def test_batches_carry_items_results_versions_and_times():
@@ -89,8 +89,8 @@ def test_all_admissible_groups_start_in_one_iteration_in_issue_order(ratio, in_f
     async def main():
         started = []
 
-        async def rollout(ticket):
-            started.append(ticket.group_id)
+        async def rollout(request):
+            started.append(request.group_id)
             await asyncio.sleep(1)
 
         scheduler = scheduler_of(rollout, ratio=ratio, max_staleness=2)
@@ -106,8 +106,8 @@ def test_all_admissible_groups_start_in_one_iteration_in_issue_order(ratio, in_f
 
 def test_the_version_of_a_group_is_that_of_its_start_not_of_its_end():
     async def main():
-        async def rollout(ticket):
-            await asyncio.sleep(100 if ticket.group_id == 3 else 1)
+        async def rollout(request):
+            await asyncio.sleep(100 if request.group_id == 3 else 1)
 
         scheduler = scheduler_of(rollout, ratio=1, max_staleness=1)
         batches = await run_and_train(scheduler)
@@ -119,9 +119,9 @@ def test_the_version_of_a_group_is_that_of_its_start_not_of_its_end():
 
 def test_a_failed_attempt_is_retried_with_the_newest_version():
     async def main():
-        async def rollout(ticket):
-            await asyncio.sleep(5 if ticket.group_id == 3 else 1)
-            if ticket.group_id == 3 and ticket.attempt == 1:
+        async def rollout(request):
+            await asyncio.sleep(5 if request.group_id == 3 else 1)
+            if request.group_id == 3 and request.attempt == 1:
                 raise OSError("the environment broke")
 
         scheduler = scheduler_of(rollout, ratio=1, max_staleness=2)
@@ -138,11 +138,11 @@ def test_a_failure_of_the_group_that_holds_up_a_batch_frees_it_at_once(retries):
     """Group 1 is due in batch 1. At 10 s it is retried with newer weights, so it is due later, or it is dropped."""
 
     async def main():
-        async def rollout(ticket):
-            if ticket.group_id == 1 and ticket.attempt == 1:
+        async def rollout(request):
+            if request.group_id == 1 and request.attempt == 1:
                 await asyncio.sleep(10)
                 raise OSError("the environment broke")
-            await asyncio.sleep(100 if ticket.group_id in (1, 3) else 1)
+            await asyncio.sleep(100 if request.group_id in (1, 3) else 1)
 
         scheduler = scheduler_of(rollout, batch_size=1, ratio=1, max_staleness=1, max_group_retries=retries)
         runner = asyncio.create_task(scheduler.run())
@@ -158,9 +158,9 @@ def test_a_failure_of_the_group_that_holds_up_a_batch_frees_it_at_once(retries):
 
 def test_a_group_that_keeps_failing_is_dropped_with_its_cause_and_its_slot_given_back():
     async def main():
-        async def rollout(ticket):
+        async def rollout(request):
             await asyncio.sleep(1)
-            if ticket.group_id == 1:
+            if request.group_id == 1:
                 raise OSError("the environment broke")
 
         scheduler = scheduler_of(rollout, max_group_retries=2)
@@ -187,8 +187,8 @@ def test_filtered_groups_give_their_slots_back():
 
 def test_an_attempt_that_takes_too_long_counts_as_a_failure():
     async def main():
-        async def rollout(ticket):
-            await asyncio.sleep(1000 if ticket.group_id == 0 else 1)
+        async def rollout(request):
+            await asyncio.sleep(1000 if request.group_id == 0 else 1)
 
         scheduler = scheduler_of(rollout, group_timeout=10.0, max_group_retries=1)
         await run_and_train(scheduler)
@@ -201,8 +201,8 @@ def test_an_attempt_that_takes_too_long_counts_as_a_failure():
 
 def test_a_deadline_of_the_rollout_itself_is_its_own_cause():
     async def main():
-        async def rollout(ticket):
-            if ticket.group_id == 0:
+        async def rollout(request):
+            if request.group_id == 0:
                 raise TimeoutError("the environment's own")
 
         scheduler = scheduler_of(rollout, group_timeout=10.0, max_group_retries=0)
@@ -215,8 +215,8 @@ def test_a_deadline_of_the_rollout_itself_is_its_own_cause():
 
 def test_something_cancelled_inside_a_rollout_is_a_failure_of_that_attempt():
     async def main():
-        async def rollout(ticket):
-            if ticket.attempt == 1:
+        async def rollout(request):
+            if request.attempt == 1:
                 lost = asyncio.get_running_loop().create_future()
                 lost.cancel()
                 await lost
@@ -240,22 +240,22 @@ def test_so_it_is_after_tasks_of_the_rollout_failed(caught):
             tasks.create_task(asyncio.sleep(5))
             tasks.create_task(fails())
 
-    async def rollout(ticket):
-        if ticket.attempt == 1:
+    async def rollout(request):
+        if request.attempt == 1:
             with suppress(ExceptionGroup) if caught else nullcontext():
                 await samples()
-        if ticket.attempt <= 2:
+        if request.attempt <= 2:
             lost = asyncio.get_running_loop().create_future()
             lost.cancel()
             await lost
-        return ticket.item
+        return request.item
 
     batches = run_virtual(run_and_train(scheduler_of(rollout, max_group_retries=2)))
     assert {group.attempts for batch in batches for group in batch} == {3}
 
 
 def test_too_many_refunds_surface_on_both_sides():
-    async def rollout(ticket):
+    async def rollout(request):
         await asyncio.sleep(1)
         raise OSError("no route to host")
 
@@ -270,7 +270,7 @@ def test_too_many_refunds_surface_on_both_sides():
 
 
 def test_rollouts_that_fail_at_once_do_not_spin_for_ever():
-    async def rollout(ticket):
+    async def rollout(request):
         raise OSError("refused")
 
     scheduler = scheduler_of(rollout, max_consecutive_refunds=64)
@@ -281,9 +281,9 @@ def test_rollouts_that_fail_at_once_do_not_spin_for_ever():
 def test_a_fatal_error_ends_the_run_at_once(wrapped):
     attempts = []
 
-    async def rollout(ticket):
-        attempts.append(ticket.group_id)
-        await asyncio.sleep(1 + ticket.group_id)
+    async def rollout(request):
+        attempts.append(request.group_id)
+        await asyncio.sleep(1 + request.group_id)
         fatal = FatalRolloutError("the tokenizer does not fit the model")
         raise ExceptionGroup("samples", [OSError("a sample"), fatal]) if wrapped else fatal
 
@@ -295,9 +295,9 @@ def test_a_fatal_error_ends_the_run_at_once(wrapped):
 
 
 def test_of_two_errors_the_first_one_ends_the_run():
-    async def rollout(ticket):
+    async def rollout(request):
         await asyncio.sleep(1)
-        raise FatalRolloutError(f"group {ticket.group_id}")
+        raise FatalRolloutError(f"group {request.group_id}")
 
     assert [str(error) for error in run_virtual(both_sides(scheduler_of(rollout)))] == ["group 0"] * 2
 
@@ -359,7 +359,7 @@ def test_a_source_that_raises_ends_the_run_with_its_own_error():
 
 
 def test_a_keyboard_interrupt_in_a_rollout_is_not_swallowed():
-    async def rollout(ticket):
+    async def rollout(request):
         await asyncio.sleep(1)
         raise KeyboardInterrupt
 
@@ -371,11 +371,11 @@ def test_a_cancelled_run_stops_its_rollouts_and_tells_the_consumer():
     async def main():
         stopped = []
 
-        async def rollout(ticket):
+        async def rollout(request):
             try:
                 await asyncio.sleep(1000)
             finally:
-                stopped.append(ticket.group_id)
+                stopped.append(request.group_id)
 
         scheduler = scheduler_of(rollout)
         runner = asyncio.create_task(scheduler.run())
@@ -400,8 +400,8 @@ def test_a_cancelled_run_stops_its_rollouts_and_tells_the_consumer():
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_what_rollouts_raise_when_they_are_stopped_is_no_failure_of_the_run(policy):
     async def main():
-        async def rollout(ticket):
-            if ticket.group_id < 2:
+        async def rollout(request):
+            if request.group_id < 2:
                 return
             try:
                 await asyncio.sleep(1000)
@@ -453,8 +453,8 @@ def test_a_second_consumer_is_refused():
 
 def test_under_wait_the_late_group_is_waited_for_and_under_drop_it_is_replaced():
     def consumed(policy):
-        async def rollout(ticket):
-            await asyncio.sleep(500 if ticket.group_id == 0 else 1)
+        async def rollout(request):
+            await asyncio.sleep(500 if request.group_id == 0 else 1)
 
         async def main():
             batches = await run_and_train(scheduler)
@@ -473,9 +473,9 @@ def test_under_wait_the_late_group_is_waited_for_and_under_drop_it_is_replaced()
 
 def test_a_stale_rollout_that_ends_normally_in_spite_of_its_cancellation_is_not_counted_twice():
     async def main():
-        async def rollout(ticket):
+        async def rollout(request):
             try:
-                await asyncio.sleep(500 if ticket.group_id == 0 else 1)
+                await asyncio.sleep(500 if request.group_id == 0 else 1)
             except asyncio.CancelledError:
                 return "partial"
 
@@ -491,8 +491,8 @@ def test_a_budget_alone_would_let_one_slow_rollout_grow_old():
     """With budget for four more batches but R = 1, training waits for the slow group at batch 1."""
 
     async def main():
-        async def rollout(ticket):
-            await asyncio.sleep(1000 if ticket.group_id == 1 else 0.1)
+        async def rollout(request):
+            await asyncio.sleep(1000 if request.group_id == 1 else 0.1)
 
         scheduler = scheduler_of(rollout, max_steps=8, ratio=4, max_staleness=1)
         batches = await run_and_train(scheduler)
@@ -518,8 +518,8 @@ def test_nothing_starts_while_admission_is_paused():
 
 def test_the_snapshot_says_what_is_waited_for():
     async def main():
-        async def rollout(ticket):
-            await asyncio.sleep(100 if ticket.group_id == 1 else 1)
+        async def rollout(request):
+            await asyncio.sleep(100 if request.group_id == 1 else 1)
 
         scheduler = scheduler_of(rollout, ratio=1, max_staleness=1)
         runner = asyncio.create_task(scheduler.run())
@@ -583,8 +583,8 @@ def test_what_was_in_flight_does_not_begin_again_during_a_pause():
     async def main():
         started = []
 
-        async def rollout(ticket):
-            started.append((ticket.group_id, ticket.start_version))
+        async def rollout(request):
+            started.append((request.group_id, request.start_version))
             await asyncio.sleep(1)
 
         progress = RolloutProgress(1, 4, {}, (2, 3))

@@ -127,39 +127,39 @@ class World:
             return None
         return kind[group_id % len(kind)]
 
-    async def rollout(self, ticket):
+    async def rollout(self, request):
         """End the run at once where something is wrong: any other exception of a rollout would only be retried."""
         try:
             with self.witness.watching():
-                return await self.roll_out(ticket)
+                return await self.roll_out(request)
         except AssertionError as violation:
             raise FatalRolloutError("see what was asserted") from violation
 
-    async def roll_out(self, ticket):
+    async def roll_out(self, request):
         self.check()
-        if ticket.attempt == 1:
-            self.started.append(ticket.group_id)
-        assert ticket.attempt == self.attempts.get(ticket.group_id, 0) + 1
-        assert ticket.item == ticket.group_id
-        assert ticket.start_version <= self.version
-        assert ticket.start_version >= self.last_version.get(ticket.group_id, 0)
-        self.attempts[ticket.group_id] = ticket.attempt
-        self.last_version[ticket.group_id] = ticket.start_version
-        dice = random.Random(self.case.seed * 1_000_003 + ticket.group_id * 101 + ticket.attempt)
+        if request.attempt == 1:
+            self.started.append(request.group_id)
+        assert request.attempt == self.attempts.get(request.group_id, 0) + 1
+        assert request.item == request.group_id
+        assert request.start_version <= self.version
+        assert request.start_version >= self.last_version.get(request.group_id, 0)
+        self.attempts[request.group_id] = request.attempt
+        self.last_version[request.group_id] = request.start_version
+        dice = random.Random(self.case.seed * 1_000_003 + request.group_id * 101 + request.attempt)
         if dice.random() < self.case.hangs:
             await asyncio.sleep(NO_END)
-        latency = self.latency(dice, ticket.group_id)
+        latency = self.latency(dice, request.group_id)
         if latency is not None:
             await asyncio.sleep(latency)
         self.check()
         if dice.random() < self.case.failures:
             raise OSError("the environment broke")
-        assert ticket.group_id not in self.returned
-        self.returned.add(ticket.group_id)
+        assert request.group_id not in self.returned
+        self.returned.add(request.group_id)
         kept = dice.random() >= self.case.filtered
         if not kept:
-            self.filtered.add(ticket.group_id)
-        return {"group_id": ticket.group_id, "kept": kept}
+            self.filtered.add(request.group_id)
+        return {"group_id": request.group_id, "kept": kept}
 
     async def produce_batches(self, channel):
         for _ in range(self.plan.max_steps):

@@ -16,7 +16,7 @@ from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.actors import WorkerIdentity
 from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.runtime.placement import WorkerPlace
-from roll.weights.buckets import WeightReceipt
+from roll.weights.buckets import HeldWeights
 from roll.weights.publisher import Publication
 from roll.weights.transports import TRANSPORTS, WeightTransport
 from roll.weights.verify import CanaryScores
@@ -141,7 +141,7 @@ class ScriptedEngine:
         return self.receipt(version)
 
     def receipt(self, version):
-        return WeightReceipt(version, 0, {}, self.in_place)
+        return HeldWeights(version, 0, {}, self.in_place)
 
     async def sleep(self):
         self.asleep = True

@@ -8,7 +8,7 @@ import pytest
 from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request, scripted_scores
 
 from roll.rollout.clock import run_virtual
-from roll.weights.publisher import AttestationError
+from roll.weights.publisher import WeightsDiffer
 from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
 
 SEQUENCES = [np.array([3, 1, 2], dtype=np.int32), np.array([5, 4, 6, 7], dtype=np.int32)]
@@ -40,7 +40,7 @@ def test_the_difference_is_trainer_minus_engine_over_all_tokens_but_the_first():
 
 
 def test_a_large_difference_is_named_with_engine_version_and_worst_sequence():
-    with pytest.raises(AttestationError) as caught:
+    with pytest.raises(WeightsDiffer) as caught:
         compare_canaries("actor_infer/1", canaries(version=0), held((0, 1, 0.5), (1, 2, 4.0)))
     text = str(caught.value)
     for part in ("actor_infer/1, version 0", "by 0.9 nats", "by 4 at most", "at most 0.1 allowed", "sequence 1"):
@@ -51,7 +51,7 @@ def test_a_large_difference_is_named_with_engine_version_and_worst_sequence():
 
 def test_a_difference_at_the_tolerance_is_allowed():
     compare_canaries("actor_infer/0", canaries(tolerance=0.1), held((0, 1, 0.5)))
-    with pytest.raises(AttestationError):
+    with pytest.raises(WeightsDiffer):
         compare_canaries("actor_infer/0", canaries(tolerance=0.0999), held((0, 1, 0.5)))
 
 
@@ -60,12 +60,12 @@ def test_a_difference_at_the_tolerance_is_allowed():
 def test_what_is_not_finite_exceeds_every_tolerance(odd, side):
     values, trained = held(), canaries(tolerance=1e30)
     (values if side == "engine" else trained.logprobs)[1][2] = odd
-    with pytest.raises(AttestationError, match=r"sequence 1 .* at place 2"):
+    with pytest.raises(WeightsDiffer, match=r"sequence 1 .* at place 2"):
         compare_canaries("actor_infer/0", trained, values)
 
 
 def test_scores_of_the_wrong_length_are_refused():
-    with pytest.raises(AttestationError, match=r"\[3, 4\] tokens came back as \[3, 3\]"):
+    with pytest.raises(WeightsDiffer, match=r"\[3, 4\] tokens came back as \[3, 3\]"):
         compare_canaries("actor_infer/0", canaries(), [values[:3] for values in held()])
 
 
@@ -89,7 +89,7 @@ def test_an_engine_that_computes_something_else_ends_the_publication_and_gets_no
         async with LocalPool(monkeypatch) as local:
             local.handles[0].engine.shift = 0.5
             waiting = asyncio.create_task(local.pool.generate(request(), min_version=1))
-            with pytest.raises(AttestationError, match="actor_infer/0, version 1"):
+            with pytest.raises(WeightsDiffer, match="actor_infer/0, version 1"):
                 await local.publish(1, canaries(1))
             await asyncio.sleep(10)
             assert not waiting.done() and not local.handles[0].engine.seen
@@ -145,6 +145,6 @@ def test_a_replica_that_comes_back_is_compared_too(monkeypatch):
             local.pool._start_worker = shifted
             await asyncio.wait([local._running], timeout=20)
             failure = local._running.exception().exceptions[0]
-            assert isinstance(failure, AttestationError) and "actor_infer/0, version 1" in str(failure)
+            assert isinstance(failure, WeightsDiffer) and "actor_infer/0, version 1" in str(failure)
 
     run_virtual(scenario())

@@ -1,4 +1,4 @@
-"""A trainer rank's side of a publication, without an engine: what is kept in which half, by whom, and what is told."""
+"""A trainer rank's side of a publication, without an engine: which buffer keeps what, for whom, and what is told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roll.weights.buckets import pack_buckets, tensor_checksum, views
-from roll.weights.engine_push import DeviceHalves, PushTarget, WeightPusher
+from roll.weights.engine_push import DeviceBuffers, PushTarget, WeightPusher
 from roll.weights.publisher import BucketPublisher, PushPublisher, build_publisher
 from roll.weights.transports import TransportSpec
 
@@ -29,13 +29,13 @@ class Drawn:
             yield name, tensor
 
 
-def push_publisher(rank: int = 0, *, all_ranks: bool = False) -> tuple[PushPublisher, DeviceHalves]:
+def push_publisher(rank: int = 0, *, all_ranks: bool = False) -> tuple[PushPublisher, DeviceBuffers]:
     pusher = WeightPusher("nccl", rank, "here", 4096, 10.0)
-    return PushPublisher(pusher, rank, all_ranks=all_ranks), pusher.halves
+    return PushPublisher(pusher, rank, all_ranks=all_ranks), pusher.buffers
 
 
 def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_engine():
-    publisher, halves = push_publisher()
+    publisher, buffers = push_publisher()
     publisher.gather(3, 0, weights(1.5), torch.bfloat16, 4096)
     told = publisher.send(3)
     expected = torch.full((2, 3), 1.5, dtype=torch.bfloat16)
@@ -45,17 +45,17 @@ def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_
         "layer.weight": tensor_checksum(expected),
         "steps": tensor_checksum(torch.tensor([7])),
     }
-    assert torch.equal(halves.tensors(0)["layer.weight"], expected)
+    assert torch.equal(buffers.tensors(0)["layer.weight"], expected)
     assert told.seconds.keys() == {"gather", "send"} and min(told.seconds.values()) >= 0
 
 
 def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
-    publisher, halves = push_publisher()
-    for version, half in ((1, 0), (2, 1)):
-        publisher.gather(version, half, weights(version), torch.float32, 4096)
+    publisher, buffers = push_publisher()
+    for version, buffer in ((1, 0), (2, 1)):
+        publisher.gather(version, buffer, weights(version), torch.float32, 4096)
     first, second = publisher.send(1), publisher.send(2)
     assert first.checksums["layer.weight"] != second.checksums["layer.weight"]
-    assert [halves.tensors(half)["layer.weight"][0, 0].item() for half in (0, 1)] == [1.0, 2.0]
+    assert [buffers.tensors(buffer)["layer.weight"][0, 0].item() for buffer in (0, 1)] == [1.0, 2.0]
     publisher.gather(3, 0, weights(3), torch.float32, 4096)
     with pytest.raises(KeyError):
         publisher.send(1)
@@ -64,33 +64,33 @@ def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
 
 @pytest.mark.parametrize(("rank", "all_ranks", "keeps"), [(0, False, True), (1, False, False), (1, True, True)])
 def test_every_rank_draws_all_weights_and_those_keep_them_that_push(rank, all_ranks, keeps):
-    publisher, halves = push_publisher(rank, all_ranks=all_ranks)
+    publisher, buffers = push_publisher(rank, all_ranks=all_ranks)
     drawn = Drawn(1.0)
     publisher.gather(1, 0, drawn, torch.float32, 4096)
     assert drawn.drawn == ["layer.weight", "steps"]
-    assert list(halves.tensors(0)) == (["layer.weight", "steps"] if keeps else [])
+    assert list(buffers.tensors(0)) == (["layer.weight", "steps"] if keeps else [])
 
 
 def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form():
-    halves = DeviceHalves()
-    halves.gather(0, weights(1.0), torch.float32)
-    before = halves.tensors(0)["layer.weight"]
-    halves.gather(0, weights(2.0), torch.float32)
-    assert halves.tensors(0)["layer.weight"] is before and before[0, 0] == 2.0
-    halves.gather(1, weights(5.0), torch.float32)
-    assert before[0, 0] == 2.0, "the other half has memory of its own"
-    halves.gather(0, weights(3.0), torch.float16)
-    assert halves.layout(0)["layer.weight"] == ("float16", (2, 3)) and before[0, 0] == 2.0
-    halves.gather(0, weights(4.0, (3, 2)), torch.float16)
-    assert halves.layout(0)["layer.weight"] == ("float16", (3, 2))
-    halves.gather(0, weights(4.0)[:1], torch.float16)
-    assert list(halves.tensors(0)) == ["layer.weight"], "what the model has no more is not sent"
+    buffers = DeviceBuffers()
+    buffers.gather(0, weights(1.0), torch.float32)
+    before = buffers.tensors(0)["layer.weight"]
+    buffers.gather(0, weights(2.0), torch.float32)
+    assert buffers.tensors(0)["layer.weight"] is before and before[0, 0] == 2.0
+    buffers.gather(1, weights(5.0), torch.float32)
+    assert before[0, 0] == 2.0, "the other buffer has memory of its own"
+    buffers.gather(0, weights(3.0), torch.float16)
+    assert buffers.layout(0)["layer.weight"] == ("float16", (2, 3)) and before[0, 0] == 2.0
+    buffers.gather(0, weights(4.0, (3, 2)), torch.float16)
+    assert buffers.layout(0)["layer.weight"] == ("float16", (3, 2))
+    buffers.gather(0, weights(4.0)[:1], torch.float16)
+    assert list(buffers.tensors(0)) == ["layer.weight"], "what the model has no more is not sent"
     with pytest.raises(ValueError, match="'steps' comes twice"):
-        halves.gather(0, [*weights(1.0), weights(1.0)[1]], torch.float32)
+        buffers.gather(0, [*weights(1.0), weights(1.0)[1]], torch.float32)
 
 
 def spec(folder, name: str) -> TransportSpec:
-    return TransportSpec(name=name, halves=2, directory=folder)
+    return TransportSpec(name=name, buffers=2, directory=folder)
 
 
 def test_only_the_first_rank_packs_buckets_and_all_draw(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights that the trainer pushes into each replica: paused meanwhile, attested after, and none that has died is waited
+"""Weights that the trainer pushes into each replica: paused meanwhile, verified after, and none that has died is waited
 for."""
 
 from __future__ import annotations

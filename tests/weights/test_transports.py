@@ -30,7 +30,7 @@ from roll.engines.worker import EngineSpec, InferWorker, LoadPlan
 from roll.runtime.actors import WorkerIdentity
 from roll.runtime.placement import WorkerPlace
 from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum, views
-from roll.weights.publisher import AttestationError, Publication
+from roll.weights.publisher import Publication, WeightsDiffer
 from roll.weights.transports import TRANSPORTS, HostMemory, Segment, TransportSpec
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -58,18 +58,18 @@ def weights_like(model_path: str, seed: int) -> dict[str, torch.Tensor]:
 class Trainer:
     """The sending half of `TrainWorker`, in this process."""
 
-    def __init__(self, transport: str, directory: Path, halves: int = 2):
+    def __init__(self, transport: str, directory: Path, buffers: int = 2):
         self.transport = transport
-        self.halves = halves
-        self.sender = TRANSPORTS[transport].sender(TransportSpec(transport, halves, directory))
+        self.buffers = buffers
+        self.sender = TRANSPORTS[transport].sender(TransportSpec(transport, buffers, directory))
 
     def publish(self, version: int, tensors: dict[str, torch.Tensor], dtype=torch.float32) -> Publication:
-        half = version % self.halves
-        self.sender.begin(half)
-        allocate = partial(self.sender.allocate, half)
+        buffer = version % self.buffers
+        self.sender.begin(buffer)
+        allocate = partial(self.sender.allocate, buffer)
         buckets = list(pack_buckets(tensors.items(), BUCKET_BYTES, float_dtype=dtype, allocate=allocate))
         count, checksums = manifest(buckets)
-        handles = self.sender.send(half, version, buckets)
+        handles = self.sender.send(buffer, version, buckets)
         return Publication(version, handles, count, checksums, sum(len(bucket.data) for bucket in buckets))
 
 
@@ -84,7 +84,7 @@ def received(transport: str, publication: Publication, version: int | None = Non
 def test_what_arrives_is_what_was_gathered(transport, dtype, tmp_path):
     tensors = {f"t{i}": torch.randn(7, 100 * i) for i in range(8)}
     trainer = Trainer(transport, tmp_path)
-    for version in range(5):  # each half several times
+    for version in range(5):  # each buffer several times
         changed = {name: tensor + version for name, tensor in tensors.items()}
         publication = trainer.publish(version, changed, dtype)
         got = received(transport, publication)
@@ -302,21 +302,21 @@ async def completion_of(worker: InferWorker, name: str = "r"):
     return await worker._strategy.generate(request)
 
 
-@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("transport", NAMES)
-def test_every_transport_gives_the_engine_the_same_bits(model_path, transport, halves, tmp_path):
+def test_every_transport_gives_the_engine_the_same_bits(model_path, transport, buffers, tmp_path):
     expected = []
 
     async def scenario(worker, name):
-        trainer = Trainer(name, tmp_path, halves)
+        trainer = Trainer(name, tmp_path, buffers)
         results = []
         for version in range(4):
             publication = trainer.publish(version, weights_like(model_path, version))
             receipt, seconds = await worker.load_weights(publication, plan_for(name))
             assert receipt.checksums == publication.checksums
-            assert receipt.in_place == (name == "shared_memory" and halves == 2)
+            assert receipt.in_place == (name == "shared_memory" and buffers == 2)
             assert seconds.keys() == {"fetch", "load", "stall"}
-            if halves == 1:
+            if buffers == 1:
                 trainer.sender.begin(0)  # the engine has its own copy
                 if name == "shared_memory":
                     trainer.sender.allocate(0, 0, 1)[:] = 255
@@ -350,7 +350,7 @@ def test_engines_of_one_host_share_one_copy(model_path, tmp_path):
 
 
 FAULTS = {
-    "corrupted bucket": (AttestationError, "content of 'model.norm.weight' differs"),
+    "corrupted bucket": (WeightsDiffer, "content of 'model.norm.weight' differs"),
     "missing tensor": (WeightMismatch, "'model.norm.weight' is missing"),
     "wrong shape": (WeightMismatch, r"'model.norm.weight' has shape \(15,\)"),
     "stale version": (WeightMismatch, "version 4, expected 2"),
@@ -408,7 +408,7 @@ def test_a_failed_update_can_be_followed_by_a_good_one(model_path, tmp_path):
         trainer = Trainer("shared_memory", tmp_path)
         bad = trainer.publish(0, weights_like(model_path, 0))
         bad.checksums["model.norm.weight"] ^= 1
-        with pytest.raises(AttestationError):
+        with pytest.raises(WeightsDiffer):
             await worker.load_weights(bad, plan_for("shared_memory"))
         await worker.load_weights(trainer.publish(1, weights_like(model_path, 1)), plan_for("shared_memory"))
         return await completion_of(worker)

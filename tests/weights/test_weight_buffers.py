@@ -1,4 +1,4 @@
-"""Who holds which version: a half that somebody needs is never given out, and nobody waits for ever."""
+"""Who holds which version: a buffer that somebody needs is never given out, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from roll.weights.buffers import WeightBuffers
 from tests.tiers import examples
 
 
-def buffers_with(halves: int = 2):
+def buffers_with(count: int = 2):
     freed: list[int] = []
-    return WeightBuffers(halves, freed.append), freed
+    return WeightBuffers(count, freed.append), freed
 
 
 async def publish(buffers: WeightBuffers, version: int, replicas=(), in_place: bool = True) -> None:
@@ -109,7 +109,7 @@ def test_a_successor_that_loads_holds_the_newest_version_beyond_the_next_publica
 
 def test_a_single_half_is_there_for_restarts_until_it_is_given_out_again():
     async def scenario():
-        buffers, freed = buffers_with(halves=1)
+        buffers, freed = buffers_with(count=1)
         await publish(buffers, 0, ["a"], in_place=False)
         assert buffers.has(0) and not freed
         buffers.hold(0, "restarted")
@@ -118,7 +118,7 @@ def test_a_single_half_is_there_for_restarts_until_it_is_given_out_again():
         buffers.keep_only("restarted", None)
         assert await waiting == 0
         assert freed == [0] and not buffers.has(0)
-        with pytest.raises(KeyError, match="no half has version 0"):
+        with pytest.raises(KeyError, match="no buffer has version 0"):
             buffers.hold(0, "late")
 
     run_virtual(scenario())
@@ -128,7 +128,7 @@ def test_asking_again_for_a_version_gives_the_same_half_and_no_second_one():
     async def scenario():
         buffers, _ = buffers_with()
         assert await buffers.acquire(0) == await buffers.acquire(0)
-        assert await buffers.acquire(1) != buffers.half_of(0)
+        assert await buffers.acquire(1) != buffers.buffer_of(0)
 
     run_virtual(scenario())
 
@@ -136,12 +136,12 @@ def test_asking_again_for_a_version_gives_the_same_half_and_no_second_one():
 @pytest.mark.parametrize("granted", [False, True])
 def test_a_cancelled_wait_leaves_nothing_behind(granted):
     async def scenario():
-        buffers, freed = buffers_with(halves=1)
+        buffers, freed = buffers_with(count=1)
         await buffers.acquire(0)
         waiting = asyncio.create_task(buffers.acquire(1))
         await asyncio.sleep(1)
         if granted:
-            buffers.published(0)  # the half is given out, but the waiter has not run yet
+            buffers.published(0)  # the buffer is given out, but the waiter has not run yet
         waiting.cancel()
         await asyncio.wait([waiting])
         buffers.published(0)
@@ -154,7 +154,7 @@ def test_a_cancelled_wait_leaves_nothing_behind(granted):
 
 def test_those_who_wait_are_served_in_order():
     async def scenario():
-        buffers, _ = buffers_with(halves=1)
+        buffers, _ = buffers_with(count=1)
         await buffers.acquire(0)
         served = []
 
@@ -175,25 +175,25 @@ def test_those_who_wait_are_served_in_order():
 
 @settings(max_examples=examples(200))
 @given(
-    halves=st.integers(1, 2),
+    count=st.integers(1, 2),
     in_place=st.booleans(),
     fates=st.lists(
         st.tuples(st.sampled_from("ab"), st.sampled_from(["dies", "dies loading", "restarts", "slow"])), max_size=12
     ),
 )
-def test_whatever_replicas_do_no_half_is_written_under_them_and_every_version_gets_one(halves, in_place, fates):
-    """A model of trainer, publisher and two replicas; ``written`` is what the halves would hold."""
-    in_place = in_place and halves == 2
+def test_whatever_replicas_do_no_buffer_is_written_under_them_and_every_version_gets_one(count, in_place, fates):
+    """A model of trainer, publisher and two replicas; ``written`` is what the buffers would hold."""
+    in_place = in_place and count == 2
 
     async def scenario():
-        buffers, _ = buffers_with(halves)
+        buffers, _ = buffers_with(count)
         written: dict[int, int] = {}
         using: dict[str, int | None] = {"a": None, "b": None}
         newest: list[int] = []
         changing = {"a": asyncio.Lock(), "b": asyncio.Lock()}
 
         def intact(version):
-            assert written[buffers.half_of(version)] == version
+            assert written[buffers.buffer_of(version)] == version
 
         async def load(replica, choose, dies=False):
             async with changing[replica]:
@@ -214,8 +214,8 @@ def test_whatever_replicas_do_no_half_is_written_under_them_and_every_version_ge
 
         async def train():
             for version in range(8):
-                half = await buffers.acquire(version)
-                written[half] = version
+                buffer = await buffers.acquire(version)
+                written[buffer] = version
                 await to_publish.put(version)
                 await asyncio.sleep(2)
 

@@ -94,12 +94,12 @@ class RunningMoments:
         self.mean = self.mean + difference * len(flat) / total if self.count else mean
         self.count = total
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint must keep, as plain values."""
         return {"count": self.count, "mean": self.mean, "squared_deviations": self.squared_deviations}
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state` returned. ``ValueError`` if it is incomplete or impossible."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Resume from what `state_dict` returned. ``ValueError`` if it is incomplete or impossible."""
         wanted = ("count", "mean", "squared_deviations")
         values = {name: state.get(name, math.nan) for name in wanted}
         if not all(map(math.isfinite, values.values())) or values["count"] < 0 or values["squared_deviations"] < 0:

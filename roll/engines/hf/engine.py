@@ -28,7 +28,7 @@ from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRe
 from roll.engines.hf.model import RowSampling, counter_uniforms, sample
 from roll.engines.requests import StopStringMatcher, StopStrings
 from roll.tracking.timeline import BusySpans
-from roll.weights.buckets import WeightBucket, WeightMismatch, WeightReceipt, copy_with_checksum, tensor_checksum, views
+from roll.weights.buckets import HeldWeights, WeightBucket, WeightMismatch, copy_with_checksum, tensor_checksum, views
 
 _ROW_MULTIPLE = 8
 """A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
@@ -80,7 +80,7 @@ class StagedWeights:
     tensors: dict[str, torch.Tensor]
     """Tensors in the model's precision, on the host. If the model computes on the host too, these tensors become its
     parameters."""
-    receipt: WeightReceipt
+    receipt: HeldWeights
 
 
 class HFEngine:
@@ -224,7 +224,7 @@ class HFEngine:
                 f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)"
             )
         count = sum(parameter.numel() for parameter in self._parameters.values())
-        return StagedWeights(tensors, WeightReceipt(version, count, checksums, in_place))
+        return StagedWeights(tensors, HeldWeights(version, count, checksums, in_place))
 
     def _take(self, tensor: torch.Tensor, dtype: torch.dtype, lasting: bool) -> tuple[torch.Tensor, int]:
         """Return the tensor as the model will hold it (on a device: as it will be copied there), and its checksum."""
@@ -234,7 +234,7 @@ class HFEngine:
             return copy_with_checksum(tensor)
         return tensor, tensor_checksum(tensor)
 
-    def load_weights(self, staged: StagedWeights) -> WeightReceipt:
+    def load_weights(self, staged: StagedWeights) -> HeldWeights:
         """Replace all weights by staged ones; later tokens carry their version.
 
         On a CPU the staged tensors become the parameters. A device's memory is written in place and read back for the

@@ -27,7 +27,7 @@ from roll.engines.hf.model import load_model
 from roll.engines.hf.options import parse_options
 from roll.engines.model_facts import ModelSpec, eos_token_ids, load_tokenizer
 from roll.engines.requests import StopStrings
-from roll.weights.buckets import WeightBucket, WeightReceipt
+from roll.weights.buckets import HeldWeights, WeightBucket
 
 _JOIN_TIMEOUT_SECONDS = 120.0
 """Longest wait for the thread to end after its last step."""
@@ -408,14 +408,14 @@ class HFInferStrategy:
         """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
         await self._live_thread().resume()
 
-    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Take in a weight update (see `HFEngine.stage_weights`), in a thread of its own beside decoding."""
         engine = self._live_thread().engine
         self._staged = None
         self._staged = await asyncio.to_thread(engine.stage_weights, buckets, version)
         return self._staged.receipt
 
-    async def load_weights(self, version: int) -> WeightReceipt:
+    async def load_weights(self, version: int) -> HeldWeights:
         """Replace all weights by the prepared ones.
 
         Raises ``RuntimeError`` unless the engine is paused or idle, or if this version is not the one prepared.

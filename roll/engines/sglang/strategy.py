@@ -66,10 +66,10 @@ from roll.engines.sglang.server import CallRefused, SGLangServer
 from roll.runtime.placement import free_port
 from roll.weights.buckets import (
     DTYPES,
+    HeldWeights,
     MemoryFile,
     WeightBucket,
     WeightMismatch,
-    WeightReceipt,
     manifest,
     tensor_checksum,
     tensor_spans,
@@ -203,13 +203,13 @@ class SGLangInferStrategy:
         self._tick()
         self._requests.gate.open()
 
-    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Write a weight update where SGLang reads it, while requests run."""
         self._forget_prepared()
         self._prepared = await asyncio.to_thread(lambda: prepare(list(buckets), version, self._shapes))
         return self._prepared.receipt
 
-    async def load_weights(self, version: int) -> WeightReceipt:
+    async def load_weights(self, version: int) -> HeldWeights:
         """Replace all weights by the prepared ones; only while paused or idle.
 
         The returned checksums are those of the loaded bytes. For some small tensors they are those of the values that
@@ -421,7 +421,7 @@ class SGLangInferStrategy:
             raise EngineFailed(f"weights of version {prepared.version} were only partly loaded: {error}") from error
         self._version = prepared.version
 
-    async def _inspected(self, server: SGLangServer, prepared: Prepared) -> WeightReceipt:
+    async def _inspected(self, server: SGLangServer, prepared: Prepared) -> HeldWeights:
         """Return the update's checksums, with what SGLang reports in place of what was sent to it."""
         sent = prepared.receipt
         if not self._quantised:
@@ -430,9 +430,9 @@ class SGLangInferStrategy:
         for name in names_to_read(prepared.layout, sent.version):
             checksums[name] = await self._read_back(server, name, prepared.layout[name]) or checksums[name]
         version = (await self._order("/model_info"))["weight_version"]
-        return WeightReceipt(int(version), sent.parameter_count, checksums)
+        return HeldWeights(int(version), sent.parameter_count, checksums)
 
-    async def _check_that_weights_changed(self, sent: WeightReceipt) -> None:
+    async def _check_that_weights_changed(self, sent: HeldWeights) -> None:
         """Raise ``WeightMismatch`` if SGLang's checksum of its weights did not change although the weights did.
 
         SGLang's checksum is of its own layout, so it can be compared only with an earlier one of SGLang.
@@ -561,7 +561,7 @@ class Prepared:
     """A weight update that fits, waiting to be loaded."""
 
     version: int
-    receipt: WeightReceipt
+    receipt: HeldWeights
     layout: Layout
     checkpoint: MemoryCheckpoint
 
@@ -572,7 +572,7 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
     layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
     checkpoint = MemoryCheckpoint(buckets)
-    return Prepared(version, WeightReceipt(version, parameter_count, checksums), layout, checkpoint)
+    return Prepared(version, HeldWeights(version, parameter_count, checksums), layout, checkpoint)
 
 
 def fingerprint(checksums: Mapping[str, int | None]) -> str:

@@ -40,7 +40,7 @@ _RESERVED = {
     "tensor_parallel_size": "`num_gpus_per_engine`",
     "pipeline_parallel_size": "`num_gpus_per_engine`: the model is split over these by tensor parallelism",
     "data_parallel_size": "more devices in `device_mapping`: each `num_gpus_per_engine` of them are an engine",
-    "worker_extension_cls": "nothing: the run needs it to attest weights",
+    "worker_extension_cls": "nothing: the run needs it to check_weights weights",
     "weight_transfer_config": "`weight_update.transport`",
     "enable_sleep_mode": "nothing: set where the engine shares its devices",
 }

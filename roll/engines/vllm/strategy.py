@@ -50,11 +50,11 @@ from roll.engines.vllm.options import BUCKET_BACKEND, OWNER_VARIABLE, engine_arg
 from roll.weights.buckets import (
     ALIGNMENT,
     BucketLocation,
+    HeldWeights,
     MemoryFile,
     TransferStep,
     WeightBucket,
     WeightMismatch,
-    WeightReceipt,
     manifest,
 )
 from roll.weights.engine_push import WEIGHT_BACKENDS
@@ -198,13 +198,13 @@ class VLLMInferStrategy:
         self._tick()
         self._requests.gate.open()
 
-    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> WeightReceipt:
+    async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Check a weight update while requests run. The engine copies it in `load_weights`."""
         self._prepared = None
         self._prepared = await asyncio.to_thread(lambda: prepare(list(buckets), version, self._shapes))
         return self._prepared.receipt
 
-    async def load_weights(self, version: int) -> WeightReceipt:
+    async def load_weights(self, version: int) -> HeldWeights:
         """Replace all weights by the prepared ones; only while paused or idle.
 
         The returned checksums are those of the loaded bytes. For a sample of tensors that changes with the version,
@@ -244,7 +244,7 @@ class VLLMInferStrategy:
         else:
             raise ValueError(f"step {step!r} of a weight transfer is unknown; one of init, start, update, finish")
 
-    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> WeightReceipt:
+    async def weights_pushed(self, version: int, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> HeldWeights:
         """Record a completed transfer of this version and return what vLLM holds.
 
         ``layout`` is what the trainer sent: name -> (dtype name, shape). The result has checksums of a sample of
@@ -256,7 +256,7 @@ class VLLMInferStrategy:
         await self._answer(engine.update_weight_version(str(version)))
         self._version = version
         count = sum(math.prod(shape) for _, shape in layout.values())
-        sent = WeightReceipt(version, count, dict.fromkeys(layout))
+        sent = HeldWeights(version, count, dict.fromkeys(layout))
         return await self._inspected(engine, sent, dict(layout))
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -420,8 +420,8 @@ class VLLMInferStrategy:
         self._version = prepared.version
 
     async def _inspected(
-        self, engine: AsyncLLM, sent: WeightReceipt, layout: dict[str, tuple[str, tuple[int, ...]]]
-    ) -> WeightReceipt:
+        self, engine: AsyncLLM, sent: HeldWeights, layout: dict[str, tuple[str, tuple[int, ...]]]
+    ) -> HeldWeights:
         """Return the update's checksums, with what can be read back from the engine in place of what was sent to it."""
         version = sent.version
         for unloaded in await self._answer(engine.collective_rpc("roll_unloaded_parameters")):
@@ -434,7 +434,7 @@ class VLLMInferStrategy:
         for held in await self._answer(engine.collective_rpc("roll_held_checksums", args=(layout, version))):
             checksums |= held
         held_version = int(await self._answer(engine.get_weight_version()))
-        return WeightReceipt(held_version, sent.parameter_count, checksums)
+        return HeldWeights(held_version, sent.parameter_count, checksums)
 
     async def _score(self, tokens: np.ndarray) -> np.ndarray:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -520,7 +520,7 @@ class Prepared:
 
     version: int
     buckets: list[WeightBucket]
-    receipt: WeightReceipt
+    receipt: HeldWeights
     layout: Layout
     staging: MemoryFile | None = None
     """Shared memory with copies of those buckets that no other process could have read."""
@@ -531,7 +531,7 @@ def prepare(buckets: list[WeightBucket], version: int, shapes: dict[str, tuple[i
     layout = check_layout([entry[:3] for bucket in buckets for entry in bucket.tensors], shapes)
     parameter_count, checksums = manifest(buckets)
     located, staging = locate(buckets)
-    return Prepared(version, located, WeightReceipt(version, parameter_count, checksums), layout, staging)
+    return Prepared(version, located, HeldWeights(version, parameter_count, checksums), layout, staging)
 
 
 def locate(buckets: list[WeightBucket]) -> tuple[list[WeightBucket], MemoryFile | None]:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll.weights.buckets import WeightReceipt, manifest, pack_buckets
-from roll.weights.publisher import AttestationError, Publication, attest
+from roll.weights.buckets import HeldWeights, manifest, pack_buckets
+from roll.weights.publisher import Publication, WeightsDiffer, check_weights
 
 
 def published():
@@ -15,7 +15,7 @@ def published():
 
 def receipt(publication, **changes):
     facts = {"version": 3, "parameter_count": publication.parameter_count, "checksums": dict(publication.checksums)}
-    return WeightReceipt(**{**facts, **changes})
+    return HeldWeights(**{**facts, **changes})
 
 
 def test_what_was_published_is_what_is_counted():
@@ -23,7 +23,7 @@ def test_what_was_published_is_what_is_counted():
     assert publication.parameter_count == 10
     assert publication.total_bytes == 20
     assert publication.checksums.keys() == {"embed", "head"}
-    attest("actor_infer/0", publication, receipt(publication))
+    check_weights("actor_infer/0", publication, receipt(publication))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_what_was_published_is_what_is_counted():
 )
 def test_every_difference_is_named(changes, message):
     _, publication = published()
-    with pytest.raises(AttestationError, match=message):
-        attest("actor_infer/0", publication, receipt(publication, **changes))
+    with pytest.raises(WeightsDiffer, match=message):
+        check_weights("actor_infer/0", publication, receipt(publication, **changes))
 
 
 def test_one_changed_bit_names_its_tensor():
@@ -48,5 +48,5 @@ def test_one_changed_bit_names_its_tensor():
     for bucket, data in zip(buckets, held, strict=True):
         bucket.data = data
     _, checksums = manifest(buckets)
-    with pytest.raises(AttestationError, match="the content of 'embed' differs from what was published$"):
-        attest("actor_infer/0", publication, receipt(publication, checksums=checksums))
+    with pytest.raises(WeightsDiffer, match="the content of 'embed' differs from what was published$"):
+        check_weights("actor_infer/0", publication, receipt(publication, checksums=checksums))

@@ -21,7 +21,7 @@ from roll.trainers.group import TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
 
 
-class Canaries:
+class ParityCheck:
     """The canary sequences of a run, and the interval of checked weight updates."""
 
     def __init__(self, sequences: Sequence[np.ndarray], *, interval: int, tolerance: float) -> None:
@@ -46,7 +46,7 @@ class Canaries:
         return CanaryScores(version, self._sequences, logprobs, self._tolerance)
 
 
-def build_canaries(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> Canaries | None:
+def build_parity_check(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> ParityCheck | None:
     """Return the canary sequences made from ``prompts`` (int32 ``[prompt]`` each).
 
     Returns None with `weight_update.canary_interval: 0`.
@@ -57,7 +57,7 @@ def build_canaries(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> Can
     sequences = canary_sequences(
         prompts, count=update.canary_prompts, length=derived.canary_length(config), seed=config.seed
     )
-    return Canaries(sequences, interval=update.canary_interval, tolerance=derived.canary_tolerance(config))
+    return ParityCheck(sequences, interval=update.canary_interval, tolerance=derived.canary_tolerance(config))
 
 
 def _as_batch(sequences: Sequence[np.ndarray]) -> SampleBatch:
