@@ -126,7 +126,7 @@ class Side:
         started, cpu_started, computed, total = time.perf_counter(), time.process_time(), 0, 0.0
         step = TrainingStep.of(batch, objective)
         for micro_batch in step.micro_batches(self.rows(batch.lengths), self.forward.device, self.packed):
-            loss, _ = self.forward.loss(step, micro_batch, 1.0)
+            loss, _ = step.loss(micro_batch, *self.forward.outputs(micro_batch, 1.0, step.needs_entropy_gradient))
             loss.backward()
             computed, total = computed + micro_batch.input_ids.numel(), total + loss.item()
         self.optimizer.step()

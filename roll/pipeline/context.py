@@ -96,12 +96,12 @@ def build_context(
     recorder: RunRecorder,
     journal: JournalKeeper | None,
     point: ResumePoint | None,
-    harm: Sequence[ChaosEvent],
+    faults: Sequence[ChaosEvent],
     processes: Callable[[], list[WorkerHandle]],
 ) -> RunContext:
     """Wire services and settings. Admission starts paused, until the first version is published.
 
-    ``harm``: the faults on purpose that are still to come. ``processes`` returns those that have a model.
+    ``faults``: the injected faults that are still to come. ``processes`` returns those that have a model.
     """
     config = prepared.config
     steps = StepCounter(0 if point is None else point.step)
@@ -141,7 +141,7 @@ def build_context(
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
-        chaos=Chaos(harm, recorder.run, processes, steps, recorder.event),
+        chaos=Chaos(faults, recorder.run, processes, steps, recorder.event),
         first_step=0 if point is None else point.step,
     )
 

@@ -80,11 +80,11 @@ class Chaos:
     async def _happen(self, event: ChaosEvent) -> None:
         if event.role == "driver":
             self._begin(event)
-            inject_fault(_harm(event), event.seconds)
+            inject_fault(_fault(event), event.seconds)
             return
         handle = await self._process(_name(event))
         self._begin(event)
-        handle.harm(_harm(event), event.seconds)
+        handle.inject(_fault(event), event.seconds)
 
     async def _process(self, name: str) -> WorkerHandle:
         """Return the process of this name. While it is being replaced, wait for its successor."""
@@ -100,7 +100,7 @@ def corrupted_versions(events: Iterable[ChaosEvent]) -> frozenset[int]:
     return frozenset(event.at_step for event in events if event.kind == "corrupt_bucket")
 
 
-def _harm(event: ChaosEvent) -> Fault:
+def _fault(event: ChaosEvent) -> Fault:
     if event.kind == "delay_publication" or event.kind == "corrupt_bucket":
         raise ValueError(f"{event.kind} happens to a publication, not to a process")
     return event.kind

@@ -51,9 +51,9 @@ async def run_pipeline(
     locks = build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings})
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
     states = point.role if point is not None else lambda role: None
-    harm = events_to_come(config, recorder.run)
-    spoiled = corrupted_versions(harm)
-    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, spoiled)
+    faults = events_to_come(config, recorder.run)
+    corrupted = corrupted_versions(faults)
+    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, corrupted)
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
@@ -66,7 +66,7 @@ async def run_pipeline(
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
                 gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point, harm, processes)
+                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point, faults, processes)
                 graph = StageGraph(build_stages(prepared.stages, context), recorder.waits)
                 status.running(context, graph.stages)
                 try:

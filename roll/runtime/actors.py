@@ -172,9 +172,9 @@ class WorkerHandle:
         """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
         return await self._actor.beat.remote()
 
-    def harm(self, harm: Fault, seconds: float | None) -> None:
+    def inject(self, fault: Fault, seconds: float | None) -> None:
         """Inject a fault into the process, for tests; see `roll.runtime.faults`."""
-        self._actor.harm.remote(harm, seconds)
+        self._actor.inject.remote(fault, seconds)
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method of the worker without waiting for it; its death is noticed elsewhere."""
@@ -473,9 +473,9 @@ class WorkerProcess:
         return Beat(lag, place)
 
     @ray.method(concurrency_group=HEALTH)
-    async def harm(self, harm: Fault, seconds: float | None) -> None:
+    async def inject(self, fault: Fault, seconds: float | None) -> None:
         """Inject the fault that `chaos` asks for."""
-        inject_fault(harm, seconds)
+        inject_fault(fault, seconds)
 
     async def _beat(self) -> None:
         while True:

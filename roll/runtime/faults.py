@@ -16,11 +16,11 @@ FULL_DISK_BYTES = 2**14
 """Largest file that a process with a full disk can write. Small files, such as a run's summary, still fit."""
 
 
-def inject_fault(harm: Fault, seconds: float | None) -> None:
+def inject_fault(fault: Fault, seconds: float | None) -> None:
     """Kill this process, stop it for ``seconds`` (None: for good), or limit its files as a full disk would."""
-    if harm == "kill":
+    if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif harm == "freeze":
+    elif fault == "freeze":
         if seconds is not None:
             subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)

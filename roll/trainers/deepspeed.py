@@ -257,7 +257,8 @@ class DeepSpeedTrainStrategy:
     def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
         with torch.set_grad_enabled(not step.is_empty):
-            loss, metrics = self.forward.loss(step, micro_batch, temperature)
+            outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
+            loss, metrics = step.loss(micro_batch, *outputs)
         if not step.is_empty:
             # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
             self.engine.backward(loss * self.setup.world_size)

@@ -24,8 +24,6 @@ from roll.data.records import SampleBatch
 from roll.trainers.model import ModelKind, OutputHead, gives_back_head_results
 from roll.trainers.step import (
     MicroBatch,
-    StepMetrics,
-    TrainingStep,
     build_micro_batch,
     predicted_tokens,
     scatter_to_tokens,
@@ -78,9 +76,9 @@ class HfValueForward:
         """
         return _for_each_token(batch, rows, self.device, self.packed, self.values)
 
-    def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
-        """Return a micro-batch's loss and metrics; see `HfForward.loss`. The temperature has no effect on values."""
-        return step.loss(micro_batch, self.values(micro_batch))
+    def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor]:
+        """Return what the loss is computed from: the values. Temperature and entropy are those of a policy."""
+        return (self.values(micro_batch),)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return float32 ``[rows, kept]``: the value of the state before each target."""
@@ -144,11 +142,6 @@ class HfForward:
 
         return _for_each_token(batch, rows, self.device, self.packed, compute)
 
-    def loss(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, StepMetrics]:
-        """Return a micro-batch's contribution to the loss of the step, and to its metrics."""
-        logprobs, entropy = self.logprobs_and_entropy(micro_batch, temperature, step.needs_entropy_gradient)
-        return step.loss(micro_batch, logprobs, entropy)
-
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """Return the log-probabilities of the targets, ``[rows, kept]``."""
         targets = micro_batch.targets
@@ -163,11 +156,11 @@ class HfForward:
             output = self.model(**micro_batch.model_arguments())
         return micro_batch.by_sample(output.logits.squeeze(-1))
 
-    def logprobs_and_entropy(
-        self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, ``[rows, kept]`` each. Entropies have a gradient only if asked
-        for."""
+    def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """Return what the loss is computed from: log-probabilities and entropies of the targets, ``[rows, kept]`` each.
+
+        Entropies have a gradient only if asked for.
+        """
         targets = micro_batch.targets
         if self.head is None:
             results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)

@@ -44,10 +44,8 @@ from roll.trainers.optimizer import (
 )
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import (
-    MicroBatch,
     MicroBatchLimits,
     Objective,
-    StepMetrics,
     TrainingStep,
     combined_metrics,
     plan_micro_batches,
@@ -121,7 +119,13 @@ class Fsdp2TrainStrategy:
         step = TrainingStep.of(batch, objective)
         rows = self._rows(batch, self.setup.train_limits)
         micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
-        parts = [self._accumulate(step, micro_batch, temperature) for micro_batch in micro_batches]
+        parts = []
+        for micro_batch in micro_batches:
+            outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
+            loss, metrics = step.loss(micro_batch, *outputs)
+            # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
+            (loss * self.setup.world_size).backward()
+            parts.append(metrics)
         return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -273,13 +277,6 @@ class Fsdp2TrainStrategy:
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         """Return this rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
-
-    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
-        """Add one micro-batch's gradient to those of the optimizer step."""
-        loss, metrics = self.forward.loss(step, micro_batch, temperature)
-        # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
-        (loss * self.setup.world_size).backward()
-        return metrics
 
     def _update(self, nothing_to_learn: bool) -> dict[str, float]:
         """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""

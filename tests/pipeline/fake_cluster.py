@@ -247,10 +247,10 @@ async def _at_once(value: Any = None) -> Any:
     return value
 
 
-def inject_fault_here(harm: str, seconds: float | None) -> None:
+def inject_fault_here(fault: str, seconds: float | None) -> None:
     """In place of `inject_fault`: the process is not the actor's own."""
-    if harm != "kill":
-        raise NotImplementedError(f"{harm} is for real processes; take `ray_cluster`")
+    if fault != "kill":
+        raise NotImplementedError(f"{fault} is for real processes; take `ray_cluster`")
     _present.get().die("its worker process was killed")
 
 

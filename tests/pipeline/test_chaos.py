@@ -26,8 +26,8 @@ class Handle:
         self.pid = pid
         self.harmed = []
 
-    def harm(self, *harm):
-        self.harmed.append(harm)
+    def inject(self, *fault):
+        self.harmed.append(fault)
 
 
 def config(*events):
@@ -106,7 +106,7 @@ def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path)
 
 IN_CHILDREN = """
 import os, tempfile, time
-from roll.runtime.faults import inject_fault as harm
+from roll.runtime.faults import inject_fault
 
 def in_a_child(what):
     child = os.fork()
@@ -117,7 +117,7 @@ def in_a_child(what):
 
 def fill():
     file = tempfile.TemporaryFile()
-    harm("fill_disk", None)
+    inject_fault("fill_disk", None)
     try:
         file.write(b"x" * 2**15)
         file.flush()
@@ -126,10 +126,10 @@ def fill():
 
 def freeze():
     before = time.time()
-    harm("freeze", 0.5)
+    inject_fault("freeze", 0.5)
     os._exit(0 if time.time() - before >= 0.5 else 1)
 
-print(in_a_child(lambda: harm("kill", None)), in_a_child(fill), in_a_child(freeze))
+print(in_a_child(lambda: inject_fault("kill", None)), in_a_child(fill), in_a_child(freeze))
 """
 
 

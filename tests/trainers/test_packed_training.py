@@ -78,7 +78,7 @@ def outcome(path, objective, *, packed, whole_head=False, max_tokens=20):
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
     parts, loss = [], 0.0
     for micro_batch in step.micro_batches(rows, torch.device("cpu"), packed):
-        contribution, metrics = forward.loss(step, micro_batch, 0.8)
+        contribution, metrics = step.loss(micro_batch, *forward.outputs(micro_batch, 0.8, step.needs_entropy_gradient))
         contribution.backward()
         loss += contribution.item()
         parts.append(metrics)
