@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,11 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
     try:
         # A process of its own: libraries write what they like there, and its memory ends with it.
         setup: dict[str, Any] = {"initializer": give_away_output, "initargs": (run.logs, "plain_loop")}
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **setup) as process, _children_end_early():
             difference = process.submit(compared_with_plain_loop, config, run).result()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return DIFFERS
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
         return DIFFERS
@@ -100,6 +104,17 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
         return FITS
     print(f"the run and the plain loop differ first in {difference}", file=sys.stderr)
     return DIFFERS
+
+
+@contextmanager
+def _children_end_early() -> Iterator[None]:
+    """End the processes of this one if it is interrupted; an executor would wait for them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for child in active_children():
+            child.terminate()
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from fake_cluster import FakeCluster
 from runs import TESTS
@@ -132,14 +134,19 @@ def test_what_the_plain_loop_does_not_have_is_refused(task, changes, path):
     assert [problem.path for problem in refusal.value.problems] == [path] and refusal.value.problems[0].remedy
 
 
+def command_line(*arguments):
+    return [sys.executable, "-m", "roll.cli.main", "check", *arguments]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"}
+
+
 @pytest.mark.tier("all")
 @pytest.mark.timeout(300)
 def test_the_command_says_so(task, tmp_path, ray_cluster):
     def command(*arguments):
-        environment = {"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"}
-        call = [sys.executable, "-m", "roll.cli.main", "check", *arguments]
         return subprocess.run(
-            call, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
+            command_line(*arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
         )
 
     tree = tiny_config(task, cluster__address=ray_cluster)
@@ -154,3 +161,27 @@ def test_the_command_says_so(task, tmp_path, ray_cluster):
     assert refused.returncode == 2 and "stages: the plain loop has the built-in stages only" in refused.stderr
     broken = command(file, "--exact", "1", "pretrain=nowhere")
     assert broken.returncode == 2 and "nothing was started" in broken.stderr
+
+
+@pytest.mark.tier("all")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("harm", "words"), [("interrupted", "interrupted"), ("killed", "the plain loop failed")])
+def test_a_plain_loop_that_is_interrupted_or_killed_leaves_nothing_behind(task, tmp_path, ray_cluster, harm, words):
+    file = str(write_config(tmp_path, tiny_config(task, cluster__address=ray_cluster)))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(command_line(file, "--exact", "40"), cwd=tmp_path, env=ENVIRONMENT, **pipes)
+    try:
+        while "as a plain loop" not in running.stdout.readline():
+            assert running.poll() is None
+        children = psutil.Process(running.pid).children
+        while not list(tmp_path.glob("output/*/*/logs/plain_loop.out")):
+            assert running.poll() is None
+            time.sleep(0.05)
+        found = [each for each in children() if "spawn_main" in " ".join(each.cmdline())]
+        running.send_signal(signal.SIGINT) if harm == "interrupted" else found[0].kill()
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 1 and errors.startswith(words) and "Traceback" not in errors
+    gone, alive = psutil.wait_procs(found, timeout=30)
+    assert not alive
