@@ -321,11 +321,10 @@ def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
         raise problem(path, f"the stage `{name}` is built in", remedy)
     if not stage.use:
         raise problem(f"{path}.use", "it needs a function", "set `use` to an import path `package.module:function`")
-    given = [key for key in ("before", "after") if getattr(stage, key) is not None]
-    if len(given) != 1:
+    places = {key: place for key, place in (("before", stage.before), ("after", stage.after)) if place is not None}
+    if len(places) != 1:
         raise problem(path, "it needs a place", "set `after` or `before`, and not both")
-    (where,) = given
-    neighbour = getattr(stage, where)
+    ((where, neighbour),) = places.items()
     if neighbour not in names:
         raise problem(f"{path}.{where}", f"there is no stage `{neighbour}`", choose_among(neighbour, names))
     if where == "before" and neighbour == names[0]:

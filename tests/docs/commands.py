@@ -94,9 +94,12 @@ def problems_of_commands(page: Page, folder: Path) -> list[str]:
 
 
 def train_as_check(words: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The words of `roll check` for a command that trains; None for others."""
+    """The words of `roll check` for a command that trains, `roll check --exact` among them; None for others."""
     if words[:2] == ("roll", "train"):
         return ("check", *words[2:])
+    if words[:2] == ("roll", "check") and "--exact" in words:
+        steps = words.index("--exact")
+        return (*words[1:steps], *words[steps + 2 :])
     if words[:2] in (("roll", "--config"), ("python", "examples/start_pipeline.py")):
         rest = [word for word in words[1:] if word not in ("examples/start_pipeline.py", "--config")]
         return ("check", *rest)
