@@ -37,7 +37,6 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             "roll/weights/buckets.py",
             "roll/weights/transports.py",
-            "roll/weights/engine_push.py:DeviceBuffers",  # the rest is nothing without vLLM
             "roll/weights/buffers.py",
             "roll/weights/publisher.py",
         ],

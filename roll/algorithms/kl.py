@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +24,12 @@ def k1(difference: Tensor) -> Tensor:
 
 
 def absolute(difference: Tensor) -> Tensor:
-    """Return abs(d), the distance of the log-probabilities in either direction; it does not estimate a KL
-    divergence."""
+    """Return abs(d), a distance of the log-probabilities that estimates no KL divergence."""
     return difference.abs()
 
 
 def k2(difference: Tensor) -> Tensor:
-    """Return d^2 / 2: biased, never negative. On tokens of the policy its gradient, d x grad log policy, is
-    unbiased."""
+    """Return d^2 / 2: biased, never negative. On tokens of the policy its gradient is unbiased."""
     return difference.square() / 2
 
 
@@ -102,24 +99,8 @@ def kl_penalised_token_rewards(
     return sequence_token_rewards(rewards.detach(), response_mask) - kl_coef * penalty
 
 
-class KLController(Protocol):
-    """A rule that sets the weight of a KL penalty."""
-
-    coef: float
-    """The weight to use now."""
-
-    def update(self, kl: float, samples: int) -> None:
-        """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must keep, as plain values."""
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state_dict` returned."""
-
-
-class FixedKLController:
-    """A constant weight. It has no state, so the configuration of a resumed run decides."""
+class KLController:
+    """The weight ``coef`` of a KL penalty: constant, unless a subclass moves it."""
 
     def __init__(self, coef: float) -> None:
         """Raise ``ValueError`` unless ``coef`` is finite and at least 0."""
@@ -128,17 +109,17 @@ class FixedKLController:
         self.coef = coef
 
     def update(self, kl: float, samples: int) -> None:
-        """Do nothing: the weight is constant."""
+        """Report that the divergence was ``kl`` nats per response, over ``samples`` responses."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return no state."""
+        """Return what a checkpoint must keep, as plain values. Of a constant, the configuration decides."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Do nothing: there is no state."""
+        """Resume from what `state_dict` returned."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """A weight that rises while the divergence is above its target and falls while it is below.
 
     error = clip(kl / target - 1, -0.2, 0.2); coef <- coef x (1 + error x samples / horizon) (Ziegler et al., arXiv
@@ -155,7 +136,7 @@ class AdaptiveKLController:
         for name, value in (("init_coef", init_coef), ("target", target), ("horizon", horizon)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} of an adaptive KL controller must be finite and above 0, not {value}")
-        self.coef = init_coef
+        super().__init__(init_coef)
         self.target = target
         self.horizon = horizon
 
@@ -171,11 +152,10 @@ class AdaptiveKLController:
         self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the weight; target and horizon come from the configuration."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the weight of a `state_dict`. ``ValueError`` if it is missing, not finite or not above 0."""
+        """Restore the weight; ``ValueError`` if it is missing, not finite or not above 0."""
         coef = state.get("coef")
         if coef is None or not 0 < coef < math.inf:
             raise ValueError(f"the state of an adaptive KL controller needs a finite coef above 0, not {dict(state)}")
@@ -188,7 +168,7 @@ def make_kl_controller(kind: str, init_coef: float, target: float, horizon: int)
     ``ValueError`` for another name, or a number that cannot work.
     """
     if kind == "fixed":
-        return FixedKLController(init_coef)
+        return KLController(init_coef)
     if kind == "adaptive":
         return AdaptiveKLController(init_coef, target, horizon)
     raise ValueError(f"unknown KL controller {kind!r}; valid: fixed, adaptive")

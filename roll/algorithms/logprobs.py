@@ -8,7 +8,6 @@ masked here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ def token_logprobs(
     ``logits`` ``[..., vocabulary]``, ``targets`` int ``[...]``; returns ``[...]`` in float32 (float64 for float64
     logits). Raises ``ValueError`` for a temperature that is not positive: a greedy distribution has no gradient.
     """
-    return _in_chunks(logits, targets, temperature, chunk_elements, _logprobs)[0]
+    (logprobs,) = _in_chunks(logits, targets, temperature, chunk_elements, False, False)
+    return logprobs
 
 
 def token_logprobs_and_entropy(
@@ -50,8 +50,7 @@ def token_logprobs_and_entropy(
 
     The entropy carries a gradient only if ``entropy_gradient`` is true; as a metric it costs no memory.
     """
-    function = _logprobs_and_entropy if entropy_gradient else _logprobs_and_detached_entropy
-    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, function)
+    logprobs, entropy = _in_chunks(logits, targets, temperature, chunk_elements, True, entropy_gradient)
     return logprobs, entropy
 
 
@@ -71,10 +70,7 @@ def linear_logprobs(
     fit into ``chunk_elements``, values and gradients are bit-identical to those of ``token_logprobs``. Raises
     ``ValueError`` for a temperature that is not positive.
     """
-    _check_temperature(temperature)
-    if _fits(targets, weight, chunk_elements):
-        return token_logprobs(functional.linear(hidden, weight, bias), targets, temperature, chunk_elements)
-    (logprobs,) = _chunked_head(hidden, weight, bias, targets, temperature, chunk_elements, False, False)
+    (logprobs,) = _linear(hidden, weight, bias, targets, temperature, chunk_elements, False, False)
     return logprobs
 
 
@@ -91,13 +87,7 @@ def linear_logprobs_and_entropy(
 
     The entropy carries a gradient only if ``entropy_gradient`` is true.
     """
-    _check_temperature(temperature)
-    if _fits(targets, weight, chunk_elements):
-        logits = functional.linear(hidden, weight, bias)
-        return token_logprobs_and_entropy(logits, targets, temperature, entropy_gradient, chunk_elements)
-    logprobs, entropy = _chunked_head(
-        hidden, weight, bias, targets, temperature, chunk_elements, True, entropy_gradient
-    )
+    logprobs, entropy = _linear(hidden, weight, bias, targets, temperature, chunk_elements, True, entropy_gradient)
     return logprobs, entropy
 
 
@@ -106,21 +96,55 @@ def _in_chunks(
     targets: Tensor,
     temperature: float,
     chunk_elements: int,
-    function: Callable[[Tensor, Tensor, float], tuple[Tensor, ...]],
+    with_entropy: bool,
+    entropy_gradient: bool,
 ) -> list[Tensor]:
     _check_temperature(temperature)
     vocabulary = logits.shape[-1]
     rows = _rows_of(vocabulary, chunk_elements)
     flat_logits, flat_targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
+    about = (temperature, with_entropy, entropy_gradient)
     if len(flat_targets) <= rows:
-        pieces = [function(flat_logits, flat_targets, temperature)]
+        pieces = [_chunk(flat_logits, flat_targets, *about)]
     else:
         # Recomputing a chunk in the backward pass keeps its float32 copy from being stored until then.
         pieces = [
-            checkpoint(function, chunk, chunk_targets, temperature, use_reentrant=False)
+            checkpoint(_chunk, chunk, chunk_targets, *about, use_reentrant=False)
             for chunk, chunk_targets in zip(flat_logits.split(rows), flat_targets.split(rows), strict=True)
         ]
     return [torch.cat(results).reshape(targets.shape) for results in zip(*pieces, strict=True)]
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
+) -> tuple[Tensor, ...]:
+    scaled = _scaled(logits, temperature)
+    log_normalizer = scaled.logsumexp(-1)
+    logprobs = _chosen(scaled, targets) - log_normalizer
+    if not with_entropy:
+        return (logprobs,)
+    if not entropy_gradient:
+        scaled, log_normalizer = scaled.detach(), log_normalizer.detach()
+    return logprobs, _entropy(scaled, log_normalizer)
+
+
+def _linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    with_entropy: bool,
+    entropy_gradient: bool,
+) -> list[Tensor]:
+    _check_temperature(temperature)
+    about = (temperature, chunk_elements, with_entropy, entropy_gradient)
+    if targets.numel() <= _rows_of(len(weight), chunk_elements):
+        return _in_chunks(functional.linear(hidden, weight, bias), targets, *about)
+    flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
+    results = _ChunkedHead.apply(flat_hidden, weight, bias, flat_targets, *about)
+    return [values.reshape(targets.shape) for values in results]
 
 
 def _check_temperature(temperature: float) -> None:
@@ -132,31 +156,9 @@ def _rows_of(vocabulary: int, chunk_elements: int) -> int:
     return max(1, chunk_elements // vocabulary)
 
 
-def _fits(targets: Tensor, weight: Tensor, chunk_elements: int) -> bool:
-    return targets.numel() <= _rows_of(len(weight), chunk_elements)
-
-
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature
-
-
-def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor]:
-    scaled = _scaled(logits, temperature)
-    return (_chosen(scaled, targets) - scaled.logsumexp(-1),)
-
-
-def _logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    scaled = _scaled(logits, temperature)
-    log_normalizer = scaled.logsumexp(-1)
-    return _chosen(scaled, targets) - log_normalizer, _entropy(scaled, log_normalizer)
-
-
-def _logprobs_and_detached_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    scaled = _scaled(logits, temperature)
-    log_normalizer = scaled.logsumexp(-1)
-    logprobs = _chosen(scaled, targets) - log_normalizer
-    return logprobs, _entropy(scaled.detach(), log_normalizer.detach())
 
 
 def _chosen(scaled: Tensor, targets: Tensor) -> Tensor:
@@ -167,29 +169,6 @@ def _entropy(scaled: Tensor, log_normalizer: Tensor) -> Tensor:
     """Return H = log Z - sum p x for p = exp(x - log Z)."""
     probabilities = (scaled - log_normalizer[:, None]).exp()
     return log_normalizer - (probabilities * scaled).sum(-1)
-
-
-def _chunked_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    chunk_elements: int,
-    with_entropy: bool,
-    entropy_gradient: bool,
-) -> list[Tensor]:
-    results = _ChunkedHead.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        targets.reshape(-1).long(),
-        temperature,
-        chunk_elements,
-        with_entropy,
-        entropy_gradient,
-    )
-    return [values.reshape(targets.shape) for values in results]
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,59 +27,35 @@ from roll.algorithms.aggregation import keep
 
 
 @dataclass
-class LossMetrics:
-    """Metrics of one part of a batch: 0-d tensors by name, without gradient."""
+class PartMetrics:
+    """Sums and maxima over a part of a batch by name, without gradient. Every part has the same names in one order."""
 
-    totals: dict[str, Tensor]
-    """Contributions that are already normalised over the whole batch: their sum is the metric."""
-    token_sums: dict[str, Tensor]
-    """Sums over response tokens: the metric is the mean."""
-    off_policy: dict[str, Tensor]
-    """Sums of `off_policy_sums`, including the number of response tokens."""
+    sums: dict[str, Tensor]
+    """0-d, or 1-d for the counts of a histogram."""
     maxima: dict[str, Tensor]
-    mismatch: tuple[Tensor, Tensor] | None = None
-    """The result of `mismatch_sums`; None if it is not measured."""
-
-    def names(self) -> tuple[list[str], list[str]]:
-        """Return the names in the order of `vectors`, without the entries of the mismatch."""
-        sums = [*self.totals, *self.token_sums, *(f"off_policy/{name}" for name in self.off_policy)]
-        return sums, list(self.maxima)
+    """0-d."""
+    metrics_of: Callable[[dict[str, Any], dict[str, float]], dict[str, float]]
+    """Function of the sums and the maxima of the whole batch, by name, that returns its metrics."""
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """Return float64 vectors of the entries to sum and of the entries to maximise; the mismatch comes last."""
-        sums = torch.stack(
-            [value.double() for value in (*self.totals.values(), *self.token_sums.values(), *self.off_policy.values())]
-        )
-        maxima = torch.stack([value.double() for value in self.maxima.values()])
-        if self.mismatch is None:
-            return sums, maxima
-        mismatch, largest = self.mismatch
-        return torch.cat([sums, mismatch]), torch.cat([maxima, largest[None]])
+        """Return float64 vectors of the entries to sum over parts and of the entries to maximise."""
+        sums = torch.cat([value.double().reshape(-1) for value in self.sums.values()])
+        return sums, torch.stack([value.double() for value in self.maxima.values()])
 
     def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the whole batch from the combined vectors of all its parts.
+        """Return the metrics of the whole batch from the combined vectors of all its parts."""
+        combined: dict[str, Any] = {}
+        start = 0
+        for name, value in self.sums.items():
+            combined[name] = sums[start : start + len(value)] if value.dim() else sums[start]
+            start += value.numel()
+        return self.metrics_of(combined, dict(zip(self.maxima, maxima, strict=True)))
 
-        Besides the totals, token means and maxima: ``ratio_mean``, ``ess``, ``kl`` (k3), ``k1``, ``chi2``, and per lag
-        ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in `mismatch_metrics` if it was measured.
-        """
-        mismatch = {}
-        if self.mismatch is not None:
-            mismatch = mismatch_metrics(sums[-MISMATCH_SUMS:], maxima[-1])
-            sums, maxima = sums[:-MISMATCH_SUMS], maxima[:-1]
-        sum_names, maximum_names = self.names()
-        combined = dict(zip(sum_names, sums, strict=True))
-        off_policy = {name: combined[f"off_policy/{name}"] for name in self.off_policy}
-        distances = off_policy_metrics(off_policy)
-        tokens = max(off_policy["tokens"], 1.0)
-        return {
-            **{name: combined[name] for name in self.totals},
-            **{name: combined[name] / tokens for name in self.token_sums},
-            "ratio_mean": off_policy["ratio"] / tokens,
-            "kl": distances.pop("k3"),
-            **distances,
-            **dict(zip(maximum_names, maxima, strict=True)),
-            **mismatch,
-        }
+
+def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
+    """Combine the vectors of several parts of a batch into those of one."""
+    vectors = [part.vectors() for part in parts]
+    return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)
 
 
 @torch.no_grad()
@@ -93,23 +69,51 @@ def policy_metrics(
     max_lag: int | None = None,
     capped: bool = False,
     mismatch_mask: Tensor | None = None,
-) -> LossMetrics:
+) -> PartMetrics:
     """Return the metrics of one part of a batch.
 
-    ``totals`` are 0-d contributions. ``token_metrics`` by name, the log-probabilities of the current and the behaviour
-    policy, ``response_mask`` (bool) and ``lags`` (int) are ``[batch, seq]``, with at least one entry. ``lags``,
-    ``max_lag`` and ``capped`` are those of `off_policy_sums`. ``mismatch_mask`` (bool) marks the response tokens that
-    were sampled with the very weights of ``logprobs``; None: the mismatch is not measured. Entries outside the masks
-    are never read. The ratio is not clamped: an overflow must be visible.
+    ``totals`` are 0-d contributions, already normalised over the whole batch. ``token_metrics`` by name, the
+    log-probabilities of the current and the behaviour policy, ``response_mask`` (bool) and ``lags`` (int) are
+    ``[batch, seq]``, with at least one entry. ``lags``, ``max_lag`` and ``capped`` are those of `off_policy_sums`.
+    ``mismatch_mask`` (bool) marks the response tokens that were sampled with the very weights of ``logprobs``; None:
+    the mismatch is not measured. Entries outside the masks are never read. The ratio is not clamped: an overflow must
+    be visible.
+
+    The metrics of the batch: the totals, the means of the token metrics, ``ratio_max``, ``ratio_mean``, ``ess``, ``kl``
+    (k3), ``k1``, ``chi2``, and per lag ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in
+    `mismatch_metrics` if it was measured.
     """
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
-    return LossMetrics(
-        totals={name: value.detach() for name, value in totals.items()},
-        token_sums={name: keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
-        off_policy=off_policy_sums(log_ratio, response_mask, lags, max_lag, capped),
-        maxima={"ratio_max": keep(log_ratio.exp(), response_mask).amax()},
-        mismatch=None if mismatch_mask is None else mismatch_sums(log_ratio, mismatch_mask & response_mask),
-    )
+    sums = {
+        **{f"total/{name}": value.detach() for name, value in totals.items()},
+        **{f"token/{name}": keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
+        **{
+            f"off_policy/{name}": value
+            for name, value in off_policy_sums(log_ratio, response_mask, lags, max_lag, capped).items()
+        },
+    }
+    maxima = {"ratio_max": keep(log_ratio.exp(), response_mask).amax()}
+    if mismatch_mask is not None:
+        sums["mismatch"], maxima["mismatch"] = mismatch_sums(log_ratio, mismatch_mask & response_mask)
+    return PartMetrics(sums, maxima, _policy_metrics_of)
+
+
+def _policy_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
+    def named(kind: str) -> dict[str, float]:
+        return {name.removeprefix(kind): value for name, value in sums.items() if name.startswith(kind)}
+
+    off_policy = named("off_policy/")
+    distances = off_policy_metrics(off_policy)
+    tokens = max(off_policy["tokens"], 1.0)
+    return {
+        **named("total/"),
+        **{name: value / tokens for name, value in named("token/").items()},
+        "ratio_mean": off_policy["ratio"] / tokens,
+        "kl": distances.pop("k3"),
+        **distances,
+        "ratio_max": maxima["ratio_max"],
+        **(mismatch_metrics(sums["mismatch"], maxima["mismatch"]) if "mismatch" in sums else {}),
+    }
 
 
 def mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -133,19 +137,6 @@ def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     shares = [update.get(f"{lag}/share", 0.0) for update in updates]
     values = [share * update[name] for share, update in zip(shares, updates, strict=True) if share > 0]
     return sum(values) / sum(shares)
-
-
-class PartMetrics(Protocol):
-    """Sums and maxima over a part of a batch: `LossMetrics`, or the metrics of a critic."""
-
-    def vectors(self) -> tuple[Tensor, Tensor]:
-        """Return the entries to sum over parts and the entries to maximise, both 1-d."""
-
-
-def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
-    """Combine the vectors of several parts of a batch into those of one."""
-    vectors = [part.vectors() for part in parts]
-    return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)
 
 
 BINS_PER_DECADE = 20
@@ -283,51 +274,16 @@ def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float
     return min(ratio / tokens * (ratio / squared), 1.0)
 
 
-_SUMS = ("tokens", "value", "return", "return_squared", "error", "error_squared", "clipped")
-
-
-@dataclass
-class ValueMetrics:
-    """Sums over the trained tokens of some rows, 0-d, float64, without gradient."""
-
-    loss: Tensor
-    """Contribution to the loss of the whole batch."""
-    sums: dict[str, Tensor]
-    largest_error: Tensor
-
-    def vectors(self) -> tuple[Tensor, Tensor]:
-        """Return the entries to sum over parts, and the entries to maximise."""
-        return torch.stack([self.loss, *(self.sums[name] for name in _SUMS)]), self.largest_error[None]
-
-    def from_vectors(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of the whole batch from the combined vectors of all its parts.
-
-        ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest absolute error;
-        ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for a perfect
-        critic, 0 for one that knows the mean only, and 0 if returns do not vary.
-        """
-        loss, *rest = sums
-        found = dict(zip(_SUMS, rest, strict=True))
-        tokens = max(found["tokens"], 1.0)
-        mean = {name: found[name] / tokens for name in _SUMS}
-        spread = mean["return_squared"] - mean["return"] ** 2
-        unexplained = mean["error_squared"] - mean["error"] ** 2
-        return {
-            "loss": loss,
-            "value": mean["value"],
-            "return": mean["return"],
-            "error_max": maxima[0],
-            "clip_fraction": mean["clipped"],
-            "explained_variance": 1.0 - unexplained / spread if spread > 1e-12 else 0.0,
-        }
-
-
 @torch.no_grad()
-def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> ValueMetrics:
-    """Return the metrics of one part of a batch.
+def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> PartMetrics:
+    """Return the metrics of one part of a batch of a critic.
 
     ``values``, ``returns``, ``clipped`` (1 where the gradient is cut) and ``mask`` (bool) are ``[batch, seq]``. Entries
     outside the mask are never read.
+
+    The metrics of the batch: ``loss``; means over tokens of ``value`` and ``return``; ``error_max``, the largest
+    absolute error; ``clip_fraction``; and ``explained_variance``: 1 - Var(return - value) / Var(return), which is 1 for
+    a perfect critic, 0 for one that knows the mean only, and 0 if returns do not vary.
     """
     predicted, wanted = (keep(tensor.double(), mask) for tensor in (values, returns))
     error = wanted - predicted
@@ -340,4 +296,19 @@ def value_metrics(loss: Tensor, values: Tensor, returns: Tensor, clipped: Tensor
         "error_squared": error.square(),
         "clipped": keep(clipped.double(), mask),
     }
-    return ValueMetrics(loss.detach().double(), {name: term.sum() for name, term in terms.items()}, error.abs().amax())
+    sums = {"loss": loss.detach(), **{name: term.sum() for name, term in terms.items()}}
+    return PartMetrics(sums, {"error_max": error.abs().amax()}, _value_metrics_of)
+
+
+def _value_metrics_of(sums: dict[str, Any], maxima: dict[str, float]) -> dict[str, float]:
+    mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+    spread = mean["return_squared"] - mean["return"] ** 2
+    unexplained = mean["error_squared"] - mean["error"] ** 2
+    return {
+        "loss": sums["loss"],
+        "value": mean["value"],
+        "return": mean["return"],
+        "error_max": maxima["error_max"],
+        "clip_fraction": mean["clipped"],
+        "explained_variance": 1.0 - unexplained / spread if spread > 1e-12 else 0.0,
+    }

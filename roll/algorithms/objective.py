@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
-from roll.algorithms.metrics import LossMetrics, ValueMetrics, policy_metrics, value_metrics
+from roll.algorithms.metrics import PartMetrics, policy_metrics, value_metrics
 
 
 @dataclass
@@ -67,8 +67,7 @@ class PolicyObjective:
         wanted = {
             "behaviour_logprobs": True,
             "advantages": True,
-            "proximal_logprobs": self.requirements.needs_proximal
-            or (self.requirements.uses_old_policy and self.old_policy == "proximal"),
+            "proximal_logprobs": self.requirements.reads_proximal(self.old_policy),
             "reference_logprobs": self.use_kl_loss,
             "correction_weights": self.corrected,
             "lags": self.max_lag is not None,
@@ -98,7 +97,7 @@ class PolicyObjective:
         normalizers: LossNormalizers,
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
-    ) -> tuple[Tensor, LossMetrics]:
+    ) -> tuple[Tensor, PartMetrics]:
         """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
         ``logprobs``, ``entropy`` and the token fields are ``[batch, seq]``, the sample fields ``[batch]``; entries
@@ -183,22 +182,16 @@ class ValueObjective:
     loss_agg_mode: str = "token-mean"
     clip: float | None = None
     """Largest change of a value since before the first update on the batch with which it still gets a gradient."""
+    token_fields: ClassVar[tuple[str, ...]] = ("old_values", "returns")
+    """Per-token fields that a batch must carry besides its tokens and response mask."""
+    sample_fields: ClassVar[tuple[str, ...]] = ()
+    """Per-sample fields that a batch must carry: none."""
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             raise ValueError(f"unknown loss_agg_mode {self.loss_agg_mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"the clip of a value loss must be above 0, not {self.clip}")
-
-    @property
-    def token_fields(self) -> tuple[str, ...]:
-        """Per-token fields that a batch must carry besides its tokens and response mask."""
-        return ("old_values", "returns")
-
-    @property
-    def sample_fields(self) -> tuple[str, ...]:
-        """Per-sample fields that a batch must carry: none."""
-        return ()
 
     def normalizers(self, response_lengths: Sequence[int]) -> LossNormalizers:
         """Return normalisers from the number of trained tokens in every sequence of the whole batch."""
@@ -211,7 +204,7 @@ class ValueObjective:
         normalizers: LossNormalizers,
         fields: Mapping[str, Tensor],
         loss_mask: Tensor | None = None,
-    ) -> tuple[Tensor, ValueMetrics]:
+    ) -> tuple[Tensor, PartMetrics]:
         """Return the contribution of some rows to the loss of the whole batch (0-d, with gradient) and to its metrics.
 
         ``values`` and the token fields are ``[batch, seq]``; entries outside the response mask are never read.

@@ -7,19 +7,21 @@ the caller's `RunningMoments`. All tensors cover a whole batch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages.moments import (
+from roll.algorithms.advantages.shared import (
     Groups,
-    RunningMoments,
     group_deviation,
     group_mean,
     group_range,
     group_tensor,
+    result_dtype,
 )
 from roll.algorithms.aggregation import needed
 
@@ -47,6 +49,54 @@ class LengthPenalty:
             raise ValueError(f"unknown length penalty {self.kind!r}; valid: overlong, relative")
         if self.kind == "overlong" and (self.max_length is None or self.buffer is None):
             raise ValueError("the overlong penalty needs max_length and buffer")
+
+
+@dataclass
+class RunningMoments:
+    """Mean and deviation of all values so far, numerically stable."""
+
+    count: int = 0
+    """Values seen."""
+    mean: float = 0.0
+    squared_deviations: float = 0.0
+    """Sum of (value - mean)^2 over all values seen."""
+
+    @property
+    def deviation(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values."""
+        return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values: Tensor) -> None:
+        """Merge a batch of any shape (Chan, Golub and LeVeque 1979).
+
+        ``ValueError`` if a value is not finite: it would corrupt every later result.
+        """
+        flat = values.detach().double().flatten()
+        if not flat.isfinite().all():
+            raise ValueError("running moments take finite values only; the batch holds NaN or infinity")
+        if not len(flat):
+            return
+        mean = float(flat.mean().clamp(flat.min(), flat.max()))
+        total = self.count + len(flat)
+        difference = mean - self.mean
+        own = float((flat - mean).square().sum())
+        self.squared_deviations += own + difference**2 * self.count * len(flat) / total
+        self.mean = self.mean + difference * len(flat) / total if self.count else mean
+        self.count = total
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must keep, as plain values."""
+        return {"count": self.count, "mean": self.mean, "squared_deviations": self.squared_deviations}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Resume from what `state_dict` returned. ``ValueError`` if it is incomplete or impossible."""
+        wanted = ("count", "mean", "squared_deviations")
+        values = {name: state.get(name, math.nan) for name in wanted}
+        if not all(map(math.isfinite, values.values())) or values["count"] < 0 or values["squared_deviations"] < 0:
+            raise ValueError(f"the state of running moments needs finite {', '.join(wanted)}, not {dict(state)}")
+        self.count = int(values["count"])
+        self.mean = float(values["mean"])
+        self.squared_deviations = float(values["squared_deviations"])
 
 
 @dataclass(frozen=True)
@@ -120,14 +170,14 @@ def shape_rewards(
     keep = _kept(scores, numbers, truncated, settings)
     if settings.drop_truncated or settings.drop_zero_variance or settings.difficulty is not None:
         metrics["kept_share"] = _mean(keep)
-    return ShapedRewards(rewards.to(_result_dtype(scores)), keep, metrics)
+    return ShapedRewards(rewards.to(result_dtype(scores)), keep, metrics)
 
 
 def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
     """Clip rewards (any shape) to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
     if not limit > 0:
         raise ValueError(f"rewards are clipped to a limit above 0, not {limit}")
-    return rewards.to(_result_dtype(rewards)).clamp(-limit, limit)
+    return rewards.to(result_dtype(rewards)).clamp(-limit, limit)
 
 
 def normalize_rewards(
@@ -156,7 +206,7 @@ def normalize_rewards(
     if std != "none":
         deviation = _moments(std, values, numbers, running, tags)[1]
         result = torch.where(deviation > 0, result / (deviation + eps), torch.zeros_like(result))
-    return result.to(_result_dtype(rewards))
+    return result.to(result_dtype(rewards))
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -171,7 +221,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     if not factor >= 0:
         raise ValueError(f"the factor of a penalty must be at least 0, not {factor}")
     excess = (lengths.double() - (max_length - buffer)) / buffer
-    return (-factor * excess.clamp(0, 1)).to(_result_dtype(lengths))
+    return (-factor * excess.clamp(0, 1)).to(result_dtype(lengths))
 
 
 def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, weight: float = 1.0) -> Tensor:
@@ -187,7 +237,7 @@ def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, wei
     shortest, longest = group_range(values, group_tensor(groups, lengths))
     span = longest - shortest
     place = torch.where(span > 0, 0.5 - (values - shortest) / span, torch.zeros_like(span))
-    return (weight * torch.where(correct, place, place.clamp(max=0))).to(_result_dtype(lengths))
+    return (weight * torch.where(correct, place, place.clamp(max=0))).to(result_dtype(lengths))
 
 
 def truncated_mask(truncated: Tensor) -> Tensor:
@@ -258,7 +308,3 @@ def _check_finite(scores: Tensor) -> None:
 
 def _mean(values: Tensor) -> float:
     return float(values.double().mean()) if len(values) else 0.0
-
-
-def _result_dtype(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -12,10 +12,10 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from roll.algorithms.about import about_of, settings_of
 from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS
 from roll.algorithms.correction import Correction, DivergenceRejection, ImportanceWeight, RatioRejection
 from roll.algorithms.losses.base import POLICY_LOSSES
+from roll.algorithms.registry import about_of, settings_of
 from roll.configs.plugins import Kind, PlugIn, help_text, parameters_of, type_in_words
 
 POLICY_LOSSES_HEAD = """\

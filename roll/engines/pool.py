@@ -30,8 +30,7 @@ from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
-from roll.weights.engine_push import EngineCallFailed, PushTarget
-from roll.weights.publisher import Publication, check_weights
+from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, check_weights
 from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
 
 COLLECT_WAIT_SECONDS = 10.0

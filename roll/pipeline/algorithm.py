@@ -26,12 +26,11 @@ from roll.algorithms.advantages.base import (
     make_advantage_estimator,
     shape_advantages,
 )
-from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.correction import Correction, correct, parse_correction
 from roll.algorithms.kl import KLController, make_kl_controller, token_kl
 from roll.algorithms.losses.base import LossRequirements
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.algorithms.rewards import LengthPenalty, RewardShaping, shape_rewards
+from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.fields import differs_from_default

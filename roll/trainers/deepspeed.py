@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roll.algorithms.metrics import PartMetrics
 from roll.check.rules import obstacle_to_moving
 from roll.configs.engine_options import Options
 from roll.data.records import SampleBatch
@@ -42,7 +43,6 @@ from roll.trainers.step import (
     MicroBatch,
     MicroBatchLimits,
     Objective,
-    StepMetrics,
     TrainingStep,
     combined_metrics,
     plan_micro_batches,
@@ -254,7 +254,7 @@ class DeepSpeedTrainStrategy:
         """Return this rank's micro-batches."""
         return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
 
-    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> StepMetrics:
+    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> PartMetrics:
         """Add one micro-batch's gradient to those of the optimizer step."""
         with torch.set_grad_enabled(not step.is_empty):
             outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)

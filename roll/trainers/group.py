@@ -18,8 +18,7 @@ from roll.runtime.errors import WritingStuck
 from roll.tracking.status import Attention
 from roll.trainers.step import Objective
 from roll.trainers.worker import TrainerSpec, TrainPlan, WritingProgress
-from roll.weights.engine_push import PushTarget
-from roll.weights.publisher import Publication
+from roll.weights.publisher import Publication, PushTarget
 
 LOOK_SECONDS = 30.0
 """Longest interval between two progress checks of a write. Its completion is noticed at once."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.algorithms.aggregation import LossNormalizers
-from roll.algorithms.metrics import LossMetrics, ValueMetrics, combine
+from roll.algorithms.metrics import PartMetrics, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
 
@@ -274,7 +274,6 @@ def _range_of_true(columns: np.ndarray) -> slice:
 
 
 Objective = PolicyObjective | ValueObjective
-StepMetrics = LossMetrics | ValueMetrics
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ class TrainingStep:
                 self.batch, part, self.wanted, self.fields, device, self.objective.sample_fields, packed
             )
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, StepMetrics]:
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, PartMetrics]:
         """Return a micro-batch's contribution to the loss of the batch (0-d, with gradient) and to its metrics.
 
         ``outputs`` are the model's results for the targets, in the order in which the objective takes them.
@@ -336,7 +335,7 @@ class TrainingStep:
         return self.objective(logprobs, entropy, *about)
 
 
-def combined_metrics(parts: Sequence[StepMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def combined_metrics(parts: Sequence[PartMetrics], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Return metrics of the batch from the parts of all ranks that split it (default: all ranks). Collective."""
     sums, maxima = (vector.cpu() for vector in combine(parts))
     dist.all_reduce(sums, group=group)

@@ -37,8 +37,7 @@ from roll.trainers.base import (
 from roll.trainers.model import ModelExport
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
-from roll.weights.engine_push import PushTarget
-from roll.weights.publisher import Publication, build_publisher
+from roll.weights.publisher import Publication, PushTarget, build_publisher
 from roll.weights.transports import TransportSpec
 
 

@@ -80,21 +80,24 @@ torch's own memory, so kernels whose sums depend on the alignment of their opera
 _CHUNK = 512 * 1024
 """Bytes copied and then hashed in one go, while they are still in the processor's cache."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+SAFETENSORS_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Dtypes that can travel -> their names in safetensors files."""
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_CODES}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""Dtypes by the name under which they travel, such as ``float32``."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

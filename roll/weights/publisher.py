@@ -6,168 +6,38 @@ those that the trainer gathered: version, number of parameters, and the checksum
 tensor that the engine cannot read back is not compared. A difference names the tensor and stops the run.
 
 There are two ways. With buckets, the first rank packs the weights into the transport's memory and the engines fetch
-them from there. With a push, copies stay on the devices and the engine library's own transfer sends them, engine by
-engine.
+them from there. With a push, copies stay on the devices, and vLLM's own transfer puts them into each engine while it is
+paused: NCCL between devices, CUDA IPC between processes that share devices. The library drives both ends; this module
+gives it the weights, a way to call the engine, and one connection per engine process. A pushed byte can be checked only
+in the engine's own memory, so a sample of tensors is read back after each update.
 """
 
 from __future__ import annotations
 
-import math
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 
-from roll.weights.buckets import HeldWeights, WeightBucket, manifest, pack_buckets
-from roll.weights.engine_push import WEIGHT_BACKENDS, PushTarget, WeightPusher
-from roll.weights.transports import TRANSPORTS, CorruptingSender, TransportSpec
+from roll.runtime.placement import free_port
+from roll.weights.buckets import HeldWeights, WeightBucket, dtype_name, manifest, pack_buckets, tensor_checksum
+from roll.weights.transports import TRANSPORTS, TransportSpec
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Hugging Face name -> (dtype name, shape), in the order of sending."""
 
-class WeightPublisher(Protocol):
-    """The trainer rank's interface for handing out weights."""
-
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """Copy the weights, casting floating-point ones to ``dtype``. Every rank must consume all of ``weights``."""
-
-    def send(self, version: int) -> Publication:
-        """Return what engines need to know about a gathered version. First rank only; runs while training continues."""
-
-    def push(self, version: int, target: PushTarget) -> None:
-        """Push a version into one paused engine. Every rank calls this."""
-
-    def disconnect(self, name: str) -> None:
-        """Drop the connection to a dead engine."""
-
-    def release(self, version: int) -> None:
-        """Release a version that no engine will ask for again."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Weights copied out of the trainer, ready to be sent."""
-
-    buffer: int
-    buckets: list[WeightBucket]
-    seconds: float
-
-
-class BucketPublisher:
-    """A publisher that writes to memory or files that engines read."""
-
-    def __init__(self, spec: TransportSpec, rank: int) -> None:
-        sender = TRANSPORTS[spec.name].sender(spec)
-        self._sender = CorruptingSender(sender, spec.corrupted_versions) if spec.corrupted_versions else sender
-        self._rank = rank
-        self._gathered: dict[int, Gathered] = {}
-
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """See `WeightPublisher.gather`; only the first rank keeps anything."""
-        started = time.perf_counter()
-        if self._rank != 0:
-            _draw(weights)
-            return
-        self._sender.begin(buffer)
-        allocate = partial(self._sender.allocate, buffer)
-        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, allocate=allocate))
-        self._gathered[version] = Gathered(buffer, buckets, time.perf_counter() - started)
-
-    def send(self, version: int) -> Publication:
-        """Take the checksums, hand the buckets to the transport, and return what engines need to know."""
-        started = time.perf_counter()
-        gathered = self._gathered.pop(version)
-        parameter_count, checksums = manifest(gathered.buckets)
-        handles = self._sender.send(gathered.buffer, version, gathered.buckets)
-        return Publication(
-            version=version,
-            handles=handles,
-            parameter_count=parameter_count,
-            checksums=checksums,
-            total_bytes=sum(bucket.data.nbytes for bucket in gathered.buckets),
-            seconds={"gather": gathered.seconds, "send": time.perf_counter() - started},
-        )
-
-    def push(self, version: int, target: PushTarget) -> None:
-        """Raise ``RuntimeError``: engines fetch buckets, so this is never called."""
-        raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
-
-    def disconnect(self, name: str) -> None:
-        """Do nothing: nothing is connected."""
-
-    def release(self, version: int) -> None:
-        """See `WeightPublisher.release`."""
-        self._sender.release(version)
-
-
-class PushPublisher:
-    """A publisher that uses the engine library's own transfer, from device to device."""
-
-    def __init__(self, pusher: WeightPusher, rank: int, *, all_ranks: bool) -> None:
-        """Keep the pusher.
-
-        ``all_ranks``: every rank keeps a copy (an engine reads the one on its own device); otherwise only the first
-        rank does.
-        """
-        self._pusher = pusher
-        self._keeps = all_ranks or rank == 0
-        self._buffers: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
-
-    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
-        """See `WeightPublisher.gather`; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
-        started = time.perf_counter()
-        self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
-        if self._keeps:
-            self._pusher.buffers.gather(buffer, weights, dtype)
-        else:
-            _draw(weights)
-            self._pusher.buffers.gather(buffer, [], dtype)
-        self._seconds[version] = time.perf_counter() - started
-
-    def send(self, version: int) -> Publication:
-        """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
-        started = time.perf_counter()
-        buffers, buffer = self._pusher.buffers, self._buffers[version]
-        layout = buffers.layout(buffer)
-        checksums = buffers.checksums(buffer)
-        return Publication(
-            version=version,
-            handles=[],
-            parameter_count=sum(math.prod(shape) for _, shape in layout.values()),
-            checksums=checksums,
-            total_bytes=sum(tensor.nbytes for tensor in buffers.tensors(buffer).values()),
-            layout=layout,
-            seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
-        )
-
-    def push(self, version: int, target: PushTarget) -> None:
-        """See `WeightPublisher.push`."""
-        self._pusher.push(self._buffers[version], target)
-
-    def disconnect(self, name: str) -> None:
-        """See `WeightPublisher.disconnect`."""
-        self._pusher.disconnect(name)
-
-    def release(self, version: int) -> None:
-        """Do nothing: the next version reuses the memory."""
-
-
-def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPublisher:
-    """Return the publisher of a rank for the configured transport."""
-    if spec.name not in WEIGHT_BACKENDS:
-        return BucketPublisher(spec, rank)
-    pusher = WeightPusher(spec.name, rank, host, spec.bucket_bytes, spec.timeout_seconds)
-    return PushPublisher(pusher, rank, all_ranks=spec.name == "cuda_ipc")
-
-
-def _draw(weights: NamedTensors) -> None:
-    """Consume ``weights`` to take part in its collectives."""
-    for _ in weights:
-        pass
+WEIGHT_BACKENDS = {"nccl": "nccl", "cuda_ipc": "ipc"}
+"""Transports that vLLM itself implements -> vLLM's names for them."""
 
 
 @dataclass
@@ -180,35 +50,309 @@ class Publication:
     parameter_count: int
     checksums: dict[str, int]
     total_bytes: int
-    layout: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    """Name -> (dtype name, shape) of pushed weights; None if engines fetch by the handles."""
+    layout: Layout | None = None
+    """Layout of pushed weights; None if engines fetch by the handles."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of ``gather`` and ``send``."""
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """An engine process that weights are pushed to."""
+
+    name: str
+    actor: Any
+    """The engine's Ray actor."""
+    devices: int
+    """Number of devices that the engine computes on."""
+
+
+def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPublisher:
+    """Return the publisher of a rank for the configured transport."""
+    if spec.name not in WEIGHT_BACKENDS:
+        return BucketPublisher(spec, rank)
+    return PushPublisher(spec.name, rank, host, spec.bucket_bytes, spec.timeout_seconds)
+
+
+class WeightPublisher:
+    """The trainer rank's interface for handing out weights."""
+
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        """Copy the weights, casting floating-point ones to ``dtype``. Every rank must consume all of ``weights``."""
+        raise NotImplementedError
+
+    def send(self, version: int) -> Publication:
+        """Take the checksums of a gathered version, hand it over, and return what engines need to know.
+
+        First rank only; runs while training continues.
+        """
+        raise NotImplementedError
+
+    def push(self, version: int, target: PushTarget) -> None:
+        """Push a version into one paused engine. Every rank calls this."""
+        raise RuntimeError(f"version {version} travels in buckets, which {target.name} fetches")
+
+    def disconnect(self, name: str) -> None:
+        """Close the connection to an engine, if there is one. This also ends a push that waits for a dead engine."""
+
+    def release(self, version: int) -> None:
+        """Release a version that no engine will ask for again."""
+
+
+class BucketPublisher(WeightPublisher):
+    """A publisher that writes to memory or files that engines read; only the first rank keeps anything."""
+
+    def __init__(self, spec: TransportSpec, rank: int) -> None:
+        self._sender = TRANSPORTS[spec.name].sender(spec)
+        self._corrupted_versions = spec.corrupted_versions
+        self._rank = rank
+        self._gathered: dict[int, tuple[int, list[WeightBucket], float]] = {}
+        """Version -> its buffer, its buckets, and the seconds that gathering them took."""
+
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        started = time.perf_counter()
+        if self._rank != 0:
+            _draw(weights)
+            return
+        self._sender.begin(buffer)
+        allocate = partial(self._sender.allocate, buffer)
+        buckets = list(pack_buckets(weights, bucket_bytes, float_dtype=dtype, allocate=allocate))
+        self._gathered[version] = buffer, buckets, time.perf_counter() - started
+
+    def send(self, version: int) -> Publication:
+        started = time.perf_counter()
+        buffer, buckets, gather_seconds = self._gathered.pop(version)
+        parameter_count, checksums = manifest(buckets)
+        if version in self._corrupted_versions:
+            _, _, _, offset = buckets[0].tensors[0]
+            buckets[0].data[offset] ^= 0xFF
+        return Publication(
+            version=version,
+            handles=self._sender.send(buffer, version, buckets),
+            parameter_count=parameter_count,
+            checksums=checksums,
+            total_bytes=sum(bucket.data.nbytes for bucket in buckets),
+            seconds={"gather": gather_seconds, "send": time.perf_counter() - started},
+        )
+
+    def release(self, version: int) -> None:
+        self._sender.release(version)
+
+
+class PushPublisher(WeightPublisher):
+    """A publisher that uses the engine library's own transfer, from device to device.
+
+    All ranks push together; the first one talks to the engine. With CUDA IPC every rank keeps a copy, because an engine
+    reads the one on its own device; with NCCL only the first rank does.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        rank: int,
+        host: str,
+        bucket_bytes: int,
+        timeout_seconds: float,
+        connect: Callable[..., TrainerWeightTransferEngine] | None = None,
+    ) -> None:
+        """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
+        self.device_buffers = DeviceBuffers()
+        self._backend = WEIGHT_BACKENDS[transport]
+        self._rank = rank
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
+        self._connect = connect
+        self._buffers: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
+        self._engines: dict[str, tuple[Any, TrainerWeightTransferEngine]] = {}
+        self._turn = threading.Lock()
+
+    def gather(self, version: int, buffer: int, weights: NamedTensors, dtype: torch.dtype, bucket_bytes: int) -> None:
+        """Copy the weights on the device; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
+        started = time.perf_counter()
+        self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
+        if self._rank != 0 and self._backend == "nccl":
+            _draw(weights)
+            weights = []
+        self.device_buffers.gather(buffer, weights, dtype)
+        self._seconds[version] = time.perf_counter() - started
+
+    def send(self, version: int) -> Publication:
+        """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
+        started = time.perf_counter()
+        tensors = self.device_buffers.tensors(self._buffers[version])
+        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        return Publication(
+            version=version,
+            handles=[],
+            parameter_count=sum(tensor.numel() for tensor in tensors.values()),
+            checksums=checksums,
+            total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+            layout={name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()},
+            seconds={"gather": self._seconds.pop(version), "send": time.perf_counter() - started},
+        )
+
+    def push(self, version: int, target: PushTarget) -> None:
+        """Push a version into a paused engine.
+
+        Passes on what the library or the engine raises, after closing the connection.
+        """
+        with self._turn:
+            try:
+                engine = self._connected(target)
+                engine.source.buffer = self._buffers[version]
+                engine.send_weights()
+            except BaseException:
+                self.disconnect(target.name)
+                raise
+
+    def disconnect(self, name: str) -> None:
+        _, engine = self._engines.pop(name, (None, None))
+        if engine is not None:
+            engine.shutdown()
+
+    def _connected(self, target: PushTarget) -> TrainerWeightTransferEngine:
+        """Return the connection to this engine process, with a new one for a process that replaced another."""
+        actor, engine = self._engines.get(target.name, (None, None))
+        if engine is not None and actor == target.actor:
+            return engine
+        self.disconnect(target.name)
+        connect = self._connect
+        if connect is None:
+            from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+            connect = WeightTransferTrainerFactory.trainer_init
+        client = RayEngineCalls(target.actor, self._timeout_seconds)
+        engine = connect(self._init_info(target), client=client, source=buffer_source(self.device_buffers))
+        self._engines[target.name] = (target.actor, engine)
+        return engine
+
+    def _init_info(self, target: PushTarget) -> Any:
+        if self._backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=self._bucket_bytes)
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        return NCCLTrainerInitInfo(
+            rank=self._rank,
+            master_address=self._host,
+            master_port=free_port(),
+            world_size=1 + target.devices,
+            packed_buffer_size_bytes=self._bucket_bytes,
+        )
+
+
+def _draw(weights: NamedTensors) -> None:
+    """Consume ``weights`` to take part in its collectives."""
+    for _ in weights:
+        pass
+
+
+class DeviceBuffers:
+    """Copies of the weights on the trainer's device, one per buffer of the double buffer, allocated once."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}
+
+    def gather(self, buffer: int, weights: NamedTensors, float_dtype: torch.dtype) -> None:
+        """Copy the weights, cast to the engine's precision. Raises ``ValueError`` for a name that occurs twice."""
+        held = self._buffers.get(buffer, {})
+        fresh: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name in fresh:
+                raise ValueError(f"tensor {name!r} comes twice in one publication")
+            dtype = float_dtype if tensor.is_floating_point() else tensor.dtype
+            target = held.get(name)
+            if target is None or target.shape != tensor.shape or target.dtype != dtype:
+                target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+            fresh[name] = target.copy_(tensor.detach())
+        self._buffers[buffer] = fresh
+
+    def tensors(self, buffer: int) -> dict[str, torch.Tensor]:
+        """Return the tensors gathered into a buffer."""
+        return self._buffers[buffer]
+
+
+def buffer_source(buffers: DeviceBuffers) -> Any:
+    """Return the buffers as vLLM's ``WeightSource``; its attribute ``buffer`` selects the buffer that is sent next.
+
+    The class is made here because its base class is vLLM's, which a trainer imports only if it pushes.
+    """
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+    class BufferSource(WeightSource):
+        buffer = 0
+
+        def metadata(self) -> list[ParamMeta]:
+            tensors = buffers.tensors(self.buffer)
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(buffers.tensors(self.buffer).items())
+
+    return BufferSource()
+
+
+class EngineCallFailed(RuntimeError):
+    """A transfer stopped because its engine refused a call. The engine is at fault, not the trainer."""
+
+
+class RayEngineCalls:
+    """The four engine calls that vLLM's transfer makes (its ``VLLMWeightSyncClient``), on an engine worker.
+
+    They block, because the transfer runs in its own thread.
+    """
+
+    def __init__(self, actor: Any, timeout_seconds: float) -> None:
+        self._actor = actor
+        self._timeout_seconds = timeout_seconds
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the group of trainer and engine."""
+        self._call("init", init_info)
+
+    def start_weight_update(self) -> None:
+        """Begin a weight update."""
+        self._call("start", None)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load the tensors that ``update_info`` describes."""
+        self._call("update", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End a weight update."""
+        self._call("finish", weight_version)
+
+    def _call(self, step: str, payload: Any) -> None:
+        try:
+            ray.get(self._actor.invoke.remote("transfer_step", step, payload), timeout=self._timeout_seconds)
+        except Exception as error:
+            raise EngineCallFailed(f"{step}: {type(error).__name__}: {error}") from error
 
 
 class WeightsDiffer(RuntimeError):
     """An engine does not hold the published weights."""
 
 
-def check_weights(engine: str, publication: Publication, receipt: HeldWeights) -> None:
+def check_weights(engine: str, publication: Publication, held: HeldWeights) -> None:
     """Compare an engine's weights with the published ones. Raises `WeightsDiffer` naming the difference."""
-    if receipt.version != publication.version:
-        raise WeightsDiffer(f"{engine} holds version {receipt.version} after version {publication.version} was sent")
-    missing = sorted(publication.checksums.keys() - receipt.checksums.keys())
-    unknown = sorted(receipt.checksums.keys() - publication.checksums.keys())
+    if held.version != publication.version:
+        raise WeightsDiffer(f"{engine} holds version {held.version} after version {publication.version} was sent")
+    missing = sorted(publication.checksums.keys() - held.checksums.keys())
+    unknown = sorted(held.checksums.keys() - publication.checksums.keys())
     if missing or unknown:
         raise WeightsDiffer(
             f"{engine}, version {publication.version}: tensors never received: {missing[:5]}; "
             f"held but never published: {unknown[:5]}"
         )
-    if receipt.parameter_count != publication.parameter_count:
+    if held.parameter_count != publication.parameter_count:
         raise WeightsDiffer(
-            f"{engine}, version {publication.version}: {receipt.parameter_count} parameters held, "
+            f"{engine}, version {publication.version}: {held.parameter_count} parameters held, "
             f"{publication.parameter_count} published"
         )
-    differing = [
-        name for name, checksum in publication.checksums.items() if receipt.checksums[name] not in (checksum, None)
-    ]
+    differing = [name for name, digest in publication.checksums.items() if held.checksums[name] not in (digest, None)]
     if differing:
         raise WeightsDiffer(
             f"{engine}, version {publication.version}: the content of {differing[0]!r} differs from what was published"

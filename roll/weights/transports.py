@@ -25,65 +25,87 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import ray
-import torch
 from safetensors.torch import save_file
 
 from roll.tracking.files import write_atomically
 from roll.tracking.run_directory import RunDirectory
-from roll.weights.buckets import BucketLocation, WeightBucket, WeightMismatch, views
-
-
-class CorruptingSender:
-    """A `WeightSender` that corrupts one byte of the chosen versions after their checksums were taken."""
-
-    def __init__(self, sender: WeightSender, versions: Collection[int]) -> None:
-        self._sender = sender
-        self._versions = frozenset(versions)
-
-    def begin(self, buffer: int) -> None:
-        """See `WeightSender.begin`."""
-        self._sender.begin(buffer)
-
-    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """See `WeightSender.allocate`."""
-        return self._sender.allocate(buffer, index, size)
-
-    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
-        """See `WeightSender.send`; flips one byte of the chosen versions first."""
-        if version in self._versions:
-            _, _, _, offset = buckets[0].tensors[0]
-            buckets[0].data[offset] ^= 0xFF
-        return self._sender.send(buffer, version, buckets)
-
-    def release(self, version: int) -> None:
-        """See `WeightSender.release`."""
-        self._sender.release(version)
-
+from roll.weights.buckets import (
+    SAFETENSORS_CODES,
+    BucketLocation,
+    WeightBucket,
+    WeightMismatch,
+    dtype_name,
+    fresh_memory,
+    views,
+)
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Torch dtype name by the name in safetensors files."""
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """Everything a trainer needs to build its sender."""
+
+    name: str
+    buffers: int
+    directory: Path
+    """Folder for the transport's files, if it writes any."""
+    bucket_bytes: int = 256 * 1024**2
+    """Bytes in transit at a time where the engine library sends them."""
+    timeout_seconds: float = 600.0
+    """Longest wait for one call to an engine during a push."""
+    corrupted_versions: frozenset[int] = frozenset()
+    """Versions of which one byte is corrupted on the way (`chaos`)."""
+
+
+class WeightSender:
+    """The trainer's end. It keeps buckets in the trainer's own memory, unless a transport has memory of its own."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, int], np.ndarray] = {}
+
+    def begin(self, buffer: int) -> None:
+        """Invalidate the version in this buffer, which is about to be overwritten."""
+
+    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
+        """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
+        memory = self._memory.get((buffer, index))
+        if memory is None or len(memory) < size:
+            memory = self._memory[buffer, index] = fresh_memory(index, size)
+        return memory
+
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
+        """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
+        raise NotImplementedError
+
+    def release(self, version: int) -> None:
+        """Release a version that nothing will ask for again."""
+
+
+class WeightReceiver(Protocol):
+    """The engine's end. Lives as long as the engine's process."""
+
+    def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
+        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
+
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """The two ends of one transport."""
+
+    sender: Callable[[TransportSpec], WeightSender]
+    receiver: Callable[[], WeightReceiver]
+
+
+_NAMES = {code: dtype_name(dtype) for dtype, code in SAFETENSORS_CODES.items()}
+"""Dtype name by its code in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -93,22 +115,15 @@ class FileHandle:
     path: str
 
 
-class CheckpointSender:
+class CheckpointSender(WeightSender):
     """A sender that writes each version into its own folder."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
-        self._memory = HostMemory()
-
-    def begin(self, buffer: int) -> None:
-        """Do nothing: the files do not depend on the memory that they were written from."""
-
-    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """See `WeightSender.allocate`."""
-        return self._memory.allocate(buffer, index, size)
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
-        """See `WeightSender.send`; a folder under its final name is complete."""
+        """Write the version's files; a folder under its final name is complete."""
         folder = self._folder(version)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -122,7 +137,7 @@ class CheckpointSender:
         return [FileHandle(str(folder / name)) for name in names]
 
     def release(self, version: int) -> None:
-        """See `WeightSender.release`; files that cannot be deleted are logged."""
+        """Delete the version's files, or log those that cannot be deleted."""
         folder = self._folder(version)
         try:
             shutil.rmtree(folder)
@@ -133,11 +148,10 @@ class CheckpointSender:
         return self._directory.absolute() / f"version-{version:06d}"
 
 
-class CheckpointReceiver:
+class CheckpointReceiver(WeightReceiver):
     """A receiver that maps the files of a version."""
 
     def receive(self, handles: Sequence[FileHandle], version: int) -> Iterator[WeightBucket]:
-        """See `WeightReceiver.receive`."""
         for handle in handles:
             yield read_file(Path(handle.path), version)
 
@@ -155,7 +169,7 @@ def read_file(path: Path, version: int) -> WeightBucket:
         found = header.pop("__metadata__")["version"]
         entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
         tensors = [
-            (name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), int(entry["data_offsets"][0]))
+            (name, _NAMES[entry["dtype"]], tuple(entry["shape"]), int(entry["data_offsets"][0]))
             for name, entry in entries
         ]
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -217,67 +231,6 @@ def _noted_folder(run: RunDirectory) -> Path | None:
 
 
 @dataclass(frozen=True)
-class TransportSpec:
-    """Everything a trainer needs to build its sender."""
-
-    name: str
-    buffers: int
-    directory: Path
-    """Folder for the transport's files, if it writes any."""
-    bucket_bytes: int = 256 * 1024**2
-    """Bytes in transit at a time where the engine library sends them."""
-    timeout_seconds: float = 600.0
-    """Longest wait for one call to an engine during a push."""
-    corrupted_versions: frozenset[int] = frozenset()
-    """Versions of which one byte is corrupted on the way (`chaos`)."""
-
-
-class WeightSender(Protocol):
-    """The trainer's end."""
-
-    def begin(self, buffer: int) -> None:
-        """Invalidate the version in this buffer, which is about to be overwritten."""
-
-    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """Return memory for bucket ``index``: uint8, at least ``size`` bytes, the same memory at each update."""
-
-    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[Any]:
-        """Hand over the buffer's buckets, and return what the receiver needs, bucket by bucket."""
-
-    def release(self, version: int) -> None:
-        """Release a version that nothing will ask for again."""
-
-
-class WeightReceiver(Protocol):
-    """The engine's end. Lives as long as the engine's process."""
-
-    def receive(self, handles: Sequence[Any], version: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of a version. Raises `WeightMismatch` naming the version found if it is another one."""
-
-
-@dataclass(frozen=True)
-class WeightTransport:
-    """The two ends of one transport."""
-
-    sender: Callable[[TransportSpec], WeightSender]
-    receiver: Callable[[], WeightReceiver]
-
-
-class HostMemory:
-    """Buckets in the trainer's own memory, for transports that copy them from there."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[int, int], np.ndarray] = {}
-
-    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """See `WeightSender.allocate`."""
-        memory = self._memory.get((buffer, index))
-        if memory is None or len(memory) < size:
-            memory = self._memory[buffer, index] = torch.empty(size, dtype=torch.uint8).numpy()
-        return memory
-
-
-@dataclass(frozen=True)
 class StoredBucket:
     """A bucket in the object store."""
 
@@ -285,32 +238,17 @@ class StoredBucket:
     reference: Any
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(WeightSender):
     """A sender that puts each bucket into the store of the trainer's host."""
 
-    def __init__(self) -> None:
-        self._memory = HostMemory()
-
-    def begin(self, buffer: int) -> None:
-        """Do nothing: the store has its own copies."""
-
-    def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """See `WeightSender.allocate`."""
-        return self._memory.allocate(buffer, index, size)
-
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[StoredBucket]:
-        """See `WeightSender.send`."""
         return [StoredBucket(version, ray.put(bucket)) for bucket in buckets]
 
-    def release(self, version: int) -> None:
-        """Do nothing: the store counts references."""
 
-
-class ObjectStoreReceiver:
+class ObjectStoreReceiver(WeightReceiver):
     """A receiver that reads buckets from the store in its host's memory."""
 
     def receive(self, handles: Sequence[StoredBucket], version: int) -> Iterator[WeightBucket]:
-        """See `WeightReceiver.receive`."""
         for handle in handles:
             if handle.version != version:
                 raise WeightMismatch(f"the object store holds version {handle.version}, expected {version}")
@@ -327,8 +265,8 @@ _REMEDY = "engines and trainer must run on one host as one user; set `weight_upd
 class MemoryHandle:
     """A bucket in the memory of another process."""
 
-    pid: int
-    fd: int
+    path: str
+    """Path at which other processes of this host open the memory."""
     inode: int
     """Inode of the memory file; needed because process ids and file descriptors are reused."""
     size: int
@@ -338,11 +276,6 @@ class MemoryHandle:
     length: int
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     lasting: bool
-
-    @property
-    def path(self) -> str:
-        """Path at which other processes of this host open the memory."""
-        return f"/proc/{self.pid}/fd/{self.fd}"
 
 
 class Segment:
@@ -393,32 +326,30 @@ class Segment:
         return self.size - len(self._region) + start, self._region[start : start + size]
 
 
-class SharedMemorySender:
+class SharedMemorySender(WeightSender):
     """A sender that gathers directly into shared memory; sending means telling engines where it is."""
 
     def __init__(self, lasting: bool) -> None:
+        super().__init__()
         self._lasting = lasting
         self._segments: dict[int, Segment] = {}
 
     def begin(self, buffer: int) -> None:
-        """See `WeightSender.begin`."""
         if buffer not in self._segments:
             self._segments[buffer] = Segment(f"roll-weights-{buffer}")
         self._segments[buffer].stamp(_NOTHING)
 
     def allocate(self, buffer: int, index: int, size: int) -> np.ndarray:
-        """See `WeightSender.allocate`."""
         return self._segments[buffer].extent(index, size)
 
     def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[MemoryHandle]:
-        """See `WeightSender.send`; writes the version stamp."""
+        """Write the version stamp, and return where the buckets are."""
         segment = self._segments[buffer]
         segment.stamp(version)
         inode = os.fstat(segment.fd).st_ino
         return [
             MemoryHandle(
-                pid=os.getpid(),
-                fd=segment.fd,
+                path=f"/proc/{os.getpid()}/fd/{segment.fd}",
                 inode=inode,
                 size=segment.size,
                 version=version,
@@ -430,18 +361,14 @@ class SharedMemorySender:
             for index, bucket in enumerate(buckets)
         ]
 
-    def release(self, version: int) -> None:
-        """Do nothing: the next version reuses the memory."""
 
-
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(WeightReceiver):
     """A receiver that maps a buffer once and keeps the mapping for later versions."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, np.ndarray] = {}
 
     def receive(self, handles: Sequence[MemoryHandle], version: int) -> Iterator[WeightBucket]:
-        """See `WeightReceiver.receive`."""
         for handle in handles:
             memory = self._memory(handle)
             magic, found = memory[:16].view(np.int64).tolist()

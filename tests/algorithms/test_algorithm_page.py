@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from roll.algorithms.about import about_of, settings_of
 from roll.algorithms.advantages.base import ADVANTAGE_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses.base import POLICY_LOSSES, make_policy_loss
+from roll.algorithms.registry import about_of, settings_of
 from roll.check.reference import pages
 from roll.configs.plugins import help_text
 from tests.algorithms.policy_loss_reference import random_inputs

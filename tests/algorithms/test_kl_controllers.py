@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.kl import AdaptiveKLController, FixedKLController, make_kl_controller
+from roll.algorithms.kl import AdaptiveKLController, KLController, make_kl_controller
 from tests.tiers import examples
 
 
 def test_a_fixed_weight_stays():
     controller = make_kl_controller("fixed", 0.3, target=0.1, horizon=100)
     controller.update(50.0, 64)
-    assert isinstance(controller, FixedKLController) and controller.coef == 0.3
+    assert isinstance(controller, KLController) and controller.coef == 0.3
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_restored_controller_goes_on_as_if_never_stopped():
 
 
 def test_the_configuration_of_a_resumed_run_decides_a_fixed_weight():
-    controller = FixedKLController(0.2)
-    controller.load_state_dict(FixedKLController(0.7).state_dict())
+    controller = KLController(0.2)
+    controller.load_state_dict(KLController(0.7).state_dict())
     controller.load_state_dict(AdaptiveKLController(0.9, 1.0, 10).state_dict())
     assert controller.coef == 0.2 and controller.state_dict() == {}
 

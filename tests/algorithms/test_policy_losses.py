@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from roll.algorithms.about import about_of
 from roll.algorithms.losses.base import POLICY_LOSSES, LossRequirements, PolicyInputs, make_policy_loss
 from roll.algorithms.losses.dppo import binary_kl, binary_total_variation
+from roll.algorithms.registry import about_of
 from tests.algorithms.policy_loss_reference import CASES, bernoulli_kl, hard_inputs, random_inputs, row_of
 
 

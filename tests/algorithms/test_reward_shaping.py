@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.rewards import (
     LengthPenalty,
     RewardShaping,
+    RunningMoments,
     clip_rewards,
     difficulty_mask,
     normalize_rewards,

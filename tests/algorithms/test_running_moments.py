@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages.moments import (
-    RunningMoments,
+from roll.algorithms.advantages.shared import (
     group_deviation,
     group_mean,
     group_range,
     group_sizes,
     group_tensor,
 )
+from roll.algorithms.rewards import RunningMoments
 from tests.tiers import examples
 
 values_lists = st.lists(st.floats(-100, 100, allow_subnormal=False), max_size=30)

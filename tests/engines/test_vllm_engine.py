@@ -20,8 +20,7 @@ from roll.data.records import SampleBatch
 from roll.engines.base import EngineFailed
 from roll.trainers.base import build_trainer
 from roll.weights.buckets import WeightMismatch, pack_buckets, tensor_checksum
-from roll.weights.engine_push import PushTarget
-from roll.weights.publisher import WeightsDiffer, check_weights
+from roll.weights.publisher import PushTarget, WeightsDiffer, check_weights
 from tests.engines import vllm_helpers
 from tests.engines.engine_checks import full_scores, logits_of
 from tests.engines.engine_contract import *  # noqa: F403

@@ -21,7 +21,7 @@ ROLL = Path(roll.__file__).parent
 CALLERS = (
     "engines/vllm/strategy.py",
     "engines/vllm/worker.py",
-    "weights/engine_push.py",
+    "weights/publisher.py",
 )
 ENGINES = ("engine", "self._engine", "self._live_engine()")
 """How the strategy calls the engine."""
@@ -111,7 +111,7 @@ def test_our_end_of_a_transfer_has_the_methods_that_vllm_calls():
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource, WeightTransferEngine
 
     from roll.engines.vllm.worker import BucketTransferEngine
-    from roll.weights.engine_push import DeviceBuffers, RayEngineCalls, buffer_source
+    from roll.weights.publisher import DeviceBuffers, RayEngineCalls, buffer_source
 
     assert not BucketTransferEngine.__abstractmethods__
     assert isinstance(buffer_source(DeviceBuffers()), WeightSource)

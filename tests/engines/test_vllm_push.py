@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.weights.engine_push import DeviceBuffers, PushTarget, RayEngineCalls, WeightPusher, buffer_source
-from roll.weights.publisher import PushPublisher
+from roll.weights.publisher import DeviceBuffers, PushPublisher, PushTarget, RayEngineCalls, buffer_source
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
 
@@ -18,7 +17,6 @@ def test_halves_are_cast_kept_apart_and_written_in_place_again():
     buffers.gather(0, [("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16)
     buffers.gather(1, [("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16)
     place = buffers.tensors(0)["a"].data_ptr()
-    assert buffers.layout(0) == {"a": ("bfloat16", (3,)), "n": ("int64", (1,))}
     buffers.gather(0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16)
     assert buffers.tensors(0)["a"].data_ptr() == place
     assert [buffers.tensors(buffer)["a"][0].item() for buffer in (0, 1)] == [3.5, 2.5]
@@ -45,8 +43,8 @@ def recorder():
 def test_each_engine_process_has_one_connection_and_a_new_process_a_new_one(recorder):
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    pusher = WeightPusher("nccl", 0, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
-    pusher.buffers.gather(0, [("a", torch.zeros(1))], torch.float32)
+    pusher = PushPublisher("nccl", 0, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
+    pusher.gather(0, 0, [("a", torch.zeros(1))], torch.float32, 4096)
     for actor in ("first", "first", "second"):
         pusher.push(0, PushTarget("actor_infer/0", actor, 4))
     pusher.push(0, PushTarget("actor_infer/1", "other", 4))
@@ -68,8 +66,7 @@ def test_shared_devices_use_cuda_ipc_on_every_rank(recorder):
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     for rank in (0, 1):
-        pusher = WeightPusher("cuda_ipc", rank, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
-        publisher = PushPublisher(pusher, rank, all_ranks=True)
+        publisher = PushPublisher("cuda_ipc", rank, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
         publisher.gather(3, 1, [("a", torch.ones(2))], torch.float32, 4096)
         publisher.push(3, PushTarget("actor_infer/0", "actor", 1))
         engine = recorder.made[-1]
@@ -86,7 +83,7 @@ def test_other_ranks_of_an_nccl_push_keep_no_copy_but_draw_every_weight(recorder
             drawn.append(name)
             yield name, torch.zeros(2)
 
-    publisher = PushPublisher(WeightPusher("nccl", 1, "h", 4096, 10.0, recorder.trainer_init), 1, all_ranks=False)
+    publisher = PushPublisher("nccl", 1, "h", 4096, 10.0, recorder.trainer_init)
     publisher.gather(1, 0, weights(), torch.float32, 4096)
     publisher.push(1, PushTarget("actor_infer/0", "actor", 1))
     assert drawn == ["a", "b"]

@@ -6,8 +6,7 @@ from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, VLLMWe
 
 from roll.engines.vllm.strategy import bucket_info, locate
 from roll.weights.buckets import pack_buckets
-from roll.weights.engine_push import RayEngineCalls, WeightPusher
-from roll.weights.publisher import PushPublisher
+from roll.weights.publisher import PushPublisher, RayEngineCalls
 
 
 class MappedTransfer(TrainerWeightTransferEngine):
@@ -53,7 +52,7 @@ def connect_to(engine):
 
 
 def publisher_to(engine) -> PushPublisher:
-    return PushPublisher(WeightPusher("nccl", 0, "127.0.0.1", 1 << 20, 10.0, connect_to(engine)), 0, all_ranks=False)
+    return PushPublisher("nccl", 0, "127.0.0.1", 1 << 20, 10.0, connect_to(engine))
 
 
 class Recorder(TrainerWeightTransferEngine):

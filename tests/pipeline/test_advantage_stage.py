@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
-from roll.algorithms.advantages.moments import RunningMoments
 from roll.algorithms.correction import parse_correction
 from roll.algorithms.kl import make_kl_controller
-from roll.algorithms.rewards import LengthPenalty, RewardShaping
+from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages, add_correction
 

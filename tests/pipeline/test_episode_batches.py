@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from roll.algorithms.advantages.base import make_advantage_estimator
-from roll.algorithms.advantages.moments import RunningMoments
-from roll.algorithms.rewards import RewardShaping
+from roll.algorithms.rewards import RewardShaping, RunningMoments
 from roll.data.records import Group, Prompt, Sample, SampleBatch
 from roll.pipeline.algorithm import AdvantageSettings, TrainingBatch, add_advantages
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from roll.weights.buckets import pack_buckets, tensor_checksum, views
-from roll.weights.engine_push import DeviceBuffers, PushTarget, WeightPusher
-from roll.weights.publisher import BucketPublisher, PushPublisher, build_publisher
+from roll.weights.publisher import BucketPublisher, DeviceBuffers, PushPublisher, PushTarget, build_publisher
 from roll.weights.transports import TransportSpec
 
 
@@ -29,9 +28,9 @@ class Drawn:
             yield name, tensor
 
 
-def push_publisher(rank: int = 0, *, all_ranks: bool = False) -> tuple[PushPublisher, DeviceBuffers]:
-    pusher = WeightPusher("nccl", rank, "here", 4096, 10.0)
-    return PushPublisher(pusher, rank, all_ranks=all_ranks), pusher.buffers
+def push_publisher(rank: int = 0, transport: str = "nccl") -> tuple[PushPublisher, DeviceBuffers]:
+    publisher = PushPublisher(transport, rank, "here", 4096, 10.0)
+    return publisher, publisher.device_buffers
 
 
 def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_engine():
@@ -62,9 +61,12 @@ def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
     assert publisher.send(3).checksums != first.checksums
 
 
-@pytest.mark.parametrize(("rank", "all_ranks", "keeps"), [(0, False, True), (1, False, False), (1, True, True)])
-def test_every_rank_draws_all_weights_and_those_keep_them_that_push(rank, all_ranks, keeps):
-    publisher, buffers = push_publisher(rank, all_ranks=all_ranks)
+@pytest.mark.parametrize(
+    ("rank", "transport", "keeps"),
+    [(0, "nccl", True), (1, "nccl", False), (0, "cuda_ipc", True), (1, "cuda_ipc", True)],
+)
+def test_every_rank_draws_all_weights_and_those_keep_them_that_push(transport, rank, keeps):
+    publisher, buffers = push_publisher(rank, transport)
     drawn = Drawn(1.0)
     publisher.gather(1, 0, drawn, torch.float32, 4096)
     assert drawn.drawn == ["layer.weight", "steps"]
@@ -80,9 +82,9 @@ def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form():
     buffers.gather(1, weights(5.0), torch.float32)
     assert before[0, 0] == 2.0, "the other buffer has memory of its own"
     buffers.gather(0, weights(3.0), torch.float16)
-    assert buffers.layout(0)["layer.weight"] == ("float16", (2, 3)) and before[0, 0] == 2.0
+    assert buffers.tensors(0)["layer.weight"].dtype == torch.float16 and before[0, 0] == 2.0
     buffers.gather(0, weights(4.0, (3, 2)), torch.float16)
-    assert buffers.layout(0)["layer.weight"] == ("float16", (3, 2))
+    assert buffers.tensors(0)["layer.weight"].shape == (3, 2)
     buffers.gather(0, weights(4.0)[:1], torch.float16)
     assert list(buffers.tensors(0)) == ["layer.weight"], "what the model has no more is not sent"
     with pytest.raises(ValueError, match="'steps' comes twice"):

@@ -31,7 +31,7 @@ from roll.runtime.actors import WorkerIdentity
 from roll.runtime.placement import WorkerPlace
 from roll.weights.buckets import WeightMismatch, manifest, pack_buckets, tensor_checksum, views
 from roll.weights.publisher import Publication, WeightsDiffer
-from roll.weights.transports import TRANSPORTS, HostMemory, Segment, TransportSpec
+from roll.weights.transports import TRANSPORTS, Segment, TransportSpec, WeightSender
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -110,7 +110,7 @@ def test_a_version_that_a_killed_process_left_on_the_disk_is_replaced(tmp_path):
 
 
 def test_memory_of_the_host_is_touched_once():
-    memory = HostMemory()
+    memory = WeightSender()
     first, second = memory.allocate(0, 0, 100), memory.allocate(1, 0, 100)
     for size in (100, 10):
         assert np.shares_memory(memory.allocate(0, 0, size), first)
@@ -185,11 +185,11 @@ def test_memory_of_a_process_that_is_gone_or_another_one_is_refused_with_the_rem
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     with pytest.raises(WeightMismatch, match="cannot open.*weight_update.transport: object_store"):
-        received("shared_memory", replace(publication, handles=[replace(handle, pid=gone.pid)]))
+        received("shared_memory", replace(publication, handles=[replace(handle, path=f"/proc/{gone.pid}/fd/3")]))
     other = os.memfd_create("other")
     os.ftruncate(other, handle.size)
     try:
-        for wrong in (replace(handle, fd=other), replace(handle, size=handle.size + 1)):
+        for wrong in (replace(handle, path=f"/proc/{os.getpid()}/fd/{other}"), replace(handle, size=handle.size + 1)):
             with pytest.raises(WeightMismatch, match="is not the memory of version 0 any more"):
                 received("shared_memory", replace(publication, handles=[wrong]))
     finally:

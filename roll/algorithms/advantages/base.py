@@ -3,7 +3,7 @@
 Rewards come per token (a sequence's reward sits on its last response token, KL penalties on their own tokens) and are
 never changed in place. Tokens that the policy did not choose have no advantage and do not cut a return: a reward after
 a tool's answer still reaches the tokens before that answer. Groups and batch statistics need the whole batch, so an
-estimator is called once per batch and never per micro-batch. A new estimator is a file and a line in
+estimator is called once per batch and never per micro-batch. A new estimator is a file and its name in
 `ADVANTAGE_ESTIMATORS`; its keyword arguments are its settings.
 """
 
@@ -16,32 +16,36 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from roll.algorithms.about import About, about, built
-from roll.algorithms.advantages.moments import Groups, group_tensor
+from roll.algorithms.advantages.shared import Groups, group_tensor, result_dtype
 from roll.algorithms.aggregation import keep
 from roll.algorithms.kl import kl_penalised_token_rewards, sequence_token_rewards
+from roll.algorithms.registry import About, built, one_file_each
 from roll.configs.plugins import Kind, PlugIn
 
 ADVANTAGE_ESTIMATORS = Kind(
     "advantage estimator",
     "roll.advantage_estimators",
-    {
-        "agentic_reinforce": PlugIn("roll.algorithms.advantages.agentic_reinforce:agentic_reinforce"),
-        "gae": PlugIn("roll.algorithms.advantages.gae:gae"),
-        "gigpo": PlugIn("roll.algorithms.advantages.gigpo:gigpo"),
-        "grpo": PlugIn("roll.algorithms.advantages.grpo:grpo"),
-        "opo": PlugIn("roll.algorithms.advantages.opo:opo"),
-        "reinforce": PlugIn("roll.algorithms.advantages.reinforce:reinforce"),
-        "reinforce_plus_plus": PlugIn("roll.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus"),
-        "reinforce_plus_plus_baseline": PlugIn(
-            "roll.algorithms.advantages.reinforce_plus_plus_baseline:reinforce_plus_plus_baseline"
+    one_file_each(
+        "roll.algorithms.advantages",
+        (
+            "agentic_reinforce",
+            "gae",
+            "gigpo",
+            "grpo",
+            "opo",
+            "reinforce",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "rloo",
+            "step_reinforce",
         ),
-        "remax": PlugIn("roll.algorithms.advantages.remax:remax"),
-        "rloo": PlugIn("roll.algorithms.advantages.rloo:rloo"),
-        "step_reinforce": PlugIn("roll.algorithms.advantages.step_reinforce:step_reinforce"),
-    },
+    ),
     PlugIn,
 )
+
+advantage_estimator = About
+"""Decorator that describes an estimator; one with the default `AdvantageRequirements` works without it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class AdvantageRequirements:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Floating-point tensors are float64 and 0 outside the mask."""
+    """Inputs of an estimator. Once this is made, floating-point tensors are float64, without gradient and 0 outside the
+    mask, whatever they held there. ``ValueError`` for a field of the wrong shape."""
 
     token_rewards: Tensor
     """``[batch, seq]``."""
@@ -89,19 +94,22 @@ class AdvantageInputs:
     states: Tensor | None = None
     """int64 ``[batch, turns]``: the id of the state in which each turn acted; -1 for none."""
 
+    def __post_init__(self) -> None:
+        batch, width = self.response_mask.shape
+        shapes = {"values": (batch, width), "baseline_rewards": (batch,), "turns": (batch, width)}
+        for name, shape in shapes.items():
+            found = getattr(self, name)
+            if found is not None and tuple(found.shape) != shape:
+                raise ValueError(f"{name} must have the shape {list(shape)}, not {list(found.shape)}")
+        for name in ("token_rewards", "values"):
+            self._set(name, lambda value: keep(value.detach(), self.response_mask).double())
+        self._set("baseline_rewards", lambda value: value.detach().double())
+        self._set("turns", lambda value: torch.where(self.response_mask, value.long(), -1))
 
-EstimatorFunction = Callable[..., Tensor]
-
-
-def advantage_estimator(
-    formula: str = "",
-    source: str = "",
-    use: str = "",
-    requirements: AdvantageRequirements | Callable[..., AdvantageRequirements] = AdvantageRequirements(),
-) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Return a decorator that describes an estimator; one with the default requirements works without it. See
-    `About`."""
-    return about(About(formula, source, use, requirements))
+    def _set(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        value = getattr(self, name)
+        if value is not None:
+            object.__setattr__(self, name, change(value))
 
 
 @dataclass(frozen=True)
@@ -109,74 +117,39 @@ class AdvantageEstimator:
     """A named estimator with its arguments filled in."""
 
     name: str
-    function: EstimatorFunction
+    function: Callable[..., Tensor]
     arguments: Mapping[str, Any]
     requirements: AdvantageRequirements = AdvantageRequirements()
 
-    def __call__(
-        self,
-        token_rewards: Tensor,
-        response_mask: Tensor,
-        groups: Groups,
-        *,
-        values: Tensor | None = None,
-        baseline_rewards: Tensor | None = None,
-        turns: Tensor | None = None,
-        states: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, token_rewards: Tensor, response_mask: Tensor, groups: Groups, **fields: Tensor | None) -> Tensor:
         """Return the advantages ``[batch, seq]`` of a whole batch, without gradient.
 
         They are 0 outside the mask, whatever the inputs held there. Computed in float64; returned as float64 if the
-        rewards are float64, else float32. Shapes are those of `AdvantageInputs`. ``ValueError`` names a field that is
-        needed and missing, or that has the wrong shape.
+        rewards are float64, else float32. ``fields`` are the others of `AdvantageInputs`. ``ValueError`` names one that
+        is needed and missing, or that has the wrong shape.
         """
-        given = {"values": values, "baseline_rewards": baseline_rewards, "turns": turns, "states": states}
-        self._check(given, response_mask)
-        inputs = AdvantageInputs(
-            token_rewards=keep(token_rewards.detach(), response_mask).double(),
-            response_mask=response_mask,
-            groups=group_tensor(groups, token_rewards),
-            values=None if values is None else keep(values.detach(), response_mask).double(),
-            baseline_rewards=None if baseline_rewards is None else baseline_rewards.detach().double(),
-            turns=None if turns is None else torch.where(response_mask, turns.long(), -1),
-            states=states,
-        )
-        advantages = keep(self.function(inputs, **self.arguments), response_mask)
-        return advantages.to(result_dtype(token_rewards))
-
-    def _check(self, given: Mapping[str, Tensor | None], response_mask: Tensor) -> None:
+        needs = self.requirements
         needed = {
-            "values": self.requirements.needs_values,
-            "baseline_rewards": self.requirements.needs_greedy_baseline,
-            "turns": self.requirements.needs_turns,
-            "states": self.requirements.needs_states,
+            "values": needs.needs_values,
+            "baseline_rewards": needs.needs_greedy_baseline,
+            "turns": needs.needs_turns,
+            "states": needs.needs_states,
         }
-        missing = [name for name, is_needed in needed.items() if is_needed and given[name] is None]
+        missing = [name for name, is_needed in needed.items() if is_needed and fields.get(name) is None]
         if missing:
             raise ValueError(f"the advantage estimator {self.name!r} needs {', '.join(missing)}")
-        batch, width = response_mask.shape
-        shapes = {"values": (batch, width), "baseline_rewards": (batch,), "turns": (batch, width)}
-        for name, shape in shapes.items():
-            found = given[name]
-            if found is not None and tuple(found.shape) != shape:
-                raise ValueError(f"{name} must have the shape {list(shape)}, not {list(found.shape)}")
+        inputs = AdvantageInputs(token_rewards, response_mask, group_tensor(groups, token_rewards), **fields)
+        return keep(self.function(inputs, **self.arguments), response_mask).to(result_dtype(token_rewards))
 
 
 def make_advantage_estimator(
     name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("adv_estimator", "adv_estimator_args")
 ) -> AdvantageEstimator:
-    """Return the estimator ``name`` (see `ADVANTAGE_ESTIMATORS`) with the arguments ``args``.
+    """Return the estimator ``name`` with the arguments ``args``, given in a configuration at ``paths``.
 
-    Raises `ConfigError` that lists every wrong name, type and range; ``paths`` are those of the name and of the
-    arguments.
+    Raises `ConfigError` that lists every wrong name, type and range.
     """
-    function, arguments, requirements = built(ADVANTAGE_ESTIMATORS, name, args or {}, paths, AdvantageRequirements())
-    return AdvantageEstimator(name, function, arguments, requirements)
-
-
-def result_dtype(rewards: Tensor) -> torch.dtype:
-    """Return float64 for float64 rewards, else float32."""
-    return torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    return AdvantageEstimator(name, *built(ADVANTAGE_ESTIMATORS, name, args or {}, paths, AdvantageRequirements()))
 
 
 def estimate_advantages(
@@ -191,18 +164,15 @@ def estimate_advantages(
     kl_estimator: str = "k3",
     whitened: bool = False,
     clip: float | None = None,
-    values: Tensor | None = None,
-    baseline_rewards: Tensor | None = None,
     turn_rewards: Tensor | None = None,
-    turns: Tensor | None = None,
-    states: Tensor | None = None,
+    **fields: Tensor | None,
 ) -> Tensor:
     """Turn the rewards of samples ``[batch]`` into the advantages of tokens ``[batch, seq]``, for a whole batch.
 
     Return float64 if the rewards are float64, else float32. With ``logprobs`` and ``reference_logprobs`` the token
     rewards include the KL penalty; give both or neither, else ``ValueError``. ``turn_rewards`` ``[batch, seq]`` are
-    added to the token rewards. Whitening comes after the estimator, clipping to [-clip, clip] last. The other arguments
-    are the fields of `AdvantageInputs`; ``ValueError`` names one that the estimator needs and lacks.
+    added to the token rewards. Whitening comes after the estimator, clipping to [-clip, clip] last. ``fields`` are
+    those of `AdvantageEstimator.__call__`.
     """
     if logprobs is not None and reference_logprobs is not None:
         token_rewards = kl_penalised_token_rewards(
@@ -214,15 +184,7 @@ def estimate_advantages(
         raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
     if turn_rewards is not None:
         token_rewards = token_rewards + keep(turn_rewards, response_mask).to(token_rewards.dtype)
-    advantages = estimator(
-        token_rewards,
-        response_mask,
-        groups,
-        values=values,
-        baseline_rewards=baseline_rewards,
-        turns=turns,
-        states=states,
-    )
+    advantages = estimator(token_rewards, response_mask, groups, **fields)
     return shape_advantages(advantages, response_mask, whitened, clip)
 
 

@@ -16,9 +16,8 @@ from roll.algorithms.advantages.base import (
     AdvantageInputs,
     AdvantageRequirements,
     advantage_estimator,
-    result_dtype,
 )
-from roll.algorithms.advantages.shared import accumulate_from_the_end, token_returns
+from roll.algorithms.advantages.shared import accumulate_from_the_end, result_dtype, token_returns
 from roll.algorithms.aggregation import keep, needed
 
 

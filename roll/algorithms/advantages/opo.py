@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
-from roll.algorithms.advantages.moments import group_mean
-from roll.algorithms.advantages.shared import compared
+from roll.algorithms.advantages.shared import compared, group_mean
 
 
 @advantage_estimator(

@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator, whiten
-from roll.algorithms.advantages.moments import group_mean
-from roll.algorithms.advantages.shared import compared
+from roll.algorithms.advantages.shared import compared, group_mean
 
 
 @advantage_estimator(

@@ -1,19 +1,75 @@
-"""What several estimators use: comparing the samples of a group, returns per token, returns per turn.
+"""What several estimators use: the samples of a group compared, returns per token, returns per turn.
 
 The reward of a sample is the sum of its token rewards, and the reward of a turn the sum of those of its tokens.
+Deviations are unbiased (n - 1), and 0 for fewer than two values. Equal values have exactly themselves as mean and
+exactly 0 as deviation: a remainder of 1e-17, divided by a small deviation, would become an advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.algorithms.advantages.base import AdvantageInputs
-from roll.algorithms.advantages.moments import group_deviation, group_mean
 from roll.algorithms.aggregation import needed
+
+if TYPE_CHECKING:
+    from roll.algorithms.advantages.base import AdvantageInputs
+
+Groups = Tensor | np.ndarray | Sequence[int]
+"""Group number of each sample ``[batch]``; any integers, in any order."""
+
+
+def group_tensor(groups: Groups, like: Tensor) -> Tensor:
+    """Return ``groups`` as int64 ``[batch]`` on the device of ``like``, whose first dimension is the batch.
+
+    ``ValueError`` if the sizes differ.
+    """
+    numbers = torch.as_tensor(groups, dtype=torch.int64, device=like.device)
+    if numbers.shape != like.shape[:1]:
+        raise ValueError(f"groups must be [batch] = [{like.shape[0]}], not {list(numbers.shape)}")
+    return numbers
+
+
+def group_sizes(groups: Tensor) -> Tensor:
+    """Count the members of each value's group: int64 ``[values]`` from int64 ``[values]``."""
+    _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
+    return sizes[index]
+
+
+def group_range(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest value of each value's group, ``[values]`` each; ``groups`` is int64."""
+    names, index = groups.unique(return_inverse=True)
+    empty = values.new_zeros(len(names))
+    lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
+    highest = empty.scatter_reduce(0, index, values, "amax", include_self=False)
+    return lowest[index], highest[index]
+
+
+def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean of each value's group, ``[values]``; weighted if ``weights`` (above 0, same shape) are given."""
+    names, index = groups.unique(return_inverse=True)
+    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+    empty = values.new_zeros(len(names))
+    mean = empty.index_add(0, index, weights * values) / empty.index_add(0, index, weights)
+    lowest, highest = group_range(values, groups)
+    return mean[index].clamp(lowest, highest)
+
+
+def group_deviation(values: Tensor, groups: Tensor) -> Tensor:
+    """Return the unbiased standard deviation of each value's group, ``[values]``; 0 in a group of one."""
+    squared = (values - group_mean(values, groups)).square()
+    sizes = group_sizes(groups)
+    return (group_mean(squared, groups) * sizes / (sizes - 1).clamp(min=1)).sqrt()
+
+
+def result_dtype(values: Tensor) -> torch.dtype:
+    """Return float64 for float64 values, else float32."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def compared(inputs: AdvantageInputs, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:

@@ -14,28 +14,22 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from roll.algorithms.about import About, about, built
 from roll.algorithms.aggregation import keep
+from roll.algorithms.registry import About, built, one_file_each
 from roll.configs.plugins import Kind, PlugIn
 
 POLICY_LOSSES = Kind(
     "policy loss",
     "roll.policy_losses",
-    {
-        "cispo": PlugIn("roll.algorithms.losses.cispo:cispo"),
-        "decoupled_ppo": PlugIn("roll.algorithms.losses.decoupled_ppo:decoupled_ppo"),
-        "dppo": PlugIn("roll.algorithms.losses.dppo:dppo"),
-        "gmpo": PlugIn("roll.algorithms.losses.gmpo:gmpo"),
-        "gspo": PlugIn("roll.algorithms.losses.gspo:gspo"),
-        "kimi15": PlugIn("roll.algorithms.losses.kimi15:kimi15"),
-        "ppo": PlugIn("roll.algorithms.losses.ppo:ppo"),
-        "sapo": PlugIn("roll.algorithms.losses.sapo:sapo"),
-        "tis": PlugIn("roll.algorithms.losses.tis:tis"),
-        "topr": PlugIn("roll.algorithms.losses.topr:topr"),
-        "vanilla": PlugIn("roll.algorithms.losses.vanilla:vanilla"),
-    },
+    one_file_each(
+        "roll.algorithms.losses",
+        ("cispo", "decoupled_ppo", "dppo", "gmpo", "gspo", "kimi15", "ppo", "sapo", "tis", "topr", "vanilla"),
+    ),
     PlugIn,
 )
+
+policy_loss = About
+"""Decorator that describes a loss; a loss with the default `LossRequirements` works without it."""
 
 OldPolicy = Literal["behaviour", "proximal"]
 
@@ -96,16 +90,14 @@ class PolicyInputs:
         return self.response_mask.sum(-1, keepdim=True).clamp(min=1)
 
     def sequence_log_ratio(self, mean: bool) -> Tensor:
-        """Return the sum or mean of the log ratio over the response tokens of each row, ``[batch, 1]``; 0 without
-        any."""
+        """Return the sum or mean of the log ratio over the response tokens of each row, ``[batch, 1]``."""
         total = keep(self.log_ratio(), self.response_mask).sum(-1, keepdim=True)
         return total / self.response_lengths() if mean else total
 
 
 @dataclass(frozen=True)
 class LossRequirements:
-    """Requirements and properties of a policy loss, from which the configuration checks tell if a configuration
-    works."""
+    """Requirements and properties of a policy loss, for the checks of a configuration."""
 
     uses_old_policy: bool = True
     """True if the old policy enters the loss."""
@@ -121,19 +113,9 @@ class LossRequirements:
     """True if the loss of a token is that of its whole response. A weight of one token then weighs all of them, and one
     advantage per response is assumed."""
 
-
-LossFunction = Callable[..., tuple[Tensor, TokenMetrics]]
-
-
-def policy_loss(
-    formula: str = "",
-    source: str = "",
-    use: str = "",
-    requirements: LossRequirements | Callable[..., LossRequirements] = LossRequirements(),
-    check: Callable[..., None] | None = None,
-) -> Callable[[LossFunction], LossFunction]:
-    """Return a decorator that describes a loss; a loss with the default requirements works without it. See `About`."""
-    return about(About(formula, source, use, requirements, check))
+    def reads_proximal(self, old_policy: OldPolicy) -> bool:
+        """Return True if the loss needs ``proximal_logprobs`` with this old policy."""
+        return self.needs_proximal or (self.uses_old_policy and old_policy == "proximal")
 
 
 @dataclass(frozen=True)
@@ -141,7 +123,7 @@ class PolicyLoss:
     """A named policy loss with its arguments filled in."""
 
     name: str
-    function: LossFunction
+    function: Callable[..., tuple[Tensor, TokenMetrics]]
     arguments: Mapping[str, Any]
     requirements: LossRequirements
 
@@ -156,27 +138,22 @@ class PolicyLoss:
         return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
 
     def _check(self, inputs: PolicyInputs) -> None:
-        needs = self.requirements
-        needs_proximal = needs.needs_proximal or (needs.uses_old_policy and inputs.old_policy == "proximal")
-        if needs_proximal and inputs.proximal_logprobs is None:
+        if self.requirements.reads_proximal(inputs.old_policy) and inputs.proximal_logprobs is None:
             raise ValueError(f"{self.name} with the old policy {inputs.old_policy!r} needs proximal_logprobs")
-        if needs.needs_scores:
-            rows = (len(inputs.response_mask),)
+        rows = (len(inputs.response_mask),)
+        if self.requirements.needs_scores and (inputs.scores is None or inputs.scores.shape != rows):
             got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
-            if inputs.scores is None or inputs.scores.shape != rows:
-                raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
+            raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
 
 
 def make_policy_loss(
     name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("pg_variant", "pg_variant_args")
 ) -> PolicyLoss:
-    """Return the policy loss ``name`` (see `POLICY_LOSSES`) with the arguments ``args``.
+    """Return the policy loss ``name`` with the arguments ``args``, given in a configuration at ``paths``.
 
-    Raises `ConfigError` that lists every wrong name, type and range; ``paths`` are those of the name and of the
-    arguments.
+    Raises `ConfigError` that lists every wrong name, type and range.
     """
-    function, arguments, requirements = built(POLICY_LOSSES, name, args or {}, paths, LossRequirements())
-    return PolicyLoss(name, function, arguments, requirements)
+    return PolicyLoss(name, *built(POLICY_LOSSES, name, args or {}, paths, LossRequirements()))
 
 
 def clip_fraction(changed: Tensor, like: Tensor) -> TokenMetrics:

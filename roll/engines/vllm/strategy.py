@@ -57,7 +57,7 @@ from roll.weights.buckets import (
     WeightMismatch,
     manifest,
 )
-from roll.weights.engine_push import WEIGHT_BACKENDS
+from roll.weights.publisher import WEIGHT_BACKENDS
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams

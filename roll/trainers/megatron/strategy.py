@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roll.algorithms.metrics import PartMetrics
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
 from roll.trainers.checkpoint_files import CheckpointFiles, checkpoint_folder
@@ -41,7 +42,6 @@ from roll.trainers.step import (
     MicroBatch,
     MicroBatchLimits,
     Objective,
-    StepMetrics,
     TrainingStep,
     build_micro_batch,
     combined_metrics,
@@ -90,10 +90,10 @@ class Passes:
 
     def accumulate(
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> list[StepMetrics]:
+    ) -> list[PartMetrics]:
         """Sum the gradients of all micro-batches of all ranks. Return metrics on the last stage, nothing on others."""
 
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, StepMetrics]:
+        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PartMetrics]:
             if self._kind == "value":
                 outputs: tuple[Tensor, ...] = (_values(micro_batch, logits),)
             else:

@@ -1,4 +1,4 @@
-"""What is known of a loss or an advantage estimator besides its function, and how one is made from its name.
+"""Losses and advantage estimators by name: the description of one, and how it is made with its arguments.
 
 The function's keyword arguments are its settings. A decorator adds the text of the reference page, the requirements,
 and the check of relations between arguments; a function without one has the default requirements.
@@ -7,7 +7,7 @@ and the check of relations between arguments; a function without one has the def
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,32 +17,27 @@ from roll.configs.plugins import Kind, PlugIn, by_name, checked_arguments, param
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class About:
-    """Description of a loss or an estimator."""
-
-    formula: str
-    source: str
-    """Paper or book, with its arXiv number."""
-    use: str
-    """When to choose it, in a sentence."""
-    requirements: Any
-    """Requirements and properties for callers, or a function that computes them from the arguments."""
-    check: Callable[..., None] | None = None
-    """Function of the arguments that raises ``ValueError`` if they do not go together."""
-
-
 _ABOUT = "about"
 
 
-def about(description: About) -> Callable[[Function], Function]:
-    """Return a decorator that attaches a description to a function."""
+@dataclass(frozen=True)
+class About:
+    """Description of a loss or an estimator: a decorator that attaches itself to the function."""
 
-    def attach(function: Function) -> Function:
-        vars(function)[_ABOUT] = description
+    formula: str = ""
+    source: str = ""
+    """Paper or book, with its arXiv number."""
+    use: str = ""
+    """When to choose it, in a sentence."""
+    requirements: Any = None
+    """Requirements and properties for callers, or a function that computes them from the arguments; None: the default
+    ones."""
+    check: Callable[..., None] | None = None
+    """Function of the arguments that raises ``ValueError`` if they do not go together."""
+
+    def __call__(self, function: Function) -> Function:
+        vars(function)[_ABOUT] = self
         return function
-
-    return attach
 
 
 def about_of(function: Callable[..., Any]) -> About | None:
@@ -53,6 +48,11 @@ def about_of(function: Callable[..., Any]) -> About | None:
 def settings_of(function: Callable[..., Any], name: str, where: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a loss or an estimator that are settings: all but its inputs, which come first."""
     return dict(list(by_name(parameters_of(function, name, where)).items())[1:])
+
+
+def one_file_each(package: str, names: Iterable[str]) -> dict[str, PlugIn]:
+    """Return the built-in functions of a package in which each has a file named like it."""
+    return {name: PlugIn(f"{package}.{name}:{name}") for name in names}
 
 
 def built(
@@ -66,17 +66,14 @@ def built(
     function = kind.load(name, paths[0])
     settings = settings_of(function, name, paths[0])
     given = checked_arguments(name, settings, args, paths[1], strict=True, owners=lambda key: _owners(kind, key))
-    defaults = {key: each.default for key, each in settings.items() if key not in given}
-    arguments = {**defaults, **given}
-    description = about_of(function)
-    if description is None:
-        return function, arguments, default
-    if description.check is not None:
+    arguments = {**{key: each.default for key, each in settings.items() if key not in given}, **given}
+    about = about_of(function) or About()
+    if about.check is not None:
         try:
-            description.check(**arguments)
+            about.check(**arguments)
         except ValueError as cause:
             raise ConfigError([ConfigProblem(paths[1], f"`{name}`: {cause}", "change one of them")]) from cause
-    wanted = description.requirements
+    wanted = default if about.requirements is None else about.requirements
     return function, arguments, wanted(**arguments) if callable(wanted) else wanted
 
 
