@@ -45,7 +45,7 @@ from roll.agentic.worker import (
 )
 from roll.configs.errors import nearest_name_hint
 from roll.runtime.actors import ACTOR_GONE, memory_death
-from roll.runtime.folders import driver_folders
+from roll.runtime.process import driver_folders
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import WORKER, waiting
 

@@ -30,7 +30,7 @@ import gymnasium
 
 from roll.agentic.episode import EnvironmentFailed, Observation
 from roll.configs.plugins import import_object
-from roll.runtime.folders import DriverFolders
+from roll.runtime.process import DriverFolders
 from roll.tracking.logs import configure_logging, give_away_output
 
 logger = logging.getLogger(__name__)

@@ -5,21 +5,10 @@ on the whole batch. A weight multiplies the policy loss of a token. Rejection ta
 and normaliser alike. Both look at all response tokens, so the order of rejections does not matter and the ratio of a
 sequence covers the whole sequence. Bounds apply to rho itself and are compared as logarithms: no ratio overflows.
 
-Settings that have a name (rho per token unless said otherwise):
-
-- TIS, truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561; for engines that differ from the trainer,
-  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025):
-  ``weight: {level: token, mode: truncate, upper: 2}``. Per sequence, ``level: sequence``, there is less bias and
-  a variance that grows with the length.
-- MIS, masked importance sampling (Liu et al., "When speed kills stability", 2025):
-  ``weight: {level: sequence, mode: mask, upper: 2}``.
-- IcePop (Ring-1T, arXiv 2510.18855): ``weight: {level: token, mode: mask, lower: 0.5, upper: 5}``.
-- Geometric mask: ``reject: [{level: geometric, lower: 0.99, upper: 1.001}]``, whose bound does not tighten with the
-  length of a response. These narrow bounds are for a difference of engines alone; stale tokens need wider ones.
-- Sequences masked by their mean divergence: ``reject: [{level: geometric, divergence: k3, threshold: 0.01}]`` (akin to
-  trust region masking, Li et al., arXiv 2512.23075, which bounds the largest divergence of a token as well).
-
-One weight and any number of rejections can be combined.
+One weight and any number of rejections can be combined. `docs/algorithms/correction.md` has the settings that have a
+name (TIS, MIS, IcePop, geometric mask). Sources besides those on that page: Yao et al., "Your efficient RL framework
+secretly brings you off-policy RL training", 2025 (TIS for engines that differ from the trainer); Liu et al., "When
+speed kills stability", 2025 (MIS); Li et al., arXiv 2512.23075 (bounds the largest divergence of a token as well).
 """
 
 from __future__ import annotations

@@ -240,11 +240,6 @@ def relative_length_reward(lengths: Tensor, correct: Tensor, groups: Groups, wei
     return (weight * torch.where(correct, place, place.clamp(max=0))).to(result_dtype(lengths))
 
 
-def truncated_mask(truncated: Tensor) -> Tensor:
-    """Keep a response unless it was cut at its maximum length (finish reason ``length``); bool ``[batch]``."""
-    return ~truncated.bool()
-
-
 def difficulty_mask(scores: Tensor, groups: Groups, low: float, high: float) -> Tensor:
     """Keep groups whose mean score lies in [low, high]; bool ``[batch]``. ``ValueError`` if low is above high."""
     if not low <= high:
@@ -273,7 +268,7 @@ def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, settings: L
 def _kept(scores: Tensor, groups: Tensor, truncated: Tensor, settings: RewardShaping) -> Tensor:
     keep = torch.ones_like(scores, dtype=torch.bool)
     if settings.drop_truncated:
-        keep = keep & truncated_mask(truncated)
+        keep = keep & ~truncated.bool()
     if settings.difficulty is not None:
         keep = keep & difficulty_mask(scores, groups, *settings.difficulty)
     if settings.drop_zero_variance:

@@ -25,8 +25,7 @@ import numpy as np
 from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRequest, PauseMode, TokenChunk
 from roll.engines.worker import EngineSpec, LoadPlan, RequestFailed
 from roll.rollout.router import Router
-from roll.runtime.actors import StoppableDeadlines, WorkerHandle
-from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.runtime.actors import StoppableDeadlines, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers

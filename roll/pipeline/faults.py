@@ -14,7 +14,7 @@ from typing import Any
 from roll.configs.run import PUBLICATION_CHAOS, ChaosEvent, PipelineConfig
 from roll.pipeline.stage import StepCounter
 from roll.runtime.actors import WorkerHandle
-from roll.runtime.faults import Fault, inject_fault
+from roll.runtime.process import Fault, inject_fault
 from roll.tracking.files import JsonLines, read_json_lines
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import unobserved, waiting

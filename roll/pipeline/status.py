@@ -161,12 +161,11 @@ class StatusKeeper:
         present = [handle for handle in self._handles() if handle.pid is not None]
         self._first_seen = {handle: self._first_seen.get(handle) or self._seen(handle) for handle in present}
         for handle, known in self._first_seen.items():
-            heard = self._heartbeats.last(handle)
-            if heard is None:
+            beat = self._heartbeats.last(handle)
+            if beat is None:
                 yield known
             else:
-                beat = heard.beat
-                yield replace(known, asked_since=heard.at, has_answered=True, loop_lag=beat.loop_lag, place=beat.place)
+                yield replace(known, asked_since=beat.at, has_answered=True, loop_lag=beat.loop_lag, place=beat.place)
 
     def _seen(self, handle: WorkerHandle) -> WorkerStatus:
         facts = look_at(handle.pid) if handle.is_local and handle.pid is not None else None

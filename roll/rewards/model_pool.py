@@ -20,8 +20,7 @@ from roll.configs.errors import count
 from roll.configs.strategies import SCORERS, strategy_class
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy
-from roll.runtime.actors import Worker, WorkerHandle
-from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.runtime.actors import Worker, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import apart, holding
 

@@ -25,7 +25,7 @@ from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, resolve_verifier
 from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
 from roll.runtime.actors import ACTOR_GONE, memory_death
-from roll.runtime.folders import driver_folders
+from roll.runtime.process import driver_folders
 from roll.tracking.timeline import BusySpans
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from roll.configs.derived import reward_timeout
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardGaveUp, RewardInput, RewardOutput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
-from roll.runtime.folders import DriverFolders
+from roll.runtime.process import DriverFolders
 
 ALARM_REPEAT_SECONDS = 1.0
 """Interval of repeated alarms, for a verifier that swallows the first one."""

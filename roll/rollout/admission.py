@@ -20,7 +20,7 @@ from roll.rollout.ledger import DropReason
 Refusal = Literal["complete", "paused", "budget", "version"]
 
 
-class TooManyRefunds(RuntimeError):
+class TooManyDrops(RuntimeError):
     """Too many groups in a row were dropped. The message counts the reasons; the last cause is chained."""
 
 
@@ -50,7 +50,7 @@ class Admission:
         self.version = 0
 
     def refusal(self, number: int) -> Refusal | None:
-        """Return why group ``number`` (issued minus refunded groups so far) may not start now; None if it may.
+        """Return why group ``number`` (issued minus dropped groups so far) may not start now; None if it may.
 
         ``complete``: the run has all the groups it needs. ``paused``: admission is paused. ``budget``: enough groups
         are ahead of training. ``version``: the engine's weights are too old for the step this group is meant for.
@@ -102,7 +102,7 @@ class Admission:
         self._pauses -= 1
 
 
-class RefundCap:
+class DropLimit:
     """Limit on drops in a row. Each drop gives its slot back, so without a limit a run could drop groups for ever."""
 
     def __init__(self, limit: int) -> None:
@@ -115,11 +115,11 @@ class RefundCap:
             self._in_a_row.clear()
 
     def dropped(self, reason: DropReason, cause: BaseException | None) -> None:
-        """Count a dropped group. Raises `TooManyRefunds` at the ``limit``-th drop in a row."""
+        """Count a dropped group. Raises `TooManyDrops` at the ``limit``-th drop in a row."""
         self._in_a_row[reason] += 1
         if self._in_a_row.total() < self._limit:
             return
         reasons = ", ".join(f"{count} {name}" for name, count in sorted(self._in_a_row.items()))
         last = f"; the last cause was {cause!r}" if cause is not None else ""
         message = f"{self._limit} groups were dropped in a row and none accepted ({reasons}){last}"
-        raise TooManyRefunds(message) from cause
+        raise TooManyDrops(message) from cause

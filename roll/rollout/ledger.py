@@ -35,13 +35,12 @@ class Ledger:
         self.buffered = 0
         self.in_flight = 0
         self.dropped: Counter[DropReason] = Counter()
-        self._refunds = 0
         self._open: dict[int, _State] = {}
 
     @property
     def net_issued(self) -> int:
-        """Number of issued groups whose slot was not given back; admission uses it as the number of the next group."""
-        return self.issued - self._refunds
+        """Number of issued groups that were not dropped; admission uses it as the number of the next group."""
+        return self.issued - self.dropped.total()
 
     def issue(self) -> int:
         """Issue a new group, in flight, and return its id: 0, 1, 2, ... in order of issue, never used again."""
@@ -79,7 +78,6 @@ class Ledger:
         else:
             self.buffered -= 1
         self.dropped[reason] += 1
-        self._refunds += 1
 
     @classmethod
     def resumed(cls, issued: int, dropped: Mapping[DropReason, int], in_flight: Iterable[int]) -> Ledger:
@@ -92,10 +90,10 @@ class Ledger:
         ledger._open = {group_id: _State.IN_FLIGHT for group_id in sorted(in_flight)}
         ledger.issued, ledger.in_flight = issued, len(ledger._open)
         ledger.dropped.update(dropped)
-        ledger._refunds = ledger.dropped.total()
-        ledger.consumed = issued - ledger.in_flight - ledger._refunds
+        ledger.consumed = ledger.net_issued - ledger.in_flight
         if ledger.consumed < 0:
-            raise LedgerError(f"{issued} groups cannot be {ledger._refunds} dropped and {ledger.in_flight} in flight")
+            dropped_groups = ledger.dropped.total()
+            raise LedgerError(f"{issued} groups cannot be {dropped_groups} dropped and {ledger.in_flight} in flight")
         return ledger
 
     def open_groups(self) -> list[int]:
@@ -114,7 +112,7 @@ class Ledger:
 
     def check(self) -> None:
         """Raise `LedgerError` unless the equation holds. Constant time."""
-        ended = self.consumed + sum(self.dropped.values())
+        ended = self.consumed + self.dropped.total()
         unended = self.buffered + self.in_flight
         if self.issued != ended + unended or unended != len(self._open):
             raise LedgerError(f"the ledger does not add up: {self.counts()}, {len(self._open)} groups open")

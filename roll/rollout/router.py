@@ -63,11 +63,6 @@ class Router:
         self._sticky: dict[Hashable, Lease] = {}
         self._changed = asyncio.Event()
 
-    @property
-    def oldest_live_version(self) -> int | None:
-        """Smallest version over the live replicas, which admission uses; None if none is live."""
-        return min((state.version for state in self._replicas.values() if state.live), default=None)
-
     def state(self, replica_id: str) -> ReplicaState:
         """Return the replica's state, to be read only. Raises `KeyError` naming the known replicas."""
         if replica_id not in self._replicas:

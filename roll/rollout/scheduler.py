@@ -17,7 +17,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Generic, Literal, Protocol, get_args
 
-from roll.rollout.admission import Admission, RefundCap, Refusal, TooManyRefunds, exact_ratio
+from roll.rollout.admission import Admission, DropLimit, Refusal, TooManyDrops, exact_ratio
 from roll.rollout.buffer import ConsumptionOrder, FinishedGroup, GroupBuffer, Item, Result
 from roll.rollout.journal import Recovered, RolloutProgress
 from roll.rollout.ledger import DropReason, Ledger
@@ -200,7 +200,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._buffer: GroupBuffer[Item, Result] = GroupBuffer(
             batch_size=plan.batch_size, max_staleness=plan.max_staleness, order=plan.order
         )
-        self._refund_cap = RefundCap(plan.max_consecutive_refunds)
+        self._drop_limit = DropLimit(plan.max_consecutive_refunds)
         self._in_flight: dict[int, _Running[Item]] = {}
         self._to_begin_again: deque[_Running[Item]] = deque()
         """Groups that were in flight when the run was resumed; they start before any new group."""
@@ -265,7 +265,7 @@ class RolloutScheduler(Generic[Item, Result]):
         """Run rollouts until the last batch has been handed out.
 
         Afterwards no rollout is running, and groups that had not ended are dropped as ``cancelled``. Raises
-        `TooManyRefunds`, `SourceExhausted`, `FatalRolloutError` (or the exception group that holds it), or the error
+        `TooManyDrops`, `SourceExhausted`, `FatalRolloutError` (or the exception group that holds it), or the error
         that the source, the filter or the observer raised.
         """
         if self._phase is not _Phase.NEW:
@@ -466,7 +466,7 @@ class RolloutScheduler(Generic[Item, Result]):
             return
         del self._in_flight[group.group_id]
         self.ledger.finish(group.group_id)
-        self._refund_cap.accepted()
+        self._drop_limit.accepted()
         finished_at = asyncio.get_running_loop().time()
         finished = FinishedGroup(
             group.group_id, group.item, result, group.start_version, group.attempt, group.started_at, finished_at
@@ -501,8 +501,8 @@ class RolloutScheduler(Generic[Item, Result]):
         ):
             return
         try:
-            self._refund_cap.dropped(reason, cause)
-        except TooManyRefunds as error:
+            self._drop_limit.dropped(reason, cause)
+        except TooManyDrops as error:
             self._fail(error)
             return
         self._start_admissible()

@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -45,14 +45,57 @@ from ray.exceptions import (
 )
 
 from roll.configs.plugins import import_object
-from roll.runtime.allocator import return_large_blocks
-from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
-from roll.runtime.faults import Fault, inject_fault
-from roll.runtime.folders import DriverFolders, driver_folders
 from roll.runtime.placement import Placement, WorkerPlace, free_port
+from roll.runtime.process import DriverFolders, Fault, driver_folders, inject_fault, return_large_blocks
 from roll.tracking.logs import configure_logging, give_away_output
 from roll.tracking.status import thread_place, working_place
 from roll.tracking.waits import WORKER, waiting
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended. ``worker`` is its name, such as ``actor_infer/0``."""
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(f"worker {worker} died: {cause}")
+        self.worker = worker
+        self.cause = cause
+
+
+class WorkerFailed(RuntimeError):
+    """A call raised inside a worker.
+
+    The message carries the original error; the traceback is in the worker's log. ``error_type`` is the name of the
+    original error's class.
+    """
+
+    def __init__(self, worker: str, method: str, cause: str, error_type: str) -> None:
+        super().__init__(f"{worker}.{method} failed: {cause}")
+        self.worker = worker
+        self.method = method
+        self.cause = cause
+        self.error_type = error_type
+
+
+class WritingStuck(TimeoutError):
+    """A worker's file has not grown for too long. ``progress`` names the file and how much of it is written."""
+
+    def __init__(self, worker: str, progress: object, seconds: float) -> None:
+        super().__init__(
+            f"worker {worker} has written nothing for {seconds:g} s (stall_timeout_seconds): {progress}; is its file "
+            "system still there?"
+        )
+
+
+class WorkerTimeout(TimeoutError):
+    """A call did not return within its deadline."""
+
+    def __init__(self, worker: str, method: str, seconds: float) -> None:
+        super().__init__(f"{worker}.{method} did not return within {seconds:g} s")
+
 
 ACTOR_GONE = (
     RayActorError,
@@ -131,8 +174,6 @@ class StoppableDeadlines:
         return [deadline for deadline in self._seconds_left if not deadline.expired()]
 
 
-logger = logging.getLogger(__name__)
-
 DEATH_REPORT_SECONDS = 2.0
 """Longest wait for the report of a death.
 
@@ -144,9 +185,12 @@ class WorkerHandle:
     """One worker process."""
 
     def __init__(self, identity: WorkerIdentity, class_path: str, actor: Any) -> None:
+        self.name = identity.name
+        """Role and rank, such as ``actor_infer/0``."""
+        self.actor = actor
+        """The Ray actor, for other workers to call."""
         self.identity = identity
         self._class_path = class_path
-        self._actor = actor
         self.pid: int | None = None
         self.host: str | None = None
         self.node: str | None = None
@@ -154,35 +198,25 @@ class WorkerHandle:
         """True if the worker runs on the driver's host."""
         self.port: int | None = None
 
-    @property
-    def name(self) -> str:
-        """Role and rank, such as ``actor_infer/0``."""
-        return self.identity.name
-
-    @property
-    def actor(self) -> Any:
-        """The Ray actor, for other workers to call."""
-        return self._actor
-
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the worker and wait for its answer."""
-        return await self._answer(self._actor.invoke.remote(method, *args), method, timeout)
+        return await self._answer(self.actor.invoke.remote(method, *args), method, timeout)
 
     async def beat(self) -> Beat:
         """Wait for a sign of life, as long as the process is silent; see `roll.runtime.actors`."""
-        return await self._actor.beat.remote()
+        return await self.actor.beat.remote()
 
     def inject(self, fault: Fault, seconds: float | None) -> None:
-        """Inject a fault into the process, for tests; see `roll.runtime.faults`."""
-        self._actor.inject.remote(fault, seconds)
+        """Inject a fault into the process, for tests; see `roll.runtime.process`."""
+        self.actor.inject.remote(fault, seconds)
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method of the worker without waiting for it; its death is noticed elsewhere."""
-        self._actor.invoke.remote(method, *args)
+        self.actor.invoke.remote(method, *args)
 
     async def create(self, timeout: float) -> None:
         """Wait until the process runs, then record its process id, host, node and port."""
-        ref = self._actor.create.remote(self._class_path, self.identity)
+        ref = self.actor.create.remote(self._class_path, self.identity)
         facts = await self._answer(ref, "create", timeout)
         self.pid, self.host, self.node, self.port = facts["pid"], facts["host"], facts["node"], facts["port"]
         self.is_local = self.node == ray.get_runtime_context().get_node_id()
@@ -207,7 +241,7 @@ class WorkerHandle:
     async def wait_for_death(self) -> WorkerDied:
         """Wait until the process has ended, and return the cause."""
         try:
-            await self._actor.watch.remote()
+            await self.actor.watch.remote()
         except ACTOR_GONE as error:
             return self.died(error)
         return WorkerDied(self.name, "its watch call returned")
@@ -219,7 +253,7 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """Kill the process now."""
-        ray.kill(self._actor, no_restart=True)
+        ray.kill(self.actor, no_restart=True)
 
 
 class WorkerGroup:
@@ -328,14 +362,8 @@ class Beat:
     """Seconds for which its event loop has been stuck."""
     place: str | None
     """Code location of the working thread (or of the stuck loop); None if it is idle."""
-
-
-@dataclass(frozen=True)
-class HeardBeat:
-    """A beat and its time of arrival."""
-
-    beat: Beat
-    at: float
+    at: float = 0.0
+    """Time of its arrival at the driver."""
 
 
 class Heartbeats:
@@ -346,10 +374,10 @@ class Heartbeats:
     ) -> None:
         self._handles = handles
         self._clock = clock
-        self._heard: dict[WorkerHandle, HeardBeat] = {}
+        self._heard: dict[WorkerHandle, Beat] = {}
         self._asking: dict[WorkerHandle, asyncio.Task[None]] = {}
 
-    def last(self, handle: WorkerHandle) -> HeardBeat | None:
+    def last(self, handle: WorkerHandle) -> Beat | None:
         """Return the last beat; None if the process has not answered yet."""
         return self._heard.get(handle)
 
@@ -373,15 +401,12 @@ class Heartbeats:
 
     async def _ask(self, handle: WorkerHandle) -> None:
         try:
-            self._heard[handle] = HeardBeat(await handle.beat(), self._clock())
+            self._heard[handle] = replace(await handle.beat(), at=self._clock())
         except RayError as error:
             if is_gone_for_good(error):
                 return  # it has died; the task that watches it reports the cause
             logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)
         self._asking.pop(handle, None)
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -440,10 +465,6 @@ class WorkerProcess:
     The worker's class is passed by name, because another node can import the driver's modules only once their paths are
     known there.
     """
-
-    _loop_beat: float
-    _loop_thread: int
-    _beating: asyncio.Task[None]
 
     async def create(self, class_path: str, identity: WorkerIdentity) -> dict[str, Any]:
         """Create the worker in this process, and return what `Worker.describe` returns."""

@@ -10,10 +10,8 @@ role.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from roll.tracking.waits import holding, waiting
@@ -29,12 +27,6 @@ class Resident(Protocol):
         """Undo `load_states`, so that another role can use the devices."""
 
 
-@dataclass
-class _Waiter:
-    role: str
-    granted: asyncio.Future[None]
-
-
 class DeviceLock:
     """A lock that is first come, first served between roles and shared within a role."""
 
@@ -45,14 +37,16 @@ class DeviceLock:
         self._loaded: set[str] = set()
         self._holder: str | None = None
         self._holders = 0
-        self._waiting: deque[_Waiter] = deque()
+        self._turn = asyncio.Lock()
+        """The right to take the devices next; passed on in the order in which tasks asked for it."""
+        self._waiting = 0
         self._contended = asyncio.Event()
+        self._freed = asyncio.Event()
         self._switch = asyncio.Lock()
 
     def register(self, role: str, resident: Resident) -> None:
         """Register the states of a role. They are taken to be on the devices, as they are after a model was loaded."""
-        if role not in self.roles:
-            raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
+        self._check(role)
         self._residents[role] = resident
         self._loaded.add(role)
 
@@ -83,23 +77,26 @@ class DeviceLock:
             self._release()
 
     async def _acquire(self, role: str) -> None:
-        if role not in self.roles:
-            raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
+        self._check(role)
         if not self._waiting and self._holder in (None, role):
             self._grant(role)
             return
-        waiter = _Waiter(role, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        self._waiting += 1
         self._contended.set()
         try:
-            await waiter.granted
-        except asyncio.CancelledError:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._refresh()
-            elif waiter.granted.done() and not waiter.granted.cancelled():
-                self._release()
-            raise
+            async with self._turn:
+                while self._holder not in (None, role):
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._grant(role)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._contended.clear()
+
+    def _check(self, role: str) -> None:
+        if role not in self.roles:
+            raise KeyError(f"role {role!r} does not share this lock; it belongs to {sorted(self.roles)}")
 
     def _grant(self, role: str) -> None:
         self._holder = role
@@ -109,17 +106,7 @@ class DeviceLock:
         self._holders -= 1
         if self._holders == 0:
             self._holder = None
-        self._refresh()
-
-    def _refresh(self) -> None:
-        while self._waiting and self._holder in (None, self._waiting[0].role):
-            waiter = self._waiting.popleft()
-            if waiter.granted.cancelled():
-                continue
-            self._grant(waiter.role)
-            waiter.granted.set_result(None)
-        if not self._waiting:
-            self._contended.clear()
+            self._freed.set()
 
     async def _make_resident(self, role: str) -> None:
         """Offload the states of all other roles and load those of ``role``."""

@@ -18,7 +18,6 @@ import os
 import random
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,36 +27,29 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.configs.run import ClusterConfig
-from roll.runtime.errors import PlacementError
 
 PORTS = range(20000, 30000)
 _TRIALS = 100
 
 
 def free_port() -> int:
-    """Return a TCP port from `PORTS` that is free on all interfaces of this host."""
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` different free ports, like `free_port`. ``OSError`` if none is found."""
+    """Return a TCP port from `PORTS` that is free on all interfaces of this host. ``OSError`` if none is found."""
     chance = random.SystemRandom()  # equally seeded processes must not choose the same ports
-    with ExitStack() as stack:
-        return [_bound(stack.enter_context(socket.socket()), chance) for _ in range(count)]
-
-
-def _bound(probe: socket.socket, chance: random.Random) -> int:
-    """Bind the probe to a free port. All probes stay bound until the last one is, so that no port is found twice."""
     for port in chance.sample(PORTS, _TRIALS):
-        try:
-            probe.bind(("", port))
-        except OSError:
-            continue
-        return port
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
     raise OSError(f"{_TRIALS} TCP ports from {PORTS[0]} to {PORTS[-1]} were tried, and none is free")
 
 
 logger = logging.getLogger(__name__)
+
+
+class PlacementError(RuntimeError):
+    """The cluster does not have the devices that the run needs."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import numpy as np
 import ray
 
 from roll.data.records import SampleBatch
-from roll.runtime.actors import WorkerGroup
-from roll.runtime.errors import WritingStuck
+from roll.runtime.actors import WorkerGroup, WritingStuck
 from roll.tracking.status import Attention
 from roll.trainers.step import Objective
 from roll.trainers.worker import TrainerSpec, TrainPlan, WritingProgress

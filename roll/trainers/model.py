@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from roll.configs.roles import ModelArguments
-from roll.runtime.allocator import keep_blocks_of
+from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
 from roll.trainers.packing import install_packed_attention
 

@@ -12,7 +12,6 @@ buffer is given out again; a replica that restarts later waits for the next upda
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable
 
 from roll.tracking.waits import PUBLICATION_MEMORY, PUBLISHING, waiting
@@ -28,11 +27,10 @@ class WeightBuffers:
         """Start with empty buffers. ``on_free`` is called with each version that is discarded."""
         self._versions: list[int | None] = [None] * count
         self._holders: dict[int, set[Hashable]] = {}
-        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+        self._turn = asyncio.Lock()
+        """The right to take the next free buffer; passed on in the order in which callers asked for it."""
+        self._released = asyncio.Event()
         self.on_free = on_free
-
-    def __repr__(self) -> str:
-        return f"WeightBuffers({self._versions}, {len(self._waiting)} waiting)"
 
     def has(self, version: int) -> bool:
         """Return True if a buffer still holds this version."""
@@ -51,16 +49,17 @@ class WeightBuffers:
         """
         if self.has(version):
             return self.buffer_of(version)
-        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append((version, waiter))
-        self._serve()
-        try:
-            with waiting(PUBLICATION_MEMORY, f"a free buffer for version {version}"):
-                return await waiter
-        except asyncio.CancelledError:
-            if not waiter.cancelled():  # it was served, but had not run yet
-                self.release(version, PUBLISHING)
-            raise
+        with waiting(PUBLICATION_MEMORY, f"a free buffer for version {version}"):
+            async with self._turn:
+                while (buffer := self._free()) is None:
+                    self._released.clear()
+                    await self._released.wait()
+                last = self._versions[buffer]
+                if last is not None:
+                    self._forget(last)
+                self._versions[buffer] = version
+                self._holders[version] = {PUBLISHING}
+                return buffer
 
     def holders(self) -> dict[int, list[Hashable]]:
         """Return the holders of each version."""
@@ -76,7 +75,9 @@ class WeightBuffers:
         holders = self._holders.get(version, set())
         if holder in holders:
             holders.remove(holder)
-            self._freed(version)
+            if not holders and len(self._versions) > 1:
+                self._forget(version)
+            self._released.set()
 
     def keep_only(self, holder: Hashable, version: int | None) -> None:
         """Remove ``holder`` from all versions but ``version``; None removes it from all, because it has died."""
@@ -93,33 +94,14 @@ class WeightBuffers:
         """End the weight update. From here on only its other holders need the version."""
         self.release(version, PUBLISHING)
 
-    def _freed(self, version: int) -> None:
-        if self._holders[version]:
-            return
-        if len(self._versions) > 1:
-            self._forget(version)
-        self._serve()
-
     def _forget(self, version: int) -> None:
         self._versions[self.buffer_of(version)] = None
         del self._holders[version]
         self.on_free(version)
 
-    def _serve(self) -> None:
-        """Give free buffers to waiters."""
-        while self._waiting:
-            free = [buffer for buffer, version in enumerate(self._versions) if not self._needed(version)]
-            if not free:
-                return
-            version, waiter = self._waiting.popleft()
-            if waiter.done():
-                continue
-            last = self._versions[free[0]]
-            if last is not None:
-                self._forget(last)
-            self._versions[free[0]] = version
-            self._holders[version] = {PUBLISHING}
-            waiter.set_result(free[0])
-
-    def _needed(self, version: int | None) -> bool:
-        return version is not None and bool(self._holders[version])
+    def _free(self) -> int | None:
+        """Return a buffer whose version has no holder."""
+        for buffer, version in enumerate(self._versions):
+            if version is None or not self._holders[version]:
+                return buffer
+        return None

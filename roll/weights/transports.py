@@ -43,6 +43,7 @@ from roll.weights.buckets import (
     WeightMismatch,
     dtype_name,
     fresh_memory,
+    map_file,
     views,
 )
 
@@ -108,21 +109,14 @@ _NAMES = {code: dtype_name(dtype) for dtype, code in SAFETENSORS_CODES.items()}
 """Dtype name by its code in safetensors files."""
 
 
-@dataclass(frozen=True)
-class FileHandle:
-    """A bucket on disk."""
-
-    path: str
-
-
 class CheckpointSender(WeightSender):
-    """A sender that writes each version into its own folder."""
+    """A sender that writes each version into its own folder. Its handles are the paths of the files."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
 
-    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[FileHandle]:
+    def send(self, buffer: int, version: int, buckets: Sequence[WeightBucket]) -> list[str]:
         """Write the version's files; a folder under its final name is complete."""
         folder = self._folder(version)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -134,7 +128,7 @@ class CheckpointSender(WeightSender):
         if folder.exists():  # left by an earlier process that published this version and was killed
             shutil.rmtree(folder)
         unfinished.rename(folder)
-        return [FileHandle(str(folder / name)) for name in names]
+        return [str(folder / name) for name in names]
 
     def release(self, version: int) -> None:
         """Delete the version's files, or log those that cannot be deleted."""
@@ -151,19 +145,18 @@ class CheckpointSender(WeightSender):
 class CheckpointReceiver(WeightReceiver):
     """A receiver that maps the files of a version."""
 
-    def receive(self, handles: Sequence[FileHandle], version: int) -> Iterator[WeightBucket]:
-        for handle in handles:
-            yield read_file(Path(handle.path), version)
+    def receive(self, handles: Sequence[str], version: int) -> Iterator[WeightBucket]:
+        for path in handles:
+            yield read_file(path, version)
 
 
-def read_file(path: Path, version: int) -> WeightBucket:
+def read_file(path: str, version: int) -> WeightBucket:
     """Map a safetensors file read-only and return its tensors as a bucket.
 
     Raises `WeightMismatch` for a file that cannot be read or holds another version.
     """
     try:
-        with open(path, "rb") as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=np.uint8)
+        memory = map_file(path, 0, os.path.getsize(path))
         start = 8 + int(memory[:8].view("<u8")[0])
         header = json.loads(memory[8:start].tobytes())
         found = header.pop("__metadata__")["version"]
@@ -176,7 +169,7 @@ def read_file(path: Path, version: int) -> WeightBucket:
         raise WeightMismatch(f"cannot read {path}, weights of version {version}: {error!r}") from error
     if found != str(version):
         raise WeightMismatch(f"{path} holds version {found}, expected {version}: the publication is stale")
-    return WeightBucket(tensors, memory[start:], BucketLocation(str(path), start))
+    return WeightBucket(tensors, memory[start:], BucketLocation(path, start))
 
 
 _WRITTEN = ("version-*", ".version-*.unfinished")

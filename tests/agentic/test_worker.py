@@ -13,7 +13,7 @@ import pytest
 
 from roll.agentic.episode import Observation
 from roll.agentic.worker import Close, Command, EnvSpec, EnvWorker, HostSettings, Reset, Step, WorkerSetup
-from roll.runtime.folders import DriverFolders
+from roll.runtime.process import DriverFolders
 
 T = TypeVar("T")
 HERE = "tests.agentic.sample_environments"

@@ -16,9 +16,9 @@ from torch import Tensor
 from roll.algorithms.advantages.base import (
     ADVANTAGE_ESTIMATORS,
     AdvantageRequirements,
-    clip_advantages,
     estimate_advantages,
     make_advantage_estimator,
+    shape_advantages,
     whiten,
 )
 from roll.algorithms.advantages.gae import generalised_advantages
@@ -674,12 +674,12 @@ def test_whitening_equal_advantages_or_none_gives_exactly_zero(value):
 
 
 def test_clipped_advantages_stay_within_the_limit():
-    advantages = torch.tensor([[-3.0, -0.5, 0.0, 0.5, 3.0]])
-    assert clip_advantages(advantages, 1.5).tolist() == [[-1.5, -0.5, 0.0, 0.5, 1.5]]
+    advantages, mask = torch.tensor([[-3.0, -0.5, 0.0, 0.5, 3.0]]), torch.ones(1, 5, dtype=torch.bool)
+    assert shape_advantages(advantages, mask, False, 1.5).tolist() == [[-1.5, -0.5, 0.0, 0.5, 1.5]]
     assert advantages.tolist() == [[-3.0, -0.5, 0.0, 0.5, 3.0]]
     for limit in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="limit"):
-            clip_advantages(advantages, limit)
+            shape_advantages(advantages, mask, False, limit)
 
 
 def test_advantages_are_whitened_before_they_are_clipped():

@@ -20,7 +20,6 @@ from roll.algorithms.rewards import (
     overlong_penalty,
     relative_length_reward,
     shape_rewards,
-    truncated_mask,
     zero_variance_mask,
 )
 from tests.tiers import examples
@@ -151,7 +150,9 @@ def test_a_negative_weight_would_reward_length_and_is_refused():
 
 
 def test_truncated_responses_are_left_out():
-    assert truncated_mask(torch.tensor([True, False, False])).tolist() == [False, True, True]
+    scores, truncated = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([True, False, False])
+    shaped = shape_rewards(scores, [0, 0, 0], torch.ones(3), truncated, RewardShaping(drop_truncated=True))
+    assert shaped.keep.tolist() == [False, True, True]
 
 
 def test_groups_outside_the_difficulty_range_are_left_out():

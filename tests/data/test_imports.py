@@ -13,7 +13,7 @@ import yaml
 
 import roll
 from roll.configs.plugins import import_object
-from roll.runtime.folders import DriverFolders, driver_folders
+from roll.runtime.process import DriverFolders, driver_folders
 
 ROOT = Path(roll.__file__).parents[1]
 

@@ -106,7 +106,7 @@ def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path)
 
 IN_CHILDREN = """
 import os, tempfile, time
-from roll.runtime.faults import inject_fault
+from roll.runtime.process import inject_fault
 
 def in_a_child(what):
     child = os.fork()

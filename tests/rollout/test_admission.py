@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.admission import Admission, RefundCap, TooManyRefunds, exact_ratio
+from roll.rollout.admission import Admission, DropLimit, TooManyDrops, exact_ratio
 
 
 def admitted(admission):
@@ -93,11 +93,11 @@ def test_steps_and_versions_only_go_forward():
 
 
 def test_drops_in_a_row_end_with_reasons_and_the_last_cause():
-    cap = RefundCap(3)
+    cap = DropLimit(3)
     cause = OSError("no route")
     cap.dropped("filtered", None)
     cap.dropped("failed", cause)
-    with pytest.raises(TooManyRefunds, match="3 groups were dropped in a row") as caught:
+    with pytest.raises(TooManyDrops, match="3 groups were dropped in a row") as caught:
         cap.dropped("failed", cause)
     assert "2 failed, 1 filtered" in str(caught.value)
     assert "no route" in str(caught.value)
@@ -105,7 +105,7 @@ def test_drops_in_a_row_end_with_reasons_and_the_last_cause():
 
 
 def test_an_accepted_group_begins_a_new_row():
-    cap = RefundCap(2)
+    cap = DropLimit(2)
     for _ in range(10):
         cap.dropped("filtered", None)
         cap.accepted()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll.rollout.admission import TooManyRefunds
+from roll.rollout.admission import TooManyDrops
 from roll.rollout.clock import Deadlock, run_virtual
 from roll.rollout.journal import RolloutProgress, recover
 from roll.rollout.scheduler import (
@@ -174,7 +174,7 @@ def test_a_group_that_keeps_failing_is_dropped_with_its_cause_and_its_slot_given
 
 
 def test_filtered_groups_give_their_slots_back():
-    """Without the refund, ratio 0 would wait for ever for a batch that can no longer fill."""
+    """Without the slot given back, ratio 0 would wait for ever for a batch that can no longer fill."""
 
     async def main():
         scheduler = scheduler_of(echo, group_filter=lambda result: result % 30 != 0)
@@ -254,14 +254,14 @@ def test_so_it_is_after_tasks_of_the_rollout_failed(caught):
     assert {group.attempts for batch in batches for group in batch} == {3}
 
 
-def test_too_many_refunds_surface_on_both_sides():
+def test_too_many_drops_surface_on_both_sides():
     async def rollout(request):
         await asyncio.sleep(1)
         raise OSError("no route to host")
 
     scheduler = scheduler_of(rollout, max_group_retries=0, max_consecutive_refunds=5)
     for error in run_virtual(both_sides(scheduler)):
-        assert isinstance(error, TooManyRefunds)
+        assert isinstance(error, TooManyDrops)
         assert "5 failed" in str(error) and "no route to host" in str(error)
         assert isinstance(error.__cause__, OSError)
     assert scheduler.ledger.dropped["failed"] == 5
@@ -274,7 +274,7 @@ def test_rollouts_that_fail_at_once_do_not_spin_for_ever():
         raise OSError("refused")
 
     scheduler = scheduler_of(rollout, max_consecutive_refunds=64)
-    assert [type(error) for error in run_virtual(both_sides(scheduler))] == [TooManyRefunds, TooManyRefunds]
+    assert [type(error) for error in run_virtual(both_sides(scheduler))] == [TooManyDrops, TooManyDrops]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -192,15 +192,6 @@ def test_an_episode_is_not_bound_to_the_successor_of_its_replica():
     run_virtual(main())
 
 
-def test_the_engine_version_is_the_smallest_over_live_replicas():
-    router = two_live(versions=(3, 1))
-    assert router.oldest_live_version == 1
-    router.mark_dead("b", "killed")
-    assert router.oldest_live_version == 3
-    router.mark_dead("a", "killed")
-    assert router.oldest_live_version is None
-
-
 def test_misuse_is_refused():
     for names in ([], ["a", "a"]):
         with pytest.raises(ValueError, match="distinct replica names"):

@@ -13,8 +13,7 @@ from roll.engines import worker as infer_worker
 from roll.engines.base import Completion, EngineFailed, GenerateRequest, SamplingParams, TokenChunk
 from roll.engines.pool import InferencePool, Loaded, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
-from roll.runtime.actors import WorkerIdentity
-from roll.runtime.errors import WorkerDied, WorkerFailed, WorkerTimeout
+from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerIdentity, WorkerTimeout
 from roll.runtime.placement import WorkerPlace
 from roll.weights.buckets import HeldWeights
 from roll.weights.publisher import Publication

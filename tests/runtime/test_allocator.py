@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from roll.runtime.allocator import _SETTINGS
+from roll.runtime.process import _SETTINGS
 from tests.trainers.tiny_models import write_model
 
 HELD_AFTER_FREEING = """
 import re, sys, threading
-from roll.runtime.allocator import return_large_blocks
+from roll.runtime.process import return_large_blocks
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -62,7 +62,7 @@ STEPS = """
 import ctypes, resource, sys, threading
 import torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages of 4 KiB, whatever the system is set to
-from roll.runtime.allocator import SMALL_MODEL, keep_blocks_of, return_large_blocks
+from roll.runtime.process import SMALL_MODEL, keep_blocks_of, return_large_blocks
 
 return_large_blocks()  # as every worker begins
 if sys.argv[1] in ("small", "large"):

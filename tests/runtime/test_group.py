@@ -15,8 +15,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from roll.runtime.actors import WorkerGroup, WorkerHandle, WorkerIdentity
-from roll.runtime.errors import WorkerDied, WorkerFailed
+from roll.runtime.actors import WorkerDied, WorkerFailed, WorkerGroup, WorkerHandle, WorkerIdentity
 from roll.runtime.placement import WorkerPlace
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice, exit code 1")

@@ -13,9 +13,17 @@ from ray.cluster_utils import Cluster
 
 from roll.configs.run import ClusterConfig
 from roll.runtime import actors as distributed_group
-from roll.runtime.actors import Worker, WorkerGroup, split_devices, start_group, start_worker
-from roll.runtime.errors import PlacementError, WorkerDied, WorkerFailed, WorkerTimeout
-from roll.runtime.placement import Placement, RaySession, link_to_logs
+from roll.runtime.actors import (
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+    WorkerGroup,
+    WorkerTimeout,
+    split_devices,
+    start_group,
+    start_worker,
+)
+from roll.runtime.placement import Placement, PlacementError, RaySession, link_to_logs
 
 pytestmark = pytest.mark.tier("all")
 

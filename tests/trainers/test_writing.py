@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from roll.rollout.clock import run_virtual
-from roll.runtime.actors import WorkerIdentity
-from roll.runtime.errors import WorkerFailed, WritingStuck
+from roll.runtime.actors import WorkerFailed, WorkerIdentity, WritingStuck
 from roll.tracking import files
 from roll.tracking.files import sync_file
 from roll.trainers.group import TrainerGroup

@@ -272,7 +272,7 @@ def test_files_appear_whole_and_go_when_their_version_is_released(tmp_path):
 
 def test_a_file_that_was_cut_off_names_what_is_lost(tmp_path):
     publication = Trainer("checkpoint", tmp_path).publish(0, {"a": torch.ones(4), "b": torch.ones(4)})
-    path = publication.handles[0].path
+    (path,) = publication.handles
     os.truncate(path, os.path.getsize(path) - 8)
     with pytest.raises(WeightMismatch, match="tensor 'b'.*outside its bucket"):
         received("checkpoint", publication)

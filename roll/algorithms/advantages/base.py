@@ -189,10 +189,17 @@ def estimate_advantages(
 
 
 def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, clip: float | None) -> Tensor:
-    """Whiten advantages over the batch if ``whitened``, then clip them to [-clip, clip]; all ``[batch, seq]``."""
+    """Whiten advantages over the batch if ``whitened``, then clip them to [-clip, clip]; all ``[batch, seq]``.
+
+    ``ValueError`` unless ``clip`` is above 0.
+    """
     if whitened:
         advantages = whiten(advantages, response_mask)
-    return advantages if clip is None else clip_advantages(advantages, clip)
+    if clip is None:
+        return advantages
+    if not clip > 0:
+        raise ValueError(f"advantages are clipped to a limit above 0, not {clip}")
+    return advantages.clamp(-clip, clip)
 
 
 def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
@@ -208,10 +215,3 @@ def whiten(advantages: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tens
     deviation = (tokens - mean).square().mean().sqrt()
     centred = keep(advantages, response_mask).double() - mean
     return keep(centred / (deviation + eps), response_mask).to(advantages.dtype)
-
-
-def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
-    """Clip advantages (any shape) to [-limit, limit]. ``ValueError`` unless ``limit`` is above 0."""
-    if not limit > 0:
-        raise ValueError(f"advantages are clipped to a limit above 0, not {limit}")
-    return advantages.clamp(-limit, limit)

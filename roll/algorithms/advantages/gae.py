@@ -12,12 +12,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from roll.algorithms.advantages.base import (
-    AdvantageInputs,
-    AdvantageRequirements,
-    advantage_estimator,
-)
-from roll.algorithms.advantages.shared import accumulate_from_the_end, result_dtype, token_returns
+from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
+from roll.algorithms.advantages.shared import TokenDiscount, accumulate_from_the_end, result_dtype, token_returns
 from roll.algorithms.aggregation import keep, needed
 
 
@@ -53,7 +49,7 @@ def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
 def gae(
     inputs: AdvantageInputs,
     *,
-    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per response token.")] = 1.0,
+    gamma: TokenDiscount = 1.0,
     lambda_: Annotated[
         float,
         Field(

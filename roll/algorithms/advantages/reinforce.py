@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
-from roll.algorithms.advantages.shared import token_returns
+from roll.algorithms.advantages.shared import TokenDiscount, token_returns
 
 
 @advantage_estimator(
@@ -18,10 +15,6 @@ from roll.algorithms.advantages.shared import token_returns
     "whitening.",
     requirements=AdvantageRequirements(returns_to_go=True),
 )
-def reinforce(
-    inputs: AdvantageInputs,
-    *,
-    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per response token.")] = 1.0,
-) -> Tensor:
+def reinforce(inputs: AdvantageInputs, *, gamma: TokenDiscount = 1.0) -> Tensor:
     """Return the discounted return to go, counted in response tokens, ``[batch, seq]`` (Williams 1992)."""
     return token_returns(inputs.token_rewards, inputs.response_mask, gamma)

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator, whiten
-from roll.algorithms.advantages.shared import token_returns
+from roll.algorithms.advantages.shared import TokenDiscount, token_returns
 
 
 def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
@@ -31,7 +31,7 @@ def _requirements(gamma: float, **others: Any) -> AdvantageRequirements:
 def reinforce_plus_plus(
     inputs: AdvantageInputs,
     *,
-    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per response token.")] = 1.0,
+    gamma: TokenDiscount = 1.0,
     eps: Annotated[
         float, Field(gt=0, description="Added to the deviation of the batch, in units of the return.")
     ] = 1e-8,

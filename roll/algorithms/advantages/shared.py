@@ -8,10 +8,11 @@ exactly 0 as deviation: a remainder of 1e-17, divided by a small deviation, woul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,6 +20,9 @@ from roll.algorithms.aggregation import needed
 
 if TYPE_CHECKING:
     from roll.algorithms.advantages.base import AdvantageInputs
+
+TokenDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per response token.")]
+"""A setting of estimators of returns per token."""
 
 Groups = Tensor | np.ndarray | Sequence[int]
 """Group number of each sample ``[batch]``; any integers, in any order."""

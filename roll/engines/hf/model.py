@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.engines.model_facts import ModelSpec
-from roll.runtime.allocator import keep_blocks_of
+from roll.runtime.process import keep_blocks_of
 
 SLOT_SDPA = "roll_slot_sdpa"
 """Name under which the function is registered with transformers."""

@@ -1,0 +1,128 @@
+"""Settings of a process of a run: its folders and its memory allocator; and the faults that tests inject into it.
+
+All processes of a run find the same modules, and relative paths mean the same to them, even if their Ray was started
+elsewhere: they take over the working folder and the import path of the driver.
+
+Settings of glibc's allocator keep freed memory for the next tensor, or return it to the system. The system hands out
+new memory page by page, and filling a page takes some microseconds. A training step frees and takes its activations
+again and again, so returning them made steps of small models two to three times slower (benchmarks/README.md). Keeping
+them costs memory: tensors of many sizes leave fragments that fit none of them, and two ranks of FSDP2 with a model of
+99 million parameters grew by half. The cost of new pages, relative to the arithmetic on them, falls with the width of
+the model. The cost of fragments grows with its size. Small models therefore keep their blocks and large ones return
+them. See mallopt(3); other C libraries are left unchanged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from roll.configs.plugins import working_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DriverFolders:
+    """Working folder and import path of a driver, which its workers take over."""
+
+    work: str | None = None
+    """None if the folder does not exist any more, or if a worker stays in its own."""
+    imports: tuple[str, ...] = ()
+
+    def enter(self) -> None:
+        """Make them this process's own. Folders that only this process searches come last."""
+        sys.path[:] = [*self.imports, *(entry for entry in sys.path if entry not in self.imports)]
+        if self.work is not None:
+            with suppress(OSError):  # the folder does not exist on another host
+                os.chdir(self.work)
+
+
+def driver_folders() -> DriverFolders:
+    """Return the folders of this process; the working folder is searched last unless it stands earlier."""
+    work = working_folder()
+    if work is None:
+        logger.warning("the working folder has been deleted: relative paths have no meaning, here and in workers")
+        return DriverFolders(None, tuple(dict.fromkeys(filter(None, sys.path))))
+    entries = (
+        os.path.abspath(entry) if os.path.exists(os.path.join(work, entry)) else entry  # or the key of a path hook
+        for entry in (*sys.path, work)
+    )
+    return DriverFolders(work, tuple(dict.fromkeys(entries)))
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
+"""`mallopt` parameters, as defined in malloc.h."""
+SMALL_MODEL = 32_000_000
+"""Parameter count below which a model is small."""
+RETURNED_FROM = 4 * 2**20
+"""Smallest block, in bytes, that a large model returns as soon as it is freed."""
+KEPT_AT_END = 32 * 2**20
+"""Bytes that may stay free at the end of a large model's heap."""
+EVERYTHING = 2**31 - 1
+"""Bytes that may stay free at the end of a small model's heap."""
+HEAP_BYTES = 64 * 2**20
+"""Size of the heaps that glibc creates for threads other than the first. glibc returns such a heap as soon as it is
+empty, unless the padding at the end asks for room for one more."""
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables with which a user may have configured the allocator."""
+
+
+def return_large_blocks() -> bool:
+    """Return freed blocks of `RETURNED_FROM` bytes or more to the system at once, from now on in the whole process.
+
+    Returns True if the setting took effect. It does not with another C library or allocator, or if the environment
+    already configures glibc's.
+    """
+    return _set({M_MMAP_THRESHOLD: RETURNED_FROM, M_TRIM_THRESHOLD: KEPT_AT_END})
+
+
+def keep_blocks_of(parameters: int) -> bool:
+    """Keep freed blocks from now on if a model of ``parameters`` parameters is small. For CPU processes.
+
+    The memory that loading the model has freed is returned first. Returns True if blocks are kept from now on; see
+    `return_large_blocks`.
+    """
+    if parameters >= SMALL_MODEL:
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    kept = _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: EVERYTHING, M_TOP_PAD: HEAP_BYTES})
+    if kept and trim is not None:
+        trim(0)
+    return kept
+
+
+def _set(values: dict[int, int]) -> bool:
+    """Pass the values to glibc. Return True if it accepted all of them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in _SETTINGS):
+        return False
+    return all(mallopt(parameter, value) for parameter, value in values.items())
+
+
+Fault = Literal["kill", "freeze", "fill_disk"]
+FULL_DISK_BYTES = 2**14
+"""Largest file that a process with a full disk can write. Small files, such as a run's summary, still fit."""
+
+
+def inject_fault(fault: Fault, seconds: float | None) -> None:
+    """Kill this process, stop it for ``seconds`` (None: for good), or limit its files as a full disk would.
+
+    Only reachable through the configuration's `chaos`, which must be switched on.
+    """
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "freeze":
+        if seconds is not None:
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
