@@ -14,11 +14,10 @@ from roll.check.data import files_of
 from roll.check.rules import tracker_words
 from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
-from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments, ModelArguments, WorkerConfig
-from roll.configs.run import AgenticConfig, PipelineConfig
+from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig
 from roll.configs.strategies import strategy_of
 
 

@@ -79,7 +79,7 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
             "train_env_manager.num_groups_partition",
             "adds up to 4",
         ),
-        ({"train_env_manager.max_traj_per_env": 2}, "train_env_manager.max_traj_per_env", "num_env_groups is not set"),
+        ({"train_env_manager.max_traj_per_env": 2}, "train_env_manager.max_traj_per_env", "num_env_groups` is not set"),
         (
             {"train_env_manager.max_traj_per_env": 1, "train_env_manager.num_env_groups": 4},
             "train_env_manager.max_traj_per_env",
