@@ -23,7 +23,7 @@ from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
-from roll.check.needs import missing_packages
+from roll.check.plan import missing_packages
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem, problems_of
 from roll.configs.plugins import import_object

@@ -75,8 +75,8 @@ def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypat
     config = config_from_tree(merged(tree, _filled(changes, tmp_path)))
     check_config(config)
     assert "api_key_env: JUDGE_KEY" in dump_config(config)
-    role = next(role for role in plan(config).roles if role.name == "rewards.math")
-    assert (role.model, role.devices, role.shares_with) == (str(tmp_path / "model"), [1], ["actor_infer"])
+    where = f"1 replica on device 1 (shared with actor_infer), model {tmp_path / 'model'}"
+    assert f"rewards.math  hf_infer, {where}" in plan(config)
     assert shares_devices(config, "actor_infer") and not shares_devices(config, "actor_train")
     assert [reward_timeout(config.rewards[name]) for name in ("math", "essay", "rule")] == [5, 600, 10]
 
