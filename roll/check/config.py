@@ -19,6 +19,7 @@ from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
 
 COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
     rules.unread_keys_are_left_alone,
+    rules.switched_off_keys_are_left_alone,
     rules.inert_keys_are_left_alone,
     rules.roll_names_fit,
     rules.names_are_known,
@@ -36,7 +37,6 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     devices.vllm_samples_at_the_temperature,
     training.trainers_pack,
     rules.adapters_are_trained,
-    rules.base_reference_sets_nothing,
     training.gradients_are_added_up_in_float32,
     rules.states_can_leave_shared_devices,
     devices.sglang_has_gpus,
@@ -55,7 +55,6 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.chaos_can_happen,
 )
 RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
-    rules.inert_rlvr_keys_are_left_alone,
     data.prompts_are_named,
     data.prompt_settings_fit,
     data.rewards_are_complete,
@@ -122,12 +121,8 @@ def _faults(config: PipelineConfig) -> list[ConfigProblem]:
     problems = [*rules.numbers_are_in_range(config), *rules.options_are_usable(config)]
     reported = [problem.path for problem in problems]
     sane = _with_defaults_at(config, reported)
-    applied = (*COMMON_RULES, *OWN_RULES[config.pipeline])
-    return problems + [problem for rule in applied for problem in rule(sane) if not _is_within(problem.path, reported)]
-
-
-def _is_within(path: str, others: list[str]) -> bool:
-    return any(path == other or path.startswith(f"{other}.") for other in others)
+    found = [problem for rule in (*COMMON_RULES, *OWN_RULES[config.pipeline]) for problem in rule(sane)]
+    return problems + [problem for problem in found if not rules.is_within(problem.path, reported)]
 
 
 def config_warnings(config: PipelineConfig) -> list[str]:

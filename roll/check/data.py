@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll.configs.derived import groups_ahead, model_path, present_roles, reward_models, sequence_length
-from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import ConfigProblem, choose_among, count, shown
 from roll.configs.fields import IMPORT_PATH
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
-from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 
 TRAIN_DATA = "actor_train.data_args"
 VALIDATION_DATA = "validation.data_args"
@@ -137,9 +136,6 @@ def prompt_settings_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 
 def _settings_fit(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
-    if data.template == "raw" and data.system_prompt is not None:
-        message = f"{shown(data.system_prompt)} has no effect: `template: raw` has no system message"
-        yield ConfigProblem(f"{path}.system_prompt", message, "set `template: chat`, or remove this key")
     if data.domain_interleave_probs is not None:
         yield from _shares_fit(f"{path}.domain_interleave_probs", data, data.domain_interleave_probs)
 
@@ -322,12 +318,9 @@ def _partition_fits(path: str, manager: EnvManagerConfig, tags: int) -> Iterator
 def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Require environments for all groups of a step, and room for all episodes of a group at once."""
     train = config.train_env_manager
-    if train.max_traj_per_env is not None:
+    if train.max_traj_per_env is not None and train.num_env_groups is not None:
         path = "train_env_manager.max_traj_per_env"
-        if train.num_env_groups is None:
-            message = f"{train.max_traj_per_env} has no effect: num_env_groups is not set"
-            yield ConfigProblem(path, message, "set `train_env_manager.num_env_groups`, or remove this key")
-        elif train.num_env_groups * train.max_traj_per_env < config.rollout_batch_size:
+        if train.num_env_groups * train.max_traj_per_env < config.rollout_batch_size:
             message = (
                 f"{count(train.num_env_groups, 'group')} x {train.max_traj_per_env} = "
                 f"{train.num_env_groups * train.max_traj_per_env} a step, and a step needs {config.rollout_batch_size}"

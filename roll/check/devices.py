@@ -17,11 +17,10 @@ from roll.configs.derived import (
     validation_settings,
 )
 from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
-from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem, count, shown
 from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig
-from roll.configs.strategies import Trainer, strategy_of
+from roll.configs.strategies import Options, Trainer, strategy_of
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
@@ -49,9 +48,6 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
         message = f"{shown(cluster.address)} is no address of a Ray cluster"
         yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
-    if cluster.device == "cpu" and cluster.device_memory_gib is not None:
-        message = f"{cluster.device_memory_gib:g} has no effect: it is the memory of a GPU, and cluster.device is cpu"
-        yield ConfigProblem("cluster.device_memory_gib", message, "remove this key, or set `cluster.device: cuda`")
     for name, role in roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
         strategy = strategy_of(name, role)
@@ -122,7 +118,7 @@ def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]
 
 
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject shared memory that cannot reach every engine, and `checkpoint_dir` without the transport `checkpoint`."""
+    """Reject shared memory that cannot reach every engine."""
     update, path = config.weight_update, "weight_update.transport"
     mappings = readable_mappings(config)
     if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
@@ -132,10 +128,6 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
     if update.transport == "shared_memory" and sys.platform != "linux":
         yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")
-    if update.checkpoint_dir is not None and update.transport != "checkpoint":
-        message = f"{shown(update.checkpoint_dir)} has no effect: only the transport `checkpoint` writes files"
-        remedy = "set `weight_update.transport: checkpoint`, or remove this key"
-        yield ConfigProblem("weight_update.checkpoint_dir", message, remedy)
 
 
 def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:

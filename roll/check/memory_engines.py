@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from roll.check.memory_parts import ELEMENT_BYTES, GIB, MIB, ModelShape, Part, driver
 from roll.configs import derived
-from roll.configs.engine_options import Options
 from roll.configs.errors import count
 from roll.configs.roles import ActorInferConfig
 from roll.configs.run import PipelineConfig
+from roll.configs.strategies import Options
 
 VLLM_MEMORY_SHARE = 0.92
 VLLM_MAX_NUM_SEQS = 128

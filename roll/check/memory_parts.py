@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from roll.configs.engine_options import Options
 from roll.configs.errors import count
 from roll.configs.roles import ModelArguments, WorkerConfig
+from roll.configs.strategies import Options
 
 EVERYWHERE = "all-linear"
 

@@ -1,140 +1,71 @@
-"""The arithmetic of a run in units, printed before anything loads.
+"""What is printed before anything loads: the arithmetic of a run in units, and its needs that are not in its file.
 
-`plan` collects the numbers of a configuration that passed `check_config`; `render` prints them in sentences that a
-reader can verify: prompts times samples, optimizer steps, devices, groups ahead and the maximum age of a token.
+`plan` formats the numbers of a configuration that passed `check_config` in sentences that a reader can verify: prompts
+times samples, optimizer steps, devices, groups ahead and the maximum age of a token. `needs` lists models, data,
+packages and devices, and what of them is here.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import files_of
-from roll.check.rules import tracker_words
+from roll.check.data import files_of, is_local
+from roll.check.devices import sees_gpus
+from roll.check.memory import TIGHT, MemoryEstimate
+from roll.check.memory_parts import GIB
+from roll.check.rules import chosen_trackers, is_installed, tracker_words
 from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
-from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments, ModelArguments, WorkerConfig
-from roll.configs.run import AgenticConfig, PipelineConfig
-from roll.configs.strategies import strategy_of
+from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.strategies import Strategy, strategy_of
 
 
-@dataclass(frozen=True)
-class RolePlan:
-    """The strategy, model and devices of a role."""
-
-    name: str
-    strategy: str
-    model: str
-    devices: list[int]
-    workers: int
-    """Number of ranks or engine replicas."""
-    worker_word: str
-    """``rank`` or ``replica``."""
-    shares_with: list[str]
-    """Roles that use some of the same devices, and take turns on them."""
-    adapters: str = ""
-    """Description of the adapters, if not the whole model is trained."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The numbers of a run."""
-
-    exp_name: str
-    device: str
-    devices: int
-    roles: list[RolePlan]
-    reference_is_base: bool
-    """True if the reference is the trainer without its adapters."""
-    training_data: str
-    validation_data: str
-    prompts_per_step: int
-    samples_per_prompt: int
-    words: tuple[str, str]
-    """Words for the start of a group and for its members."""
-    samples_per_step: int
-    optimizer_batch_size: int
-    optimizer_steps_per_step: int
-    epochs: int
-    steps: int
-    critic_warmup: int
-    total_optimizer_steps: int
-    warmup_steps: int
-    prompt_length: int
-    max_new_tokens: int
-    sequence_length: int
-    ratio: float
-    groups_ahead: int
-    consumption: str
-    max_staleness: int
-    least_staleness: int
-    interval_steps: int
-    transport: str
-    in_flight: str
-    eval_steps: int
-    validation_count: int
-    trackers: list[str]
-    warnings: list[str] = field(default_factory=list)
+def plan(config: PipelineConfig) -> str:
+    """Format the arithmetic of a configuration that passed `check_config` as lines for a console."""
+    slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
+    steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
+    roles = derived.roles_and_reward_models(config)
+    rows = [
+        ("run", f"{config.exp_name}: {steps} on {devices}"),
+        *((name, _role(config, name, role)) for name, role in roles.items()),
+        *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
+        ("data", _training_data(config)),
+        ("batch", _batch(config)),
+        ("optimizer", _optimizer(config)),
+        ("lengths", _lengths(config)),
+        ("schedule", _schedule(config)),
+        ("staleness", _staleness(config)),
+        ("weights", _weights(config)),
+        ("validation", _validation(config)),
+        ("metrics", ", ".join(["metrics.jsonl", *tracker_words(config)])),
+        *(("warning", warning) for warning in config_warnings(config)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def plan(config: PipelineConfig) -> Plan:
-    """Collect the numbers of a configuration that passed `check_config`."""
-    return Plan(
-        exp_name=config.exp_name,
-        device=config.cluster.device,
-        devices=derived.total_devices(config),
-        reference_is_base=derived.reference_is_base(config),
-        roles=[_role_plan(config, name, role) for name, role in derived.roles_and_reward_models(config).items()],
-        training_data=_training_data(config),
-        validation_data=_validation_data(config),
-        prompts_per_step=config.rollout_batch_size,
-        samples_per_prompt=derived.group_size(config),
-        words=("seed", "episode") if isinstance(config, AgenticConfig) else ("prompt", "sample"),
-        samples_per_step=derived.samples_per_step(config),
-        optimizer_batch_size=derived.optimizer_batch_size(config, config.actor_train),
-        optimizer_steps_per_step=derived.optimizer_steps_per_step(config, config.actor_train),
-        epochs=config.ppo_epochs,
-        steps=config.max_steps,
-        critic_warmup=config.critic_warmup,
-        total_optimizer_steps=derived.total_optimizer_steps(config, config.actor_train),
-        warmup_steps=derived.warmup_steps(config, config.actor_train),
-        prompt_length=config.prompt_length,
-        max_new_tokens=derived.max_new_tokens(config),
-        sequence_length=derived.sequence_length(config),
-        ratio=config.async_generation_ratio,
-        groups_ahead=derived.groups_ahead(config),
-        consumption=derived.resolved_consumption(config),
-        max_staleness=derived.resolved_max_staleness(config),
-        least_staleness=derived.least_staleness(config),
-        interval_steps=config.weight_update.interval_steps,
-        transport=derived.weight_transport(config),
-        in_flight=config.weight_update.in_flight,
-        eval_steps=config.eval_steps,
-        validation_count=derived.validation_count(config),
-        trackers=tracker_words(config),
-        warnings=config_warnings(config),
-    )
-
-
-def _role_plan(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> RolePlan:
+def _role(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
-    devices = owned[name]
-    generates, scores = name == "actor_infer", isinstance(role, RewardConfig)
-    strategy = strategy_of(name, role)
-    holds_whole_model = strategy is not None and strategy.replicates
-    return RolePlan(
-        name=name,
-        strategy=role.strategy_args.strategy_name,
-        model=derived.role_model_path(config, role),
-        devices=devices,
-        workers=derived.engine_replicas(config) if generates else len(devices),
-        worker_word="replica" if generates or scores or holds_whole_model else "rank",
-        shares_with=[other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)],
-        adapters=_adapters(role.model_args),
+    devices, strategy = owned[name], strategy_of(name, role)
+    sharing = [other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)]
+    whole_models = isinstance(role, RewardConfig) or (strategy is not None and strategy.replicates)
+    if name == "actor_infer":
+        workers = count(derived.engine_replicas(config), "replica")
+    else:
+        workers = count(len(devices), "replica" if whole_models else "rank")
+    return (
+        f"{role.strategy_args.strategy_name}, {workers} on device {compact(devices)} "
+        f"({'shared with ' + ', '.join(sharing) if sharing else 'of its own'}), "
+        f"model {derived.role_model_path(config, role)}{_adapters(role.model_args)}"
     )
 
 
@@ -142,7 +73,7 @@ def _adapters(arguments: ModelArguments) -> str:
     wanted = arguments.lora_target
     if wanted is None:
         return ""
-    return f"adapters of rank {arguments.lora_rank} on {wanted if isinstance(wanted, str) else ', '.join(wanted)}"
+    return f", adapters of rank {arguments.lora_rank} on {wanted if isinstance(wanted, str) else ', '.join(wanted)}"
 
 
 def _training_data(config: PipelineConfig) -> str:
@@ -151,23 +82,12 @@ def _training_data(config: PipelineConfig) -> str:
     return _sources(config.actor_train.data_args)
 
 
-def _validation_data(config: PipelineConfig) -> str:
-    if isinstance(config, AgenticConfig):
-        manager = config.val_env_manager
-        if manager is None:
-            return ""
-        groups, size = manager.num_env_groups or 0, manager.group_size
-        return f"{count(groups, 'seed')} x {count(size, 'episode')}: {_environments(config, manager)}"
-    validation = derived.rlvr(config).validation
-    return _sources(validation.data_args) if validation is not None else ""
-
-
 def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:
     shares = derived.used_tags(config, manager)
-    whole = sum(shares.values())
+    whole = count(sum(shares.values()), "group")
     kinds = {tag: config.custom_envs[tag] for tag in shares}
     return ", ".join(
-        f"{tag} ({kind.env_type}, {shares[tag]} of {count(whole, 'group')}, up to {count(kind.max_steps, 'turn')})"
+        f"{tag} ({kind.env_type}, {shares[tag]} of {whole}, up to {count(kind.max_steps, 'turn')})"
         for tag, kind in kinds.items()
     )
 
@@ -177,92 +97,194 @@ def _sources(data: DataArguments) -> str:
     return ", ".join([*files_of(data), *tasks])
 
 
-def render(plan: Plan) -> str:
-    """Format the plan as lines for a console."""
-    slots = "CPU slot" if plan.device == "cpu" else "GPU"
-    rows = [
-        ("run", f"{plan.exp_name}: {count(plan.steps, 'training step')} on {count(plan.devices, slots)}"),
-        *((role.name, _role_text(role)) for role in plan.roles),
-        *([("reference", "actor_train without its adapters")] if plan.reference_is_base else []),
-        ("data", plan.training_data),
-        ("batch", _batch_text(plan)),
-        ("optimizer", _optimizer_text(plan)),
-        ("lengths", _length_text(plan)),
-        ("schedule", _schedule_text(plan)),
-        ("staleness", _staleness_text(plan)),
-        ("weights", _weights_text(plan)),
-        ("validation", _validation_text(plan)),
-        ("metrics", ", ".join(["metrics.jsonl", *plan.trackers])),
-        *(("warning", warning) for warning in plan.warnings),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def _role_text(role: RolePlan) -> str:
-    where = f"shared with {', '.join(role.shares_with)}" if role.shares_with else "of its own"
+def _batch(config: PipelineConfig) -> str:
+    group, member = ("seed", "episode") if isinstance(config, AgenticConfig) else ("prompt", "sample")
+    actor = config.actor_train
+    steps = derived.optimizer_steps_per_step(config, actor) // config.ppo_epochs
     return (
-        f"{role.strategy}, {count(role.workers, role.worker_word)} on device {compact(role.devices)} ({where}), "
-        f"model {role.model}" + (f", {role.adapters}" if role.adapters else "")
+        f"{count(config.rollout_batch_size, group)} x {count(derived.group_size(config), member)} = "
+        f"{count(derived.samples_per_step(config), member)} a step; "
+        f"{count(steps, 'optimizer step')} of {derived.optimizer_batch_size(config, actor):,}"
+        + (f", {config.ppo_epochs} epochs" if config.ppo_epochs > 1 else "")
     )
 
 
-def _batch_text(plan: Plan) -> str:
+def _optimizer(config: PipelineConfig) -> str:
+    warmup, alone = derived.warmup_steps(config, config.actor_train), config.critic_warmup
     return (
-        f"{count(plan.prompts_per_step, plan.words[0])} x {count(plan.samples_per_prompt, plan.words[1])} = "
-        f"{count(plan.samples_per_step, plan.words[1])} a step; "
-        f"{count(plan.optimizer_steps_per_step // plan.epochs, 'optimizer step')} of {plan.optimizer_batch_size:,}"
-        + (f", {plan.epochs} epochs" if plan.epochs > 1 else "")
+        count(config.max_steps - alone, "training step")
+        + (f" after {alone:,} of the critic alone" if alone else "")
+        + f" x {derived.optimizer_steps_per_step(config, config.actor_train):,} = "
+        + count(derived.total_optimizer_steps(config, config.actor_train), "optimizer step")
+        + (f", {warmup:,} of them warm-up" if warmup else "")
     )
 
 
-def _optimizer_text(plan: Plan) -> str:
-    warmup = f", {plan.warmup_steps:,} of them warm-up" if plan.warmup_steps else ""
-    learning = count(plan.steps - plan.critic_warmup, "training step")
-    before = f" after {plan.critic_warmup:,} of the critic alone" if plan.critic_warmup else ""
+def _lengths(config: PipelineConfig) -> str:
     return (
-        f"{learning}{before} x {plan.optimizer_steps_per_step:,} = "
-        f"{count(plan.total_optimizer_steps, 'optimizer step')}{warmup}"
+        f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
+        f"together up to {derived.sequence_length(config):,}"
     )
 
 
-def _length_text(plan: Plan) -> str:
-    return (
-        f"prompt up to {plan.prompt_length:,} + response up to {plan.max_new_tokens:,} tokens, "
-        f"together up to {plan.sequence_length:,}"
-    )
-
-
-def _schedule_text(plan: Plan) -> str:
-    if plan.ratio == 0:
+def _schedule(config: PipelineConfig) -> str:
+    if config.async_generation_ratio == 0:
         return "ratio 0: generation and training take turns (on-policy)"
     return (
-        f"ratio {plan.ratio:g} x {count(plan.prompts_per_step, 'group')} = up to {count(plan.groups_ahead, 'group')} "
-        f"in flight beyond the batch being trained; {plan.consumption}"
+        f"ratio {config.async_generation_ratio:g} x {count(config.rollout_batch_size, 'group')} = up to "
+        f"{count(derived.groups_ahead(config), 'group')} in flight beyond the batch being trained; "
+        f"{derived.resolved_consumption(config)}"
     )
 
 
-def _staleness_text(plan: Plan) -> str:
-    versions = count(plan.max_staleness, "policy version")
-    if plan.max_staleness > plan.least_staleness:
-        reason = f"configured; at least {plan.least_staleness} is needed"
-    else:
-        reason = f"ceil({plan.ratio:g}) + {plan.interval_steps} - 1 = {math.ceil(plan.ratio) + plan.interval_steps - 1}"
-    return f"no token older than {versions} is trained on ({reason})"
+def _staleness(config: PipelineConfig) -> str:
+    most, least = derived.resolved_max_staleness(config), derived.least_staleness(config)
+    reason = f"ceil({config.async_generation_ratio:g}) + {config.weight_update.interval_steps} - 1 = {least}"
+    if most > least:
+        reason = f"configured; at least {least} is needed"
+    return f"no token older than {count(most, 'policy version')} is trained on ({reason})"
 
 
-def _weights_text(plan: Plan) -> str:
-    way = plan.transport.replace("_", " ")
-    return f"published every {_steps(plan.interval_steps)} ({way}); running requests: {plan.in_flight}"
+def _weights(config: PipelineConfig) -> str:
+    transport = derived.weight_transport(config).replace("_", " ")
+    rhythm = _steps(config.weight_update.interval_steps)
+    return f"published every {rhythm} ({transport}); running requests: {config.weight_update.in_flight}"
 
 
-def _validation_text(plan: Plan) -> str:
-    if not plan.validation_count:
+def _validation(config: PipelineConfig) -> str:
+    times = derived.validation_count(config)
+    if not times:
         return "none"
-    times = count(plan.validation_count, "time")
-    rhythm = f"before the first step, every {_steps(plan.eval_steps)} and after the last"
-    return f"{times} ({rhythm}) on {plan.validation_data}"
+    rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
+    return f"{count(times, 'time')} ({rhythm}) on {_validation_data(config)}"
+
+
+def _validation_data(config: PipelineConfig) -> str:
+    if isinstance(config, AgenticConfig):
+        manager = config.val_env_manager
+        if manager is None:
+            return ""
+        groups, size = count(manager.num_env_groups or 0, "seed"), count(manager.group_size, "episode")
+        return f"{groups} x {size}: {_environments(config, manager)}"
+    validation = derived.rlvr(config).validation
+    return _sources(validation.data_args) if validation is not None else ""
 
 
 def _steps(number: int) -> str:
     return "step" if number == 1 else f"{number} steps"
+
+
+@dataclass(frozen=True)
+class Need:
+    """One need of a run."""
+
+    what: str
+    state: str
+    """Its place, or how to get it."""
+    here: bool
+
+
+def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
+    """List everything that a checked configuration needs."""
+    return [
+        *_models(config), *_judges(config), *_files(config), *_packages(config), *_trackers(config),
+        *_devices(config, estimate),
+    ]  # fmt: skip
+
+
+def missing_packages(config: PipelineConfig) -> dict[str, Strategy]:
+    """Return role -> its strategy, where the package of the strategy is not installed here."""
+    strategies = {role: strategy_of(role, section) for role, section in derived.present_roles(config).items()}
+    return {role: each for role, each in strategies.items() if each and each.package and not _installed(each.package)}
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _models(config: PipelineConfig) -> Iterator[Need]:
+    models = {derived.model_path(config, role) for role in derived.present_roles(config).values()}
+    models |= {derived.reward_model_path(config, reward) for reward in derived.reward_models(config).values()}
+    for model in sorted(models):
+        if not is_local(model):
+            yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
+        else:
+            here = (Path(model) / "config.json").is_file()
+            yield Need(f"model {model}", "here" if here else "not here", here)
+
+
+def _judges(config: PipelineConfig) -> Iterator[Need]:
+    """List addresses that must answer when the run starts; no request is sent here."""
+    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
+    judges = {(reward.judge.model, reward.judge.base_url) for reward in rewards if reward.judge is not None}
+    for model, address in sorted(judges):
+        yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
+
+
+def _files(config: PipelineConfig) -> Iterator[Need]:
+    if not isinstance(config, RLVRConfig):
+        return
+    sections = [config.actor_train.data_args, *([config.validation.data_args] if config.validation is not None else [])]
+    for name in sorted({name for section in sections for name in files_of(section)}):
+        here = Path(name).is_file()
+        yield Need(f"data {name}", "here" if here else "not here: JSONL, one prompt per line", here)
+
+
+def _packages(config: PipelineConfig) -> Iterator[Need]:
+    strategies = {
+        section.strategy_args.strategy_name: strategy_of(role, section)
+        for role, section in derived.present_roles(config).items()
+    }
+    for name, strategy in sorted(strategies.items()):
+        if strategy is None or strategy.package is None:
+            continue
+        need = _package(strategy.package, strategy.install)
+        yield need
+        if not need.here and strategy.package_tells is not None:
+            state = f"not checked here: {strategy.package_tells}, which only the package knows"
+            yield Need(f"options of {name}", state, False)
+    if config.actor_train.model_args.lora_target is not None:
+        yield _package("peft", 'pip install "roll[lora]"')
+    if any(
+        section.model_args.attn_implementation == "flash_attention_2"
+        and (strategy := strategy_of(role, section)) is not None
+        and strategy.chooses_attention
+        for role, section in derived.roles_and_reward_models(config).items()
+    ):
+        yield _package("flash_attn", "pip install flash-attn --no-build-isolation, or `attn_implementation: sdpa`")
+
+
+def _package(name: str, install: str) -> Need:
+    here = _installed(name)
+    return Need(f"package {name}", "installed" if here else f"not installed here: {install}", here)
+
+
+def _trackers(config: PipelineConfig) -> Iterator[Need]:
+    for tracker in chosen_trackers(config):
+        if tracker.package is not None:
+            here = is_installed(tracker.package)
+            state = "installed" if here else f"not installed here: {tracker.install}"
+            yield Need(f"package {tracker.package}", state, here)
+        if tracker.secret is not None:
+            here = bool(os.environ.get(tracker.secret))
+            state = "set" if here else f"not set here: the key of {tracker.name}"
+            yield Need(f"variable {tracker.secret}", state, here)
+
+
+def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:
+    cluster = config.cluster
+    if cluster.num_nodes > 1:
+        yield Need(f"{cluster.num_nodes} nodes", f"a Ray cluster at {cluster.address}", False)
+    if cluster.device == "cpu":
+        return
+    slots = count(cluster.num_devices_per_node, "GPU")
+    if estimate.device_bytes is not None:
+        slots += f" of {estimate.device_bytes / GIB:g} GiB"
+    elif estimate.devices:
+        least = max(devices.peak for devices in estimate.devices) / GIB / TIGHT
+        slots += f" of {math.ceil(least)} GiB or more"
+    if cluster.num_nodes > 1:
+        slots += " on each node"
+    sees = cluster.address is None and sees_gpus(os.environ, Path("/dev"))
+    state = "a driver is here; how many and how large they are was not looked at" if sees else "none here"
+    yield Need(slots, state, False)

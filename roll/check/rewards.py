@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from roll.check.rules import own_classes_have_their_form
 from roll.configs.derived import reward_models, reward_timeout
-from roll.configs.errors import ConfigProblem, choose_among, problems_of, shown
-from roll.configs.fields import default_of, differs_from_default
+from roll.configs.errors import ConfigProblem, choose_among, problems_of, shown, without_effect
+from roll.configs.fields import changes
 from roll.configs.rewards import JudgeConfig, RewardConfig
-from roll.configs.roles import ADAPTER_KEYS
 from roll.configs.run import RLVRConfig
 from roll.configs.strategies import SCORERS
 
@@ -49,9 +46,8 @@ def keys_fit_the_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
             continue
         kind = _KINDS.get(reward.verifier, f"the verifier {shown(reward.verifier)}")
         for key in _unread_keys(reward.verifier):
-            for path, value in _settings(reward, key):
-                message = f"{shown(value)} has no effect: {kind} does not read this key"
-                yield ConfigProblem(f"rewards.{name}.{path}", message, _remedy(key))
+            for path, value in changes(reward, key):
+                yield without_effect(f"rewards.{name}.{path}", value, f"{kind} does not read this key", _remedy(key))
 
 
 def _unread_keys(verifier: str) -> tuple[str, ...]:
@@ -68,21 +64,8 @@ def _remedy(key: str) -> str:
     return f"set `verifier: {'judge' if key == 'judge' else 'reward_model'}`, or remove this key"
 
 
-def _settings(section: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings at or below a key that differ from their default, as (path, value)."""
-    value = vars(section)[key]
-    if not differs_from_default(section, key):
-        return
-    item = next(item for item in fields(section) if item.name == key)
-    if not is_dataclass(value) or default_of(item) is None:
-        yield key, value
-        return
-    for below in fields(value):
-        yield from ((f"{key}.{path}", inner) for path, inner in _settings(value, below.name))
-
-
 def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require a model, a known engine, no adapters and a well-formed worker class for each reward model.
+    """Require a model, a known engine and a well-formed worker class for each reward model.
 
     Devices have rules of their own.
     """
@@ -91,10 +74,6 @@ def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             remedy = "set `reward_pretrain`, or the model of this reward here"
             yield ConfigProblem(f"{path}.model_args.model_name_or_path", "no reward model is given", remedy)
         strategy = reward.strategy_args.strategy_name
-        for key in ADAPTER_KEYS:
-            if differs_from_default(reward.model_args, key):
-                message = f"{shown(vars(reward.model_args)[key])} has no effect: a reward model is not trained"
-                yield ConfigProblem(f"{path}.model_args.{key}", message, "remove it; merge adapters into the model")
         yield from problems_of(partial(SCORERS.find, strategy, f"{path}.strategy_args.strategy_name"))
         yield from own_classes_have_their_form(path, reward)
 

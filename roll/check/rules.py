@@ -10,38 +10,45 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from roll.check.devices import readable_mappings
 from roll.configs.derived import (
     present_roles,
     reference_is_base,
     reward_models,
+    roles_and_reward_models,
     tracker_list,
     trained_roles,
     uses_kl,
     validation_settings,
-    weight_transport,
 )
 from roll.configs.devices import compact
-from roll.configs.engine_options import Options, is_too_large
-from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown
-from roll.configs.fields import IMPORT_PATH, LARGEST_NUMBER, default_of, differs_from_default
-from roll.configs.loader import truth_value_problems, validation_problems
-from roll.configs.rewards import RewardConfig
+from roll.configs.errors import (
+    ConfigProblem,
+    choose_among,
+    count,
+    is_secret,
+    problems_of,
+    shown,
+    without_effect,
+)
+from roll.configs.fields import IMPORT_PATH, LARGEST_NUMBER, changes, default_of, values_below
+from roll.configs.loader import validated
+from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ADAPTER_KEYS,
     ROLL_ARGUMENTS,
     TRAINED_ROLES,
     UNREAD_KEYS,
+    UNREAD_PATHS,
     ActorInferConfig,
+    DataArguments,
     WorkerConfig,
 )
 from roll.configs.run import (
@@ -50,12 +57,300 @@ from roll.configs.run import (
     TRACKERS,
     AgenticConfig,
     ChaosEvent,
+    ClusterConfig,
+    EnvManagerConfig,
     PipelineConfig,
+    RestartsConfig,
     RLVRConfig,
+    WeightUpdateConfig,
 )
-from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, Trainer, strategies_of, strategy_of
+from roll.configs.strategies import (
+    FORWARD_STRATEGIES,
+    TRAINERS,
+    Options,
+    Trainer,
+    is_too_large,
+    strategies_of,
+    strategy_of,
+)
 from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
+
+
+def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject numbers outside the range that their field declares, infinity and NaN included."""
+    for path, _, value, item in values_below(config):
+        limits = item.metadata.get("range")
+        if limits is None or value is None:
+            continue
+        too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
+        if too_large or not limits.contains(value):
+            reason = f"is beyond {LARGEST_NUMBER:g}" if too_large else f"must be {limits}"
+            yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
+
+
+def reset(config: PipelineConfig, path: str) -> None:
+    """Reset the field at ``path`` to its default, in place."""
+    for candidate, section, _, item in list(values_below(config)):
+        if candidate == path:
+            setattr(section, item.name, default_of(item))
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A key of a section that switches off others of the section."""
+
+    section: type
+    keys: tuple[str, ...]
+    """Keys that have an effect only while it is on."""
+    switch: str
+    on: Any = None
+    """Value with which it is on. None: any but 0 and null."""
+    remedy: str = ""
+
+
+SWITCHES = (
+    Switch(PipelineConfig, ("kl_loss_coef",), "use_kl_loss", True),
+    Switch(PipelineConfig, ("init_kl_coef", "kl_controller"), "add_token_level_kl", True),
+    Switch(PipelineConfig, ("target_kl", "kl_horizon"), "kl_controller", "adaptive"),
+    Switch(PipelineConfig, ("critic_warmup", "value_clip"), "critic", remedy="add `critic` and `adv_estimator: gae`"),
+    Switch(PipelineConfig, ("mismatch_action",), "mismatch_alarm"),
+    Switch(PipelineConfig, ("difficulty_low_threshold", "difficulty_high_threshold"), "difficulty_mask", True),
+    Switch(LengthPenaltyConfig, ("correct_above",), "kind", "relative"),
+    Switch(LengthPenaltyConfig, ("buffer",), "kind", "overlong"),
+    Switch(WeightUpdateConfig, ("canary_prompts", "canary_tolerance"), "canary_interval"),
+    Switch(WeightUpdateConfig, ("checkpoint_dir",), "transport", "checkpoint"),
+    Switch(RestartsConfig, ("synchronous_after", "delay_seconds"), "max_in_a_row"),
+    Switch(ClusterConfig, ("device_memory_gib",), "device", "cuda"),
+    Switch(WorkerConfig, ("max_tokens_per_microbatch_in_train",), "use_dynamic_batching_in_train", True),
+    Switch(WorkerConfig, ("max_tokens_per_microbatch_in_infer",), "use_dynamic_batching_in_infer", True),
+    Switch(WorkerConfig, ("infer_batch_size",), "use_dynamic_batching_in_infer", False),
+    Switch(DataArguments, ("system_prompt",), "template", "chat"),
+    Switch(RLVRConfig, ("val_batch_size",), "validation"),
+    Switch(AgenticConfig, ("validation",), "val_env_manager"),
+    Switch(AgenticConfig, ("chat_template_kwargs",), "template", "chat"),
+    Switch(AgenticConfig, ("raw_turns",), "template", "raw"),
+    Switch(EnvManagerConfig, ("max_traj_per_env",), "num_env_groups"),
+)
+
+
+def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject keys whose switch is off; other rules report sections that nothing reads as a whole."""
+    unread = [*UNREAD_PATHS, *(["reference"] if reference_is_base(config) else [])]
+    if isinstance(config, AgenticConfig):
+        unread += ["actor_train.data_args", "val_env_manager"]
+    sections = {path.removesuffix(item.name): section for path, section, _, item in values_below(config)}
+    for prefix, section in sections.items():
+        for each in SWITCHES:
+            if isinstance(section, each.section) and not is_within(prefix.removesuffix("."), unread):
+                yield from _switched_off(each, section, prefix)
+
+
+def _switched_off(switch: Switch, section: Any, prefix: str) -> Iterator[ConfigProblem]:
+    name, value, on = prefix + switch.switch, vars(section)[switch.switch], switch.on
+    if bool(value) if on is None else value == on:
+        return
+    reason = f"`{name}` is {'not set' if value is None else _plain(value)}"
+    remedy = f"set `{name}: {_plain(on)}`"
+    if on is None:
+        remedy = switch.remedy or f"set `{name}`" + (" to at least 1" if value == 0 else "")
+    for path, inert in changes(section, *switch.keys):
+        if not is_within(prefix + path, UNREAD_PATHS):
+            yield without_effect(prefix + path, inert, reason, f"{remedy}, or remove this key")
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def is_within(path: str, others: Iterable[str]) -> bool:
+    """Return True if a path is one of the others, or below one."""
+    return any(path == other or path.startswith(f"{other}.") for other in others)
+
+
+def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject keys of a role that only other roles read, and settings of a reference that is the trainer itself."""
+    for role, section in present_roles(config).items():
+        for path, value in changes(section, *UNREAD_KEYS[role]):
+            key = path.partition(".")[0]
+            readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
+            remedy = f"it belongs under {' or '.join(readers)}"
+            yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
+    if config.reference is None or not reference_is_base(config):
+        return
+    trained = dict(changes(config.actor_train))
+    for path, value in changes(config.reference):
+        if path not in ("device_mapping", "model_args.model_name_or_path") and trained.get(path) != value:
+            reason = "the reference is actor_train without its adapters, no second model"
+            remedy = "remove this key, or give the reference devices or a model of its own"
+            yield without_effect(f"reference.{path}", value, reason, remedy)
+
+
+def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject keys that several other settings together leave without effect."""
+    if all(reward.model_args.model_name_or_path is not None for reward in reward_models(config).values()):
+        remedy = "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own"
+        for path, value in changes(config, "reward_pretrain"):
+            yield without_effect(path, value, "no reward loads this model", remedy)
+    for path, value in changes(config, "kl_estimator"):
+        if not uses_kl(config):
+            remedy = "set `use_kl_loss: true`, or remove this key"
+            yield without_effect(path, value, "there is no KL term", remedy)
+        elif value == "k3_straight_through" and not config.use_kl_loss:
+            reason = "a penalty in the rewards has no gradient, and its value is that of k3"
+            yield without_effect(path, value, reason, "set `kl_estimator: k3`, or remove this key")
+    if config.async_generation_ratio == 0:
+        remedy = "set `async_generation_ratio` above 0, or remove this key"
+        reasons = {"ready_first": "a step needs every group", "drop": "no group is ever late"}
+        for path, value in changes(config, "consumption", "staleness_policy"):
+            if value in reasons:
+                reason = f"with async_generation_ratio 0 nothing is generated ahead, and {reasons[value]}"
+                yield without_effect(path, value, reason, remedy)
+    for name, role in trained_roles(config).items():
+        arguments = role.training_args
+        if role.use_dynamic_batching_in_train and arguments.gradient_accumulation_steps is None:
+            reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
+            remedy = "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`, or remove this key"
+            for path, value in changes(arguments, "per_device_train_batch_size"):
+                yield without_effect(f"{name}.training_args.{path}", value, reason, remedy)
+
+
+def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Reject keys that an environment's kind leaves without effect, and prompts, which episodes do not use."""
+    for path, value in changes(config.actor_train, "data_args"):
+        reason = "episodes begin with what their environment says"
+        yield without_effect(f"actor_train.{path}", value, reason, "use `pipeline: rlvr`, or remove this key")
+    for tag, env in config.custom_envs.items():
+        if env.env_manager_cls == "trajectory":
+            remedy = "set `env_manager_cls: step`, or remove this key"
+            for path, value in changes(env, "history_length", "keep_first_observation"):
+                yield without_effect(f"custom_envs.{tag}.{path}", value, "a trajectory shows all turns before", remedy)
+    for path, value in changes(config.val_env_manager, "max_traj_per_env") if config.val_env_manager else ():
+        remedy = "set the groups, or remove this key"
+        yield without_effect(f"val_env_manager.{path}", value, "validation plays each group once", remedy)
+
+
+def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
+    actor = config.actor_train
+    for name, (loss, argument) in ROLL_ARGUMENTS.items():
+        value = vars(actor)[name]
+        if value is None:
+            continue
+        if actor.pg_variant != loss:
+            reason = f"it is an argument of `{loss}`, and pg_variant is `{actor.pg_variant}`"
+            remedy = f"set `pg_variant: {loss}`, or remove this key"
+            yield without_effect(f"actor_train.{name}", value, reason, remedy)
+        elif argument in actor.pg_variant_args:
+            message = f"{shown(value)}, but `pg_variant_args.{argument}` sets the same argument"
+            yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
+
+
+def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject adapters for any role but the policy, and for trainers that do not support them."""
+    target = config.actor_train.model_args.lora_target
+    for role, section in roles_and_reward_models(config).items():
+        for key, value in changes(section.model_args, *ADAPTER_KEYS):
+            path = f"{role}.model_args.{key}"
+            if isinstance(section, RewardConfig):
+                remedy = "remove it; merge adapters into the model"
+                yield without_effect(path, value, "a reward model is not trained", remedy)
+            elif role != "actor_train":
+                yield without_effect(path, value, "only actor_train learns with adapters", "remove this key")
+            elif target is None:
+                yield without_effect(path, value, "no layer has adapters", "set `lora_target`, or remove this key")
+    if target is None:
+        return
+    path, strategy = "actor_train.model_args.lora_target", strategy_of("actor_train", config.actor_train)
+    if isinstance(strategy, Trainer) and not strategy.adapters:
+        message = f"{shown(target)}, but {config.actor_train.strategy_args.strategy_name} trains no adapters"
+        able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.adapters]
+        yield ConfigProblem(path, message, f"use {' or '.join(able)}, or remove the keys `lora_...`")
+    if not target:
+        remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
+        yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
+
+
+def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig) -> Iterator[ConfigProblem]:
+    """Require the form of an import path for custom classes; the class itself is looked up later."""
+    classes = {"worker_cls": section.worker_cls, "strategy_args.strategy_cls": section.strategy_args.strategy_cls}
+    for key, value in classes.items():
+        if value is not None and not IMPORT_PATH.fullmatch(value):
+            message = f"{shown(value)} is no import path"
+            yield ConfigProblem(f"{path}.{key}", message, "write `package.module:Class`")
+
+
+def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require strategies that are known, for each role."""
+    for name, role in present_roles(config).items():
+        kind, strategy = strategies_of(name), role.strategy_args.strategy_name
+        for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
+            if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES.built_in:
+                message = f"{found.message}: it only computes, and a role that learns needs an optimizer"
+                found = replace(found, message=message)
+            yield found
+        yield from own_classes_have_their_form(name, role)
+
+
+def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require that the run's folder can be created."""
+    if config.output_dir is None:
+        if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):
+            message = f"{shown(config.exp_name)} is no folder name, and the run's folder is named after it"
+            yield ConfigProblem("exp_name", message, "write a name without slashes, or set `output_dir`")
+        return
+    folder = Path(config.output_dir)
+    if not config.output_dir.strip() or "\0" in config.output_dir:
+        yield ConfigProblem("output_dir", f"{shown(config.output_dir)} is no path", "write a folder, or remove the key")
+        return
+    nearest_existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not nearest_existing.is_dir():
+        message = f"{shown(config.output_dir)}: {nearest_existing} is a file"
+        yield ConfigProblem("output_dir", message, "choose another folder")
+    elif RunDirectory(folder).metrics.exists() and config.resume_from_checkpoint is False:
+        message = f"{shown(config.output_dir)} holds a run already, whose results would be written over"
+        remedy = "set `resume_from_checkpoint: true` to go on with it, name a new folder, or remove the key"
+        yield ConfigProblem("output_dir", message, remedy)
+    elif not os.access(nearest_existing, os.W_OK | os.X_OK):
+        message = f"{shown(config.output_dir)}: no permission to write to {nearest_existing}"
+        yield ConfigProblem("output_dir", message, "choose a folder that you may write to")
+
+
+def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject values that `OPTIONS` does not allow."""
+    for name, role in present_roles(config).items():
+        strategy = strategy_of(name, role)
+        if isinstance(strategy, Trainer) and not strategy.learns:
+            continue
+        for option, value, allowed in Options.of(role).wrong():
+            path = f"{name}.strategy_args.strategy_config.{option}"
+            reason = f"is beyond {LARGEST_NUMBER:g}" if is_too_large(value) else "is not usable"
+            yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {allowed}")
+
+
+def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require a checkpoint to restart from, and an asynchronous run if it may fall back to ratio 0."""
+    restarts = config.restarts
+    if restarts.max_in_a_row == 0:
+        return
+    if not 0 < config.save_steps < config.max_steps:
+        message = f"{restarts.max_in_a_row} would each begin at step 0: the run writes no checkpoints on its way"
+        yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps` below `max_steps`, or remove this key")
+    for index, event in enumerate(config.chaos.events):
+        if (event.kind, event.role) == ("fill_disk", "driver"):
+            message = "fill_disk of the driver would last through its restarts, which are made by the same process"
+            yield ConfigProblem(f"chaos.events[{index}]", message, "remove `restarts.max_in_a_row`")
+    after = restarts.synchronous_after
+    if after is None:
+        return
+    if after > restarts.max_in_a_row:
+        restarted = count(restarts.max_in_a_row, "failure")
+        reason = f"no more than {restarted} in a row are followed by a restart"
+        yield without_effect("restarts.synchronous_after", after, reason, f"set at most {restarts.max_in_a_row}")
+    if config.async_generation_ratio == 0:
+        remedy = "remove it, or set `async_generation_ratio` above 0"
+        yield without_effect("restarts.synchronous_after", after, "the run is synchronous", remedy)
+
 
 TIMED = ("freeze", "delay_publication")
 
@@ -82,8 +377,8 @@ def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield from _right_moment(config, event, path)
         if event.kind not in PUBLICATION_CHAOS:
             yield from _right_process(config, event, path)
-        elif event.kind == "corrupt_bucket" and weight_transport(config) in ("nccl", "cuda_ipc"):
-            message = f"{shown(weight_transport(config))} has no buckets on this side of the engine's library"
+        elif event.kind == "corrupt_bucket" and config.weight_update.transport in ("nccl", "cuda_ipc"):
+            message = f"{shown(config.weight_update.transport)} has no buckets on this side of the engine's library"
             yield ConfigProblem(f"{path}.kind", message, "use another `weight_update.transport`")
 
 
@@ -91,12 +386,10 @@ def _right_keys(event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
     if event.kind == "delay_publication" and event.seconds is None:
         yield ConfigProblem(f"{path}.seconds", f"{event.kind} needs its length", "give the seconds")
     if event.kind not in TIMED and event.seconds is not None:
-        yield ConfigProblem(f"{path}.seconds", f"{event.seconds:g} has no effect on {event.kind}", "remove it")
+        yield without_effect(f"{path}.seconds", event.seconds, f"{event.kind} takes no time", "remove it")
     if event.kind in PUBLICATION_CHAOS:
-        for key in ("role", "rank"):
-            if differs_from_default(event, key):
-                message = f"{shown(vars(event)[key])} has no effect on {event.kind}, which happens to all engines"
-                yield ConfigProblem(f"{path}.{key}", message, "remove it")
+        for key, value in changes(event, "role", "rank"):
+            yield without_effect(f"{path}.{key}", value, f"{event.kind} happens to all engines", "remove it")
 
 
 def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
@@ -115,7 +408,7 @@ def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Itera
 
 
 def _right_process(config: PipelineConfig, event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
-    roles: dict[str, WorkerConfig | RewardConfig] = {**present_roles(config), **reward_models(config)}
+    roles = roles_and_reward_models(config)
     if event.role == "driver":
         processes = 1
     elif event.role not in roles:
@@ -198,362 +491,6 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
             )
 
 
-def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Field[Any]]]:
-    """Yield each field below a dataclass instance as (path, section, value, field)."""
-    for item in fields(section):
-        path, value = prefix + item.name, vars(section)[item.name]
-        yield path, section, value, item
-        if is_dataclass(value):
-            yield from values_below(value, f"{path}.")
-        elif isinstance(value, dict):
-            for key, below in value.items():
-                if is_dataclass(below):
-                    yield from values_below(below, f"{path}.{key}.")
-        elif isinstance(value, list):
-            for index, below in enumerate(value):
-                if is_dataclass(below):
-                    yield from values_below(below, f"{path}[{index}].")
-
-
-def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject numbers outside the range that their field declares, infinity and NaN included."""
-    for path, _, value, item in values_below(config):
-        limits = item.metadata.get("range")
-        if limits is None or value is None:
-            continue
-        too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
-        if too_large or not limits.contains(value):
-            reason = f"is beyond {LARGEST_NUMBER:g}" if too_large else f"must be {limits}"
-            yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
-
-
-def reset(config: PipelineConfig, path: str) -> None:
-    """Reset the field at ``path`` to its default, in place."""
-    for candidate, section, _, item in list(values_below(config)):
-        if candidate == path:
-            setattr(section, item.name, default_of(item))
-
-
-def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject keys of a role that only other roles read."""
-    for role, section in present_roles(config).items():
-        for key in UNREAD_KEYS[role]:
-            default = default_of(next(item for item in fields(section) if item.name == key))
-            value = vars(section)[key]
-            if not is_dataclass(value):
-                if value != default:
-                    yield _unread(f"{role}.{key}", value, role, key)
-                continue
-            for item in fields(value):
-                if vars(value)[item.name] != vars(default)[item.name]:
-                    yield _unread(f"{role}.{key}.{item.name}", vars(value)[item.name], role, f"{key}.{item.name}")
-
-
-def _unread(path: str, value: Any, role: str, key: str) -> ConfigProblem:
-    section = key.partition(".")[0]
-    readers = [name for name, unread in UNREAD_KEYS.items() if name != role and section not in unread]
-    belongs = " or ".join(f"`{name}.{key}`" for name in readers)
-    message = f"{shown(value)} has no effect: nothing reads this key here"
-    return ConfigProblem(path, message, f"it belongs under {belongs}")
-
-
-def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that another setting switches off."""
-    users = [reward for reward in reward_models(config).values() if reward.model_args.model_name_or_path is None]
-    if config.reward_pretrain is not None and not users:
-        yield ConfigProblem(
-            "reward_pretrain",
-            f"{shown(config.reward_pretrain)} has no effect: no reward loads this model",
-            "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own",
-        )
-    if not config.use_kl_loss and differs_from_default(config, "kl_loss_coef"):
-        yield _inert("kl_loss_coef", config.kl_loss_coef, "`use_kl_loss` is false", "set `use_kl_loss: true`")
-    if not config.add_token_level_kl:
-        for key in ("init_kl_coef", "kl_controller"):
-            if differs_from_default(config, key):
-                remedy = "set `add_token_level_kl: true`"
-                yield _inert(key, vars(config)[key], "`add_token_level_kl` is false", remedy)
-    if config.critic is None:
-        for key in ("critic_warmup", "value_clip"):
-            if differs_from_default(config, key):
-                yield _inert(key, vars(config)[key], "there is no `critic`", "add `critic` and `adv_estimator: gae`")
-    yield from _inert_without_a_switch(config)
-    yield from _inert_without_canaries(config)
-    if config.mismatch_alarm is None and differs_from_default(config, "mismatch_action"):
-        yield _inert("mismatch_action", config.mismatch_action, "`mismatch_alarm` is not set", "set `mismatch_alarm`")
-    yield from _inert_straight_through(config)
-    if not uses_kl(config) and differs_from_default(config, "kl_estimator"):
-        yield _inert("kl_estimator", config.kl_estimator, "there is no KL term", "set `use_kl_loss: true`")
-    if config.async_generation_ratio == 0:
-        yield from _inert_when_synchronous(config)
-    yield from _inert_batching(config)
-
-
-def inert_rlvr_keys_are_left_alone(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject keys of the RLVR pipeline that another setting switches off."""
-    if config.validation is None and differs_from_default(config, "val_batch_size"):
-        yield _inert("val_batch_size", config.val_batch_size, "there is no `validation`", "add `validation`")
-
-
-def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Reject keys of the agentic pipeline that another setting switches off, and prompts, which episodes do not use."""
-    data = config.actor_train.data_args
-    for item in fields(data):
-        if differs_from_default(data, item.name):
-            reason = "episodes begin with what their environment says"
-            yield _inert(f"actor_train.data_args.{item.name}", vars(data)[item.name], reason, "use `pipeline: rlvr`")
-    if config.template == "raw" and config.chat_template_kwargs:
-        value, remedy = config.chat_template_kwargs, "set `template: chat`"
-        yield _inert("chat_template_kwargs", value, "`template` is raw", remedy)
-    if config.template == "chat":
-        for item in fields(config.raw_turns):
-            if differs_from_default(config.raw_turns, item.name):
-                value, remedy = vars(config.raw_turns)[item.name], "set `template: raw`"
-                yield _inert(f"raw_turns.{item.name}", value, "`template` is chat", remedy)
-    for tag, env in config.custom_envs.items():
-        for key in ("history_length", "keep_first_observation"):
-            if env.env_manager_cls == "trajectory" and differs_from_default(env, key):
-                reason, remedy = "a trajectory shows all turns before", "set `env_manager_cls: step`"
-                yield _inert(f"custom_envs.{tag}.{key}", vars(env)[key], reason, remedy)
-    if config.val_env_manager is None:
-        for item in fields(config.validation):
-            if differs_from_default(config.validation, item.name):
-                value, remedy = vars(config.validation)[item.name], "add `val_env_manager`"
-                yield _inert(f"validation.{item.name}", value, "there is no `val_env_manager`", remedy)
-    elif config.val_env_manager.max_traj_per_env is not None:
-        played = config.val_env_manager.max_traj_per_env
-        yield _inert("val_env_manager.max_traj_per_env", played, "validation plays each group once", "set the groups")
-
-
-def _inert_straight_through(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    if config.kl_estimator == "k3_straight_through" and uses_kl(config) and not config.use_kl_loss:
-        reason = "a penalty in the rewards has no gradient, and its value is that of k3"
-        yield _inert("kl_estimator", config.kl_estimator, reason, "set `kl_estimator: k3`")
-
-
-def _inert_without_a_switch(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    for switch, wanted, keys in (
-        ("kl_controller", "adaptive", ("target_kl", "kl_horizon")),
-        ("difficulty_mask", True, ("difficulty_low_threshold", "difficulty_high_threshold")),
-    ):
-        if vars(config)[switch] == wanted:
-            continue
-        for key in keys:
-            if differs_from_default(config, key):
-                reason, remedy = f"`{switch}` is {shown(vars(config)[switch])}", f"set `{switch}: {shown(wanted)}`"
-                yield _inert(key, vars(config)[key], reason, remedy)
-    penalty = config.length_penalty
-    if penalty is not None:
-        key, kind = ("correct_above", "relative") if penalty.kind == "overlong" else ("buffer", "overlong")
-        if differs_from_default(penalty, key):
-            reason, remedy = f"`length_penalty.kind` is {penalty.kind}", f"set `kind: {kind}`"
-            yield _inert(f"length_penalty.{key}", vars(penalty)[key], reason, remedy)
-
-
-def _inert_without_canaries(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    if config.weight_update.canary_interval > 0:
-        return
-    for key in ("canary_prompts", "canary_tolerance"):
-        if differs_from_default(config.weight_update, key):
-            value, remedy = vars(config.weight_update)[key], "set `weight_update.canary_interval` to at least 1"
-            yield _inert(f"weight_update.{key}", value, "`weight_update.canary_interval` is 0", remedy)
-
-
-def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that an argument under ROLL's name belongs to the chosen policy loss and is given once."""
-    actor = config.actor_train
-    for name, (loss, argument) in ROLL_ARGUMENTS.items():
-        value = vars(actor)[name]
-        if value is None:
-            continue
-        if actor.pg_variant != loss:
-            reason = f"it is an argument of `{loss}`, and pg_variant is `{actor.pg_variant}`"
-            yield _inert(f"actor_train.{name}", value, reason, f"set `pg_variant: {loss}`")
-        elif argument in actor.pg_variant_args:
-            message = f"{shown(value)}, but `pg_variant_args.{argument}` sets the same argument"
-            yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
-
-
-def _inert_when_synchronous(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    ahead = "set `async_generation_ratio` above 0"
-    reason = "with async_generation_ratio 0 nothing is generated ahead"
-    if config.consumption == "ready_first":
-        yield _inert("consumption", config.consumption, f"{reason}, and a step needs every group", ahead)
-    if config.staleness_policy == "drop":
-        yield _inert("staleness_policy", config.staleness_policy, f"{reason}, so no group is ever late", ahead)
-
-
-def _inert_batching(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    for name, role in trained_roles(config).items():
-        if role.use_dynamic_batching_in_train:
-            arguments, key = role.training_args, "per_device_train_batch_size"
-            if arguments.gradient_accumulation_steps is None and differs_from_default(arguments, key):
-                yield _inert(
-                    f"{name}.training_args.{key}",
-                    arguments.per_device_train_batch_size,
-                    "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch",
-                    "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`",
-                )
-        elif differs_from_default(role, "max_tokens_per_microbatch_in_train"):
-            yield _inert_budget(name, role, "train")
-    for name, role in present_roles(config).items():
-        if "infer_batch_size" in UNREAD_KEYS[name]:
-            continue
-        if role.use_dynamic_batching_in_infer and differs_from_default(role, "infer_batch_size"):
-            yield _inert(
-                f"{name}.infer_batch_size",
-                role.infer_batch_size,
-                "dynamic batching cuts micro-batches by tokens",
-                "set `use_dynamic_batching_in_infer: false`",
-            )
-        if not role.use_dynamic_batching_in_infer and differs_from_default(role, "max_tokens_per_microbatch_in_infer"):
-            yield _inert_budget(name, role, "infer")
-
-
-def _inert_budget(name: str, role: WorkerConfig, mode: str) -> ConfigProblem:
-    key = f"max_tokens_per_microbatch_in_{mode}"
-    switch = f"use_dynamic_batching_in_{mode}"
-    return _inert(f"{name}.{key}", vars(role)[key], f"`{switch}` is false", f"set `{switch}: true`")
-
-
-def _inert(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
-    return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", f"{remedy}, or remove this key")
-
-
-def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig) -> Iterator[ConfigProblem]:
-    """Require the form of an import path for custom classes; the class itself is looked up later."""
-    classes = {"worker_cls": section.worker_cls, "strategy_args.strategy_cls": section.strategy_args.strategy_cls}
-    for key, value in classes.items():
-        if value is not None and not IMPORT_PATH.fullmatch(value):
-            message = f"{shown(value)} is no import path"
-            yield ConfigProblem(f"{path}.{key}", message, "write `package.module:Class`")
-
-
-def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require strategies that are known, for each role."""
-    for name, role in present_roles(config).items():
-        kind, strategy = strategies_of(name), role.strategy_args.strategy_name
-        for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
-            if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES.built_in:
-                message = f"{found.message}: it only computes, and a role that learns needs an optimizer"
-                found = replace(found, message=message)
-            yield found
-        yield from own_classes_have_their_form(name, role)
-
-
-def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require that the run's folder can be created."""
-    if config.output_dir is None:
-        if not re.fullmatch(r"[^/\\\0]+", config.exp_name) or config.exp_name in (".", ".."):
-            message = f"{shown(config.exp_name)} is no folder name, and the run's folder is named after it"
-            yield ConfigProblem("exp_name", message, "write a name without slashes, or set `output_dir`")
-        return
-    folder = Path(config.output_dir)
-    if not config.output_dir.strip() or "\0" in config.output_dir:
-        yield ConfigProblem("output_dir", f"{shown(config.output_dir)} is no path", "write a folder, or remove the key")
-        return
-    nearest_existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
-    if not nearest_existing.is_dir():
-        message = f"{shown(config.output_dir)}: {nearest_existing} is a file"
-        yield ConfigProblem("output_dir", message, "choose another folder")
-    elif RunDirectory(folder).metrics.exists() and config.resume_from_checkpoint is False:
-        message = f"{shown(config.output_dir)} holds a run already, whose results would be written over"
-        remedy = "set `resume_from_checkpoint: true` to go on with it, name a new folder, or remove the key"
-        yield ConfigProblem("output_dir", message, remedy)
-    elif not os.access(nearest_existing, os.W_OK | os.X_OK):
-        message = f"{shown(config.output_dir)}: no permission to write to {nearest_existing}"
-        yield ConfigProblem("output_dir", message, "choose a folder that you may write to")
-
-
-def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject adapters for any role but the policy, and for trainers that do not support them."""
-    for role, section in present_roles(config).items():
-        arguments, path = section.model_args, f"{role}.model_args"
-        given = [key for key in ADAPTER_KEYS if differs_from_default(arguments, key)]
-        if role != "actor_train":
-            for key in given:
-                message = f"{shown(vars(arguments)[key])} has no effect: only actor_train learns with adapters"
-                yield ConfigProblem(f"{path}.{key}", message, "remove this key")
-            continue
-        if arguments.lora_target is None:
-            for key in given:
-                message = f"{shown(vars(arguments)[key])} has no effect: no layer has adapters"
-                yield ConfigProblem(f"{path}.{key}", message, "set `lora_target`, or remove this key")
-            continue
-        strategy = strategy_of(role, section)
-        if isinstance(strategy, Trainer) and not strategy.adapters:
-            name = section.strategy_args.strategy_name
-            message = f"{shown(arguments.lora_target)}, but {name} trains no adapters"
-            able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.adapters]
-            remedy = f"use {' or '.join(able)}, or remove the keys `lora_...`"
-            yield ConfigProblem(f"{path}.lora_target", message, remedy)
-        if not arguments.lora_target:
-            remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
-            yield ConfigProblem(f"{path}.lora_target", f"{shown(arguments.lora_target)} names no layer", remedy)
-
-
-def base_reference_sets_nothing(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject settings of a reference that is the trainer without its adapters."""
-    if config.reference is None or not reference_is_base(config):
-        return
-    for path, value in _own_settings(config.reference, config.actor_train, ""):
-        if path in ("device_mapping", "model_args.model_name_or_path"):
-            continue
-        message = f"{shown(value)} has no effect: the reference is actor_train without its adapters, no second model"
-        remedy = "remove this key, or give the reference devices or a model of its own"
-        yield ConfigProblem(f"reference.{path}", message, remedy)
-
-
-def _own_settings(section: Any, trainer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that differ both from their default and from the trainer's section."""
-    for item in fields(section):
-        value, theirs = vars(section)[item.name], vars(trainer)[item.name]
-        if is_dataclass(value):
-            yield from _own_settings(value, theirs, f"{prefix}{item.name}.")
-        elif differs_from_default(section, item.name) and value != theirs:
-            yield prefix + item.name, value
-
-
-def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject values that `engine_options` does not allow."""
-    for name, role in present_roles(config).items():
-        strategy = strategy_of(name, role)
-        if isinstance(strategy, Trainer) and not strategy.learns:
-            continue
-        for option, value, allowed in Options.of(role).wrong():
-            path = f"{name}.strategy_args.strategy_config.{option}"
-            reason = f"is beyond {LARGEST_NUMBER:g}" if is_too_large(value) else "is not usable"
-            yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {allowed}")
-
-
-def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a checkpoint to restart from, and an asynchronous run if it may fall back to ratio 0."""
-    restarts = config.restarts
-    if restarts.max_in_a_row == 0:
-        for key in ("synchronous_after", "delay_seconds"):
-            if differs_from_default(restarts, key):
-                message = f"{shown(vars(restarts)[key])} has no effect: a failed run does not begin again"
-                yield ConfigProblem(f"restarts.{key}", message, "set `restarts.max_in_a_row`, or remove this key")
-        return
-    if not 0 < config.save_steps < config.max_steps:
-        message = f"{restarts.max_in_a_row} would each begin at step 0: the run writes no checkpoints on its way"
-        yield ConfigProblem("restarts.max_in_a_row", message, "set `save_steps` below `max_steps`, or remove this key")
-    for index, event in enumerate(config.chaos.events):
-        if (event.kind, event.role) == ("fill_disk", "driver"):
-            message = "fill_disk of the driver would last through its restarts, which are made by the same process"
-            yield ConfigProblem(f"chaos.events[{index}]", message, "remove `restarts.max_in_a_row`")
-    after = restarts.synchronous_after
-    if after is None:
-        return
-    if after > restarts.max_in_a_row:
-        restarted = count(restarts.max_in_a_row, "failure")
-        message = f"{after} has no effect: no more than {restarted} in a row are followed by a restart"
-        yield ConfigProblem("restarts.synchronous_after", message, f"set at most {restarts.max_in_a_row}")
-    if config.async_generation_ratio == 0:
-        message = f"{after} has no effect: the run is synchronous"
-        yield ConfigProblem("restarts.synchronous_after", message, "remove it, or set `async_generation_ratio` above 0")
-
-
 _KEYS = "tracker_kwargs"
 
 
@@ -618,7 +555,7 @@ def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield from missing
         elif name not in tracker_list(config):
             remedy = f"add {name} to `track_with`, or remove these options"
-            yield ConfigProblem(path, f"{shown(options)} has no effect: {name} is not used", remedy)
+            yield without_effect(path, options, f"{name} is not used", remedy)
         elif plug_in := _plug_in(name):
             yield from _option_problems(path, plug_in.Options, options)
 
@@ -628,16 +565,10 @@ def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator
     for key in secrets:
         remedy = "remove it here, and from the file's history; `docs/trackers.md` has the variable"
         yield ConfigProblem(f"{path}.{key}", "keys are taken from the environment only", remedy)
-    tree = {key: value for key, value in options.items() if key not in secrets}
-    problems = truth_value_problems(kind, tree)
     strict = make_dataclass(kind.__name__, [], bases=(kind,), namespace={"__pydantic_config__": {"extra": "forbid"}})
-    try:
-        TypeAdapter(strict).validate_python(tree)
-    except ValidationError as error:
-        known = {problem.path for problem in problems}
-        problems += [item for item in validation_problems(error, kind, tree) if item.path not in known]
+    _, problems = validated(strict, {key: value for key, value in options.items() if key not in secrets})
     for problem in problems:
-        yield ConfigProblem(f"{path}.{problem.path}", problem.message, problem.remedy)
+        yield replace(problem, path=f"{path}.{problem.path}")
 
 
 def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:

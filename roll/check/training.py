@@ -25,11 +25,10 @@ from roll.configs.derived import (
     validation_settings,
     warmup_steps,
 )
-from roll.configs.engine_options import Options
 from roll.configs.errors import ConfigProblem, count
 from roll.configs.roles import UNREAD_KEYS, GeneratingArguments
 from roll.configs.run import PipelineConfig
-from roll.configs.strategies import TRAINERS, Trainer, strategy_of
+from roll.configs.strategies import TRAINERS, Options, Trainer, strategy_of
 
 
 def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -23,8 +23,7 @@ from typing import Any
 from roll.check.config import check_elsewhere
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
-from roll.check.needs import Need, missing_packages, needs
-from roll.check.plan import plan, render
+from roll.check.plan import Need, missing_packages, needs, plan
 from roll.configs import derived
 from roll.configs.errors import ConfigError, count
 from roll.configs.loader import load_config
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_config(options.config, [*options.overrides, *_gpu_memory(options.gpu_memory)])
         missing = check_elsewhere(config)
-        print(render(plan(config)), flush=True)
+        print(plan(config), flush=True)
         _look_up(config, with_model=not missing and _model_is_here(config))
     except ConfigError as error:
         return _refused(options.config, error)

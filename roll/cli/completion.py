@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Sequence
 
 from roll.cli.main import COMMANDS
-from roll.configs.loader import PIPELINES, walk
+from roll.configs.fields import walk
+from roll.configs.loader import PIPELINES
 from roll.configs.roles import UNREAD_PATHS
 
 SHELLS = ("bash", "zsh", "fish")

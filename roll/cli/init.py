@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.check.config import check_elsewhere
-from roll.check.needs import missing_packages
+from roll.check.plan import missing_packages
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import load_config
 from roll.configs.run import PipelineConfig

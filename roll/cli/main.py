@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from roll.check.config import check_config
-from roll.check.plan import plan, render
+from roll.check.plan import plan
 from roll.configs.errors import ConfigError, ConfigProblem, choose_among, count
 from roll.configs.loader import dump_config, load_config
 from roll.configs.run import PipelineConfig
@@ -234,7 +234,7 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
     """Check everything that can be known before Ray or a model starts. Raises `ConfigError`."""
     with _garbage_collection_off():
         config = check_config(load())
-        say(render(plan(config)))
+        say(plan(config))
         from roll.pipeline.preflight import prepare
         from roll.pipeline.resume import find_resume_point
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from roll.configs.devices import DeviceMappingError, parse_device_mapping
-from roll.configs.engine_options import Options
-from roll.configs.environments import EnvManagerConfig
 from roll.configs.fields import DeviceMapping
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import ROLES, ROLL_ARGUMENTS, TRAINED_ROLES, TrainingArguments, ValidationSettings, WorkerConfig
-from roll.configs.run import TENSORBOARD, TRACKERS, AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import TENSORBOARD, TRACKERS, AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
+from roll.configs.strategies import Options
 
 SYNCHRONOUS_KEYS = (
     "async_generation_ratio",

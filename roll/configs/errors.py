@@ -31,6 +31,11 @@ class ConfigProblem:
         return f"{self.path}: {self.message}\n    -> {self.remedy}"
 
 
+def without_effect(path: str, value: Any, reason: str, remedy: str) -> ConfigProblem:
+    """Return the problem of a key that other settings leave without effect."""
+    return ConfigProblem(path, f"{shown(value)} has no effect: {reason}", remedy)
+
+
 class ConfigError(Exception):
     """A configuration with at least one problem."""
 
@@ -199,23 +204,22 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def choose_among(name: str, known: Iterable[str]) -> str:
     """Return the remedy for a wrong name: the nearest known name, and all of them."""
     names = list(known)
+    if not names:
+        return "there is none to choose from"
     match = nearest(name, names)
-    guess = f"did you mean `{match}`? " if match else ""
-    return f"{guess}known: {', '.join(f'`{item}`' for item in names)}"
+    return (f"did you mean `{match}`? " if match else "") + f"known: {', '.join(f'`{item}`' for item in names)}"
+
+
+def nearest_name_hint(name: str, known: Iterable[str]) -> str:
+    """Return ``did you mean `x`?`` if a known name is similar, else the list of the known names (at most twelve)."""
+    names = sorted(known)
+    match = nearest(name, names)
+    if match is not None:
+        return f"did you mean `{match}`?"
+    return choose_among(name, names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def count(number: int, word: str) -> str:
     """Format a number with its noun: ``1 sample``, ``2 samples``, ``2 batches``."""
     plural = word + ("es" if word.endswith(("s", "sh", "ch")) else "s")
     return f"{number:,} {word if number == 1 else plural}"
-
-
-def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """Return ``did you mean `x`?`` if a known name is similar, else the list of the known names (at most twelve)."""
-    known = sorted(known)
-    near = nearest(name, known)
-    if near is not None:
-        return f"did you mean `{near}`?"
-    shown = ", ".join(f"`{each}`" for each in known[:12])
-    more = f" and {len(known) - 12} more" if len(known) > 12 else ""
-    return f"known: {shown}{more}" if known else "there is none to choose from"

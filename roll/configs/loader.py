@@ -5,19 +5,15 @@ dataclasses. Nothing is executed, nothing heavy is imported, and no key is silen
 1.2: `1e-6` is a float, and `no`, `12:30` or `2024-01-01` are text. A repeated key, a tag such as `!!python/object` and
 an alias that grows without bound are reported with line and column.
 
-An unknown key gets the nearest valid name at its level, or the place where a key of that name belongs. A wrong value
-gets the expected type. If several readings of one value fail, one problem is reported. The loader, the checks and the
-reference page all walk the same dataclasses, so a new key is validated, suggested and documented without another line
-anywhere.
+An unknown key gets the nearest valid name at its level, or the section where a key of that name belongs. A wrong value
+gets the expected type. If several readings of one value fail, one problem is reported.
 """
 
 from __future__ import annotations
 
 import re
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, fields, is_dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
@@ -30,6 +26,19 @@ from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.errors import ADVICE, RENAMED, ConfigError, ConfigProblem, choose_among, masked, nearest, shown
+from roll.configs.fields import (
+    PathPart,
+    alternatives,
+    dataclass_of,
+    describe,
+    field_types,
+    is_optional,
+    join,
+    kind_at,
+    member,
+    walk,
+)
+from roll.configs.plugins import problem
 from roll.configs.roles import UNREAD_PATHS
 from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
 from roll.tracking.logs import redact
@@ -37,26 +46,31 @@ from roll.tracking.logs import redact
 _MOST_NAMES_LISTED = 12
 
 
-def validation_problems(error: ValidationError, root: type, tree: dict[str, Any]) -> list[ConfigProblem]:
-    """Return one problem per wrong key or value of ``tree``, which could not be validated as ``root``."""
-    paths: dict[tuple[PathPart, ...], str] = {}
-    for entry in error.errors(include_url=False):
-        paths.setdefault(_path_in_tree(entry["loc"], tree), entry["type"])
-    return [
-        _unknown_key(parts, root, tree)
-        if kind == "unexpected_keyword_argument"
-        else _wrong_value(parts, root, _value_at(parts, tree))
-        for parts, kind in paths.items()
-        if not any(len(other) > len(parts) and other[: len(parts)] == parts for other in paths)
-    ]
+def validated(cls: type, tree: dict[str, Any]) -> tuple[Any, list[ConfigProblem]]:
+    """Return ``tree`` as the dataclass, None if it does not fit, and a problem for each wrong key or value."""
+    found = {parts: _wrong_value(parts, cls, value) for parts, value in _truth_values(cls, tree, ())}
+    try:
+        return _adapter(cls).validate_python(tree), list(found.values())
+    except ValidationError as error:
+        kinds: dict[tuple[PathPart, ...], str] = {}
+        for entry in error.errors(include_url=False):
+            kinds.setdefault(_path_in_tree(entry["loc"], tree), entry["type"])
+    for parts, kind in kinds.items():
+        holds_another = any(len(other) > len(parts) and other[: len(parts)] == parts for other in kinds)
+        if parts in found or holds_another:
+            continue
+        unknown = kind == "unexpected_keyword_argument"
+        found[parts] = _unknown_key(parts, cls, tree) if unknown else _wrong_value(parts, cls, _value_at(parts, tree))
+    return None, list(found.values())
 
 
-def truth_value_problems(root: type, tree: dict[str, Any]) -> list[ConfigProblem]:
-    """Report `true` where a number is expected, and anything but true or false where a truth value is."""
-    return [_wrong_value(parts, root, value) for parts, value in _truth_values(root, tree, ())]
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def _truth_values(kind: Any, value: Any, parts: tuple[PathPart, ...]) -> Iterator[tuple[tuple[PathPart, ...], Any]]:
+    """Yield each `true` where a number is expected, and anything but true or false where a truth value is."""
     if isinstance(value, (dict, list)):
         for part, below in value.items() if isinstance(value, dict) else enumerate(value):
             expected = member(kind, part)
@@ -129,28 +143,28 @@ def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
     near = nearest(name, known, cutoff=0.75)
     if near:
         return f"did you mean `{near}`?"
-    places = _places(root)
-    if name in places:
-        return f"`{name}` belongs under {_under(places[name])}"
+    sections = _sections(root)
+    if name in sections:
+        return f"`{name}` belongs under {_under(sections[name])}"
     if name in RENAMED:
         return f"this is called `{RENAMED[name]}` here"
     near = nearest(name, known)
     if near:
         return f"did you mean `{near}`?"
-    elsewhere = nearest(name, places, cutoff=0.75)
+    elsewhere = nearest(name, sections, cutoff=0.75)
     if elsewhere:
-        return f"did you mean `{elsewhere}`, which belongs under {_under(places[elsewhere])}?"
+        return f"did you mean `{elsewhere}`, which belongs under {_under(sections[elsewhere])}?"
     if len(known) > _MOST_NAMES_LISTED:
         return "remove it; `docs/configuration.md` lists every key"
     return f"remove it; known here: {', '.join(f'`{item}`' for item in known)}"
 
 
-def _places(root: type) -> dict[str, list[str]]:
+def _sections(root: type) -> dict[str, list[str]]:
     """Map each key that is read to the paths of the sections it may stand in; the top level is an empty path."""
-    places: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for path, item, _ in walk(root, without=UNREAD_PATHS):
-        places.setdefault(item.name, []).append(path.removesuffix(item.name).rstrip("."))
-    return places
+        sections.setdefault(item.name, []).append(path.removesuffix(item.name).rstrip("."))
+    return sections
 
 
 def _under(sections: Iterable[str]) -> str:
@@ -179,43 +193,38 @@ def config_from_tree(tree: dict[str, Any]) -> PipelineConfig:
 
 def dump_config(config: PipelineConfig) -> str:
     """Return the resolved configuration as YAML that loads to an equal configuration. Secrets are masked."""
-    return dump_yaml(_escaped(masked(asdict(config))))
+    return dump_yaml(_with_texts(masked(asdict(config)), _escaped))
 
 
 def redacted_config(config: PipelineConfig) -> dict[str, Any]:
     """Return the resolved configuration, redacted: secrets are masked by key name and inside texts."""
-    return _redacted(masked(asdict(config)))
+    redacted: dict[str, Any] = _with_texts(masked(asdict(config)), redact)
+    return redacted
 
 
-def _redacted(value: Any) -> Any:
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a plain tree with each text changed."""
     if isinstance(value, dict):
-        return {key: _redacted(below) for key, below in value.items()}
+        return {key: _with_texts(below, change) for key, below in value.items()}
     if isinstance(value, list):
-        return [_redacted(below) for below in value]
-    return redact(value) if isinstance(value, str) else value
+        return [_with_texts(below, change) for below in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     cls = _config_class(written, overrides)
     references = _References()
-    config = OmegaConf.create(references.vetted(_laid_over(asdict(cls()), written), ()))
-    problems = _apply(overrides, config, references)
-    tree = references.resolved(config, ())
-    problems += references.problems + truth_value_problems(cls, tree) + _pipeline_problems(tree.get("pipeline"))
-    known = {problem.path for problem in problems}
-    try:
-        valid = _adapter(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: a dataclass is as unhashable as its instances
-    except ValidationError as error:
-        problems += [item for item in validation_problems(error, cls, tree) if item.path not in known]
-        raise ConfigError(problems) from None
+    merged = OmegaConf.create(references.vetted(_laid_over(asdict(cls()), written), ()))
+    problems = _apply(overrides, merged, references)
+    tree = references.resolved(merged, ())
+    valid, wrong = validated(cls, tree)
+    problems += references.problems + _pipeline_problems(tree.get("pipeline"))
+    reported = {each.path for each in problems}
+    problems += [each for each in wrong if each.path not in reported]
     if problems:
         raise ConfigError(problems)
-    return valid
-
-
-@cache
-def _adapter(cls: type[PipelineConfig]) -> TypeAdapter[PipelineConfig]:
-    return TypeAdapter(cls)
+    config: PipelineConfig = valid
+    return config
 
 
 def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[PipelineConfig]:
@@ -234,10 +243,10 @@ def _pipeline_problems(name: Any) -> list[ConfigProblem]:
 def _read_mapping(path: Path) -> dict[str, Any]:
     tree = parse_yaml(_read_text(path), str(path))
     if tree is None:
-        raise ConfigError([ConfigProblem(str(path), "the file is empty", "write at least `pretrain` and the data")])
+        raise problem(str(path), "the file is empty", "write at least `pretrain` and the data")
     if not isinstance(tree, dict):
         message = f"the top level is {shown(tree)}, not a mapping"
-        raise ConfigError([ConfigProblem(str(path), message, "write `key: value` lines")])
+        raise problem(str(path), message, "write `key: value` lines")
     return tree
 
 
@@ -252,7 +261,7 @@ def _read_text(path: Path) -> str:
         message, remedy = f"is not UTF-8 text (byte {error.start})", "save the file as UTF-8"
     except (OSError, ValueError) as error:
         message, remedy = f"cannot be read: {error}", "check the path and its permissions"
-    raise ConfigError([ConfigProblem(str(path), message, remedy)])
+    raise problem(str(path), message, remedy)
 
 
 def _apply(overrides: Sequence[str], config: DictConfig, references: _References) -> list[ConfigProblem]:
@@ -273,7 +282,7 @@ def _split_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not re.fullmatch(r"(?!-)[^\s.\[\]]+(\.[^\s.\[\]]+|\[[^\s\[\]]+\])*", key):
         remedy = "write dotted.key=value, for example max_steps=10 or rewards.math.tag_included[0]=gsm8k"
-        raise ConfigError([ConfigProblem("command line", f"`{text}` is no override", remedy)])
+        raise problem("command line", f"`{text}` is no override", remedy)
     return key, parse_yaml(value, f"command line, {key}")
 
 
@@ -283,7 +292,7 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         message = f"the override {shown(value, key)} does not fit: {_first_line(error)}"
         remedy = "a list entry is named by the number of an entry that the file has; to change its length give the list"
-        raise ConfigError([ConfigProblem(key, message, remedy)]) from error
+        raise problem(key, message, remedy) from error
 
 
 def _laid_over(defaults: Any, written: Any) -> Any:
@@ -307,12 +316,16 @@ class _References:
 
     def vetted(self, value: Any, parts: tuple[PathPart, ...]) -> Any:
         """Return the value without the texts whose references are malformed or refused."""
-        if isinstance(value, (dict, list)):
-            return _map_below(value, parts, self.vetted)
+        if isinstance(value, dict):
+            pairs = [(key, self.vetted(below, (*parts, key))) for key, below in value.items()]
+            return {key: below for key, below in pairs if below is not _UNRESOLVED}
+        if isinstance(value, list):
+            entries = [self.vetted(below, (*parts, index)) for index, below in enumerate(value)]
+            return [below for below in entries if below is not _UNRESOLVED]
         if isinstance(value, str) and "${" in value:
-            problem = _text_problem(value, parts)
-            if problem is not None:
-                self.problems.append(problem)
+            refused = _text_problem(value, parts)
+            if refused is not None:
+                self.problems.append(refused)
                 return _UNRESOLVED
         return value
 
@@ -338,15 +351,6 @@ class _References:
             self.problems.append(ConfigProblem(join(path), _first_line(error), _reference_remedy(error)))
             return _UNRESOLVED
         return self.resolved(value, path)
-
-
-def _map_below(value: Any, parts: tuple[PathPart, ...], judge: Callable[..., Any]) -> Any:
-    """Apply ``judge(value, path)`` to each entry, and leave out the entries it rejects."""
-    if isinstance(value, dict):
-        pairs = [(key, judge(below, (*parts, key))) for key, below in value.items()]
-        return {key: below for key, below in pairs if below is not _UNRESOLVED}
-    entries = [judge(below, (*parts, index)) for index, below in enumerate(value)]
-    return [below for below in entries if below is not _UNRESOLVED]
 
 
 def _text_problem(text: str, parts: tuple[PathPart, ...]) -> ConfigProblem | None:
@@ -380,120 +384,11 @@ def _first_line(error: Exception) -> str:
     return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')
 
 
-def _escaped(value: Any) -> Any:
-    """Escape texts that look like references or missing values, so that they load as themselves."""
-    if isinstance(value, dict):
-        return {key: _escaped(below) for key, below in value.items()}
-    if isinstance(value, list):
-        return [_escaped(below) for below in value]
-    if not isinstance(value, str):
-        return value
-    if re.fullmatch(r"\\*\?\?\?", value):
-        return "\\" + value
-    if "${" in value:
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
-    return value
-
-
-PathPart = str | int
-
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
-_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
-
-
-def join(parts: Sequence[PathPart]) -> str:
-    """Join parts into a path: ``("a", "b", 0)`` -> ``a.b[0]``."""
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-@cache
-def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, with references resolved."""
-    hints = typing.get_type_hints(cls)
-    return {item.name: hints[item.name] for item in fields(cls)}
-
-
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself, without ``None``."""
-    members = typing.get_args(kind) if _is_union(kind) else (kind,)
-    return tuple(member for member in members if member is not type(None))
-
-
-def is_optional(kind: Any) -> bool:
-    """Return True if ``null`` is a value of the type."""
-    return _is_union(kind) and type(None) in typing.get_args(kind)
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (types.UnionType, typing.Union)
-
-
-def dataclass_of(kind: Any) -> type | None:
-    """Return the dataclass of a type (also ``X | None``); None if there is none."""
-    return next((member for member in alternatives(kind) if isinstance(member, type) and is_dataclass(member)), None)
-
-
-def member(kind: Any, part: PathPart) -> Any:
-    """Return the type of one key or element below ``kind``; None if the schema does not define it."""
-    for option in alternatives(kind):
-        if isinstance(option, type) and is_dataclass(option):
-            return field_types(option).get(part) if isinstance(part, str) else None
-        arguments = typing.get_args(option)
-        if typing.get_origin(option) is dict and isinstance(part, str):
-            return arguments[1]
-        if typing.get_origin(option) is list and isinstance(part, int):
-            return arguments[0]
-    return None
-
-
-def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
-    """Return the type at a path below the dataclass ``root``; None if there is none."""
-    kind: Any = root
-    for part in parts:
-        kind = member(kind, part)
-    return kind
-
-
-def walk(cls: type, prefix: str = "", without: Sequence[str] = ()) -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yield each field below a dataclass as (path, field, type), sections before their keys.
-
-    The keys of a mapping are written ``<name>``, the elements of a list ``[i]``. Paths in ``without`` are skipped, with
-    everything below them.
-    """
-    kinds = field_types(cls)
-    for item in fields(cls):
-        path = f"{prefix}.{item.name}" if prefix else item.name
-        if path in without:
-            continue
-        kind = kinds[item.name]
-        yield path, item, kind
-        for suffix, part in (("", None), (".<name>", ""), ("[i]", 0)):
-            below = dataclass_of(kind if part is None else member(kind, part))
-            if below is not None:
-                yield from walk(below, path + suffix, without)
-                break
-
-
-def describe(kind: Any) -> str:
-    """Describe a type in words, for messages: ``a whole number or null``."""
-    words = [_describe_one(option) for option in alternatives(kind)]
-    return " or ".join(words + (["null"] if is_optional(kind) else []))
-
-
-def _describe_one(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind) or origin is dict:
-        return "a mapping"
-    if origin is list:
-        entry = arguments[0]
-        return f"a list of {_PLURALS.get(entry) or ('mappings' if is_dataclass(entry) else 'names')}"
-    if origin is typing.Literal:
-        names = ", ".join(f"`{name}`" for name in arguments)
-        return names if len(arguments) == 1 else f"one of {names}"
-    return _WORDS[kind]
+def _escaped(text: str) -> str:
+    """Escape a text that looks like a reference or a missing value, so that it loads as itself."""
+    if re.fullmatch(r"\\*\?\?\?", text):
+        return "\\" + text
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
 
 
 MAX_NODES = 10_000
@@ -566,7 +461,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError([_too_large(source)]) from error
     except ValueError as error:
         remedy = "shorten the number, or put it in quotes if it is text"
-        raise ConfigError([ConfigProblem(source, f"a number cannot be read: {error}", remedy)]) from error
+        raise problem(source, f"a number cannot be read: {error}", remedy) from error
     finally:
         if loader is not None:
             loader.dispose()

@@ -13,20 +13,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from types import UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
-from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint, shown
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest, nearest_name_hint, shown
+from roll.configs.fields import describe
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def checked_arguments(
         elif not anything:
             others = " and ".join(f"`{other}`" for other in owners(key))
             message = f"`{name}` has no argument `{key}`" + (f", which belongs to {others}" if others else "")
-            problems.append(ConfigProblem(f"{where}.{key}", message, _choice(str(key), named)))
+            problems.append(ConfigProblem(f"{where}.{key}", message, choose_among(str(key), sorted(named))))
     if problems:
         raise ConfigError(problems)
     return checked
@@ -254,49 +253,10 @@ def made(
         raise problem(where, f"`{name}`: {cause}", "change one of them") from cause
 
 
-def type_in_words(annotation: Any) -> str:
-    """Describe a type, and the range that its `Field` gives: ``number, > 0``; ``` `token` or `sequence` ```."""
-    if get_origin(annotation) is Annotated:
-        inside, *notes = get_args(annotation)
-        limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _limits(note)]
-        return type_in_words(inside) + (f", {' and '.join(limits)}" if limits else "")
-    if get_origin(annotation) is tuple:
-        return "a list"
-    if is_dataclass(annotation):
-        return "a mapping"
-    if isinstance(annotation, type) and get_origin(annotation) is None:
-        return {float: "number", int: "whole number", bool: "true or false", str: "text"}.get(
-            annotation, annotation.__name__
-        )
-    options = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return " or ".join(f"`{option}`" for option in options)
-    if get_origin(annotation) in (Union, UnionType):
-        kinds = [type_in_words(option) for option in options if option is not type(None)]
-        return " or ".join([*kinds, "null"] if type(None) in options else kinds)
-    return str(annotation)
-
-
 def help_text(annotation: Any) -> str:
     """Return the description in the `Field` of an annotation; empty if there is none."""
     notes = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((note.description or "" for note in notes if isinstance(note, FieldInfo)), "")
-
-
-def _limits(note: FieldInfo) -> list[str]:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # every number but NaN is >= -inf
-    found = [
-        (sign, getattr(limit, key)) for limit in note.metadata for key, sign in signs.items() if hasattr(limit, key)
-    ]
-    return [f"{sign} {limit:g}" for sign, limit in found if (sign, limit) != (">=", -math.inf)]
-
-
-def _choice(key: str, named: Collection[str]) -> str:
-    """Return the nearest known argument, and all of them."""
-    hint = nearest_name_hint(key, named)
-    if nearest(key, named) is None:
-        return hint
-    return f"{hint} known: {', '.join(f'`{each}`' for each in sorted(named))}"
 
 
 def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationError) -> ConfigProblem:
@@ -304,7 +264,7 @@ def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationE
     inside = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     if get_origin(inside) is Literal and isinstance(value, str):
         return ConfigProblem(path, message, nearest_name_hint(value, map(str, get_args(inside))))
-    return ConfigProblem(path, message, f"a value of type {type_in_words(annotation)}")
+    return ConfigProblem(path, message, f"write {describe(annotation)}")
 
 
 def _converted(value: Any, annotation: Any, strict: bool) -> Any:

@@ -41,7 +41,7 @@ VERIFIERS = Kind(
 class ScoreStrategyArguments(StrategyArguments):
     """The engine of a reward model."""
 
-    strategy_name: str = option("hf_infer", help="Registered engine of reward models.")
+    strategy_name: str = option("hf_infer", "Registered engine of reward models.")
 
 
 @dataclass
@@ -49,23 +49,21 @@ class RewardModelConfig:
     """The conversion of a sequence classifier's output into a score."""
 
     label: int | None = option(
-        None,
-        help="Which label's logit is the score. Needed for classifiers of more than one label.",
-        range=NOT_NEGATIVE,
+        None, "Which label's logit is the score. Needed for classifiers of more than one label.", NOT_NEGATIVE
     )
     max_length: int | None = option(
-        None, help="Longest conversation in the reward model's tokens. Default: what its positions allow.", range=COUNT
+        None, "Longest conversation in the reward model's tokens. Default: what its positions allow.", COUNT
     )
     overlong: Literal["truncate_left", "refuse"] = option(
         "truncate_left",
-        help="A longer conversation loses its beginning, counted in `reward/truncated_left`, or fails, and with it its "
+        "A longer conversation loses its beginning, counted in `reward/truncated_left`, or fails, and with it its "
         "group.",
     )
     batch_wait_seconds: float | None = option(
         None,
-        help="How long a batch waits for responses of other groups. 0: a group's responses are scored by themselves, "
-        "so that rounding does not depend on timing. Default: 0 at `async_generation_ratio: 0`, else 0.005.",
-        range=NOT_NEGATIVE,
+        "How long a batch waits for responses of other groups. 0: a group's responses are scored by themselves, so "
+        "that rounding does not depend on timing. Default: 0 at `async_generation_ratio: 0`, else 0.005.",
+        NOT_NEGATIVE,
     )
 
 
@@ -73,45 +71,43 @@ class RewardModelConfig:
 class JudgeConfig:
     """A language model behind an OpenAI-compatible address that returns a score."""
 
-    base_url: str = option("", help="Address up to and without `/chat/completions`: `http://127.0.0.1:8000/v1`.")
-    model: str = option("", help="Name of the model there.")
-    api_key_env: str | None = option(None, help="Name of the environment variable that holds the key of the address.")
-    system_prompt: str | None = option(None, help="System message of the question.")
+    base_url: str = option("", "Address up to and without `/chat/completions`: `http://127.0.0.1:8000/v1`.")
+    model: str = option("", "Name of the model there.")
+    api_key_env: str | None = option(None, "Name of the environment variable that holds the key of the address.")
+    system_prompt: str | None = option(None, "System message of the question.")
     template: str | None = option(
         None,
-        help="The question. `{prompt}`, `{response}` and `{ground_truth}` become fenced texts. Default: asks for an "
-        "integer between `score_min` and `score_max` in a last line `Score: N`.",
+        "The question. `{prompt}`, `{response}` and `{ground_truth}` become fenced texts. Default: asks for an integer "
+        "between `score_min` and `score_max` in a last line `Score: N`.",
     )
     score_pattern: str | None = option(
         None,
-        help="Regular expression; the first group of its last match in the answer is the score. Default: the number "
-        "after `Score:`.",
+        "Regular expression; the first group of its last match in the answer is the score. Default: the number after "
+        "`Score:`.",
     )
     score_field: str | None = option(
-        None, help="In place of a pattern: the field of the last JSON object of the answer that has it."
+        None, "In place of a pattern: the field of the last JSON object of the answer that has it."
     )
-    score_min: float = option(0.0, help="Worst score of the judge; becomes 0.", range=ANY_FINITE)
-    score_max: float = option(10.0, help="Best score of the judge; becomes 1.", range=ANY_FINITE)
-    temperature: float = option(0.0, help="Sampling temperature of the judge.", range=NOT_NEGATIVE)
-    max_tokens: int = option(1024, help="Longest answer of the judge in tokens.", range=COUNT)
+    score_min: float = option(0.0, "Worst score of the judge; becomes 0.", ANY_FINITE)
+    score_max: float = option(10.0, "Best score of the judge; becomes 1.", ANY_FINITE)
+    temperature: float = option(0.0, "Sampling temperature of the judge.", NOT_NEGATIVE)
+    max_tokens: int = option(1024, "Longest answer of the judge in tokens.", COUNT)
     extra_body: dict[str, Any] = option(
-        factory=dict, help="Further fields of the request, such as `seed` or `chat_template_kwargs`."
+        dict, "Further fields of the request, such as `seed` or `chat_template_kwargs`."
     )
-    max_concurrency: int = option(64, help="Responses under judgement at a time.", range=COUNT)
-    request_timeout_seconds: float = option(60.0, help="Longest wait for one answer.", range=POSITIVE)
+    max_concurrency: int = option(64, "Responses under judgement at a time.", COUNT)
+    request_timeout_seconds: float = option(60.0, "Longest wait for one answer.", POSITIVE)
     request_retries: int = option(
         6,
-        help="Further requests after a refused connection, a timeout or a status 408, 409, 425, 429 or 5xx; each waits "
+        "Further requests after a refused connection, a timeout or a status 408, 409, 425, 429 or 5xx; each waits "
         "twice as long as the one before (from 0.5 s, at most 30 s), or as long as `Retry-After` says.",
-        range=NOT_NEGATIVE,
+        NOT_NEGATIVE,
     )
     verdict_retries: int = option(
-        2, help="How often the judge is asked again after an answer without a score in range.", range=NOT_NEGATIVE
+        2, "How often the judge is asked again after an answer without a score in range.", NOT_NEGATIVE
     )
     fallback_score: float | None = option(
-        None,
-        help="Score, between 0 and 1, of a response on which no verdict can be had. Default: its group fails.",
-        range=SHARE,
+        None, "Score, between 0 and 1, of a response on which no verdict can be had. Default: its group fails.", SHARE
     )
 
 
@@ -121,36 +117,36 @@ class RewardConfig:
 
     verifier: str = option(
         "",
-        help="`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, or the import path of a "
+        "`math`, `exact`, `numeric`, `reasoning_gym`, `code`, `reward_model`, `judge`, or the import path of a "
         "callable `package.module:function`. See `docs/rewards.md`.",
     )
-    verifier_args: dict[str, Any] = option(factory=dict, help="Keyword arguments of the verifier.")
+    verifier_args: dict[str, Any] = option(dict, "Keyword arguments of the verifier.")
     tag_included: list[str] = option(
-        factory=list, help="Domain tags of the prompts this reward judges. Default: the reward's own name."
+        list, "Domain tags of the prompts this reward judges. Default: the reward's own name."
     )
-    num_workers: int = option(1, help="Worker processes. Those of a reward model follow from its devices.", range=COUNT)
+    num_workers: int = option(1, "Worker processes. Those of a reward model follow from its devices.", COUNT)
     timeout_seconds: float | None = option(
         None,
-        help="Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the "
-        "worker is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge 600.",
-        range=POSITIVE,
+        "Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the worker "
+        "is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge 600.",
+        POSITIVE,
     )
     max_retries: int = option(
-        2, help="Further attempts after an error or a timeout; then the group is dropped as failed.", range=NOT_NEGATIVE
+        2, "Further attempts after an error or a timeout; then the group is dropped as failed.", NOT_NEGATIVE
     )
-    model_args: ModelArguments = option(factory=ModelArguments, help="How the model of a `reward_model` is loaded.")
-    strategy_args: ScoreStrategyArguments = option(factory=ScoreStrategyArguments, help="Engine of a `reward_model`.")
+    model_args: ModelArguments = option(ModelArguments, "How the model of a `reward_model` is loaded.")
+    strategy_args: ScoreStrategyArguments = option(ScoreStrategyArguments, "Engine of a `reward_model`.")
     device_mapping: DeviceMapping = option(
-        None, help="Devices of a `reward_model`, one copy of the model on each; other roles may have them too."
+        None, "Devices of a `reward_model`, one copy of the model on each; other roles may have them too."
     )
-    infer_batch_size: int = option(16, help="Samples per forward pass of a `reward_model`.", range=COUNT)
+    infer_batch_size: int = option(16, "Samples per forward pass of a `reward_model`.", COUNT)
     worker_cls: str | None = option(
-        None, help="Import path of a worker class to use in place of the built-in one (`reward_model` only)."
+        None, "Import path of a worker class to use in place of the built-in one (`reward_model` only)."
     )
     reward_model: RewardModelConfig = option(
-        factory=RewardModelConfig, help="How the classifier of a `reward_model` becomes a score."
+        RewardModelConfig, "How the classifier of a `reward_model` becomes a score."
     )
-    judge: JudgeConfig | None = option(None, help="The language model that a `judge` asks.")
+    judge: JudgeConfig | None = option(None, "The language model that a `judge` asks.")
 
 
 @dataclass
@@ -159,16 +155,12 @@ class LengthPenaltyConfig:
 
     kind: Literal["overlong", "relative"] = option(
         "overlong",
-        help="`overlong`: 0 up to `buffer` tokens below the longest response, then falling to -`weight` at it (DAPO); "
+        "`overlong`: 0 up to `buffer` tokens below the longest response, then falling to -`weight` at it (DAPO); "
         "`relative`: -`weight` / 2 for the longest to +`weight` / 2 for the shortest correct response of its group, "
         "and never above 0 for a wrong one (Kimi k1.5).",
     )
-    weight: float = option(1.0, help="Size of the penalty, in units of the reward.", range=POSITIVE)
+    weight: float = option(1.0, "Size of the penalty, in units of the reward.", POSITIVE)
     buffer: int | None = option(
-        None,
-        help="Tokens over which the penalty of `overlong` grows. Default: an eighth of the longest response.",
-        range=COUNT,
+        None, "Tokens over which the penalty of `overlong` grows. Default: an eighth of the longest response.", COUNT
     )
-    correct_above: float = option(
-        0.0, help="`relative` only: a response is correct if its score is above this.", range=ANY_FINITE
-    )
+    correct_above: float = option(0.0, "`relative` only: a response is correct if its score is above this.", ANY_FINITE)

@@ -24,23 +24,23 @@ class ModelArguments:
     """The model of a role, and how to load it."""
 
     model_name_or_path: str | None = option(
-        None, help="Folder or hub name of the model. Default: `pretrain` (or `reward_pretrain` for reward models)."
+        None, "Folder or hub name of the model. Default: `pretrain` (or `reward_pretrain` for reward models)."
     )
     dtype: Literal["float32", "bfloat16"] = option(
-        "float32", help="Computing precision. Training keeps float32 master weights and gradients in either case."
+        "float32", "Computing precision. Training keeps float32 master weights and gradients in either case."
     )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option(
-        "sdpa", help="Attention implementation handed to transformers."
+        "sdpa", "Attention implementation handed to transformers."
     )
-    trust_remote_code: bool = option(False, help="Allow code that comes with the model files to be executed.")
+    trust_remote_code: bool = option(False, "Allow code that comes with the model files to be executed.")
     lora_target: list[str] | str | None = option(
         None,
-        help="Train adapters (LoRA) on these linear layers and nothing else: `q_proj,v_proj`, a list, or `all-linear`. "
+        "Train adapters (LoRA) on these linear layers and nothing else: `q_proj,v_proj`, a list, or `all-linear`. "
         "Default: train all weights. Under `actor_train` with `fsdp2_train`; see `docs/trainers.md`.",
     )
-    lora_rank: int = option(8, help="Rank of the adapters.", range=COUNT)
+    lora_rank: int = option(8, "Rank of the adapters.", COUNT)
     lora_alpha: int | None = option(
-        None, help="What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank.", range=COUNT
+        None, "What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank.", COUNT
     )
 
 
@@ -48,33 +48,29 @@ class ModelArguments:
 class TrainingArguments:
     """Optimizer and batch arithmetic of a trained role."""
 
-    learning_rate: float = option(1e-6, help="Peak learning rate.", range=POSITIVE)
-    weight_decay: float = option(0.0, help="AdamW weight decay (not applied to biases and norms).", range=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, help="AdamW first-moment decay.", range=DECAY)
-    adam_beta2: float = option(0.95, help="AdamW second-moment decay.", range=DECAY)
-    adam_epsilon: float = option(1e-8, help="AdamW epsilon.", range=POSITIVE)
+    learning_rate: float = option(1e-6, "Peak learning rate.", POSITIVE)
+    weight_decay: float = option(0.0, "AdamW weight decay (not applied to biases and norms).", NOT_NEGATIVE)
+    adam_beta1: float = option(0.9, "AdamW first-moment decay.", DECAY)
+    adam_beta2: float = option(0.95, "AdamW second-moment decay.", DECAY)
+    adam_epsilon: float = option(1e-8, "AdamW epsilon.", POSITIVE)
     max_grad_norm: float = option(
-        1.0, help="Global gradient norm is clipped to this value. 0 switches clipping off.", range=NOT_NEGATIVE
+        1.0, "Global gradient norm is clipped to this value. 0 switches clipping off.", NOT_NEGATIVE
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
-        "constant", help="Shape of the learning rate after warm-up; linear and cosine fall to 0 at the last step."
+        "constant", "Shape of the learning rate after warm-up; linear and cosine fall to 0 at the last step."
     )
-    warmup_steps: int = option(
-        0, help="Optimizer steps over which the learning rate rises linearly from 0.", range=NOT_NEGATIVE
-    )
+    warmup_steps: int = option(0, "Optimizer steps over which the learning rate rises linearly from 0.", NOT_NEGATIVE)
     warmup_ratio: float = option(
-        0.0, help="Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.", range=SHARE
+        0.0, "Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.", SHARE
     )
     per_device_train_batch_size: int = option(
-        1,
-        help="Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step.",
-        range=COUNT,
+        1, "Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step.", COUNT
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        help="Micro-batches of `per_device_train_batch_size` per optimizer step. Default: one optimizer step per "
-        "training step and epoch, whatever the batch size.",
-        range=COUNT,
+        "Micro-batches of `per_device_train_batch_size` per optimizer step. Default: one optimizer step per training "
+        "step and epoch, whatever the batch size.",
+        COUNT,
     )
 
 
@@ -82,13 +78,11 @@ class TrainingArguments:
 class ReasoningGymSource:
     """Procedural tasks from the `reasoning-gym` package, used as data and as verifier."""
 
-    dataset: str = option(help="Name of the reasoning-gym dataset, for example `basic_arithmetic`.", default="")
-    size: int = option(1000, help="Number of tasks generated.", range=COUNT)
-    seed: int = option(0, help="Seed of the generated tasks. Training and validation need different ones.", range=SEED)
-    domain: str | None = option(None, help="Domain tag of the tasks. Default: the dataset's name.")
-    config: dict[str, Any] = option(
-        factory=dict, help="Keyword arguments of the dataset, as reasoning-gym defines them."
-    )
+    dataset: str = option("", "Name of the reasoning-gym dataset, for example `basic_arithmetic`.")
+    size: int = option(1000, "Number of tasks generated.", COUNT)
+    seed: int = option(0, "Seed of the generated tasks. Training and validation need different ones.", SEED)
+    domain: str | None = option(None, "Domain tag of the tasks. Default: the dataset's name.")
+    config: dict[str, Any] = option(dict, "Keyword arguments of the dataset, as reasoning-gym defines them.")
 
 
 @dataclass
@@ -96,27 +90,24 @@ class DataArguments:
     """The sources of prompts, and how to render them."""
 
     file_name: list[str] | str = option(
-        factory=list,
-        help="JSONL files. A line has `prompt` (text) or `messages` (chat), and optionally `ground_truth` (or "
-        "`answer`), `domain` (or `tag`), and anything else, which is kept as metadata.",
+        list,
+        "JSONL files. A line has `prompt` (text) or `messages` (chat), and optionally `ground_truth` (or `answer`), "
+        "`domain` (or `tag`), and anything else, which is kept as metadata.",
     )
-    reasoning_gym: list[ReasoningGymSource] = option(
-        factory=list, help="Procedural task sets, beside or without files."
-    )
+    reasoning_gym: list[ReasoningGymSource] = option(list, "Procedural task sets, beside or without files.")
     template: Literal["raw", "chat"] = option(
         "raw",
-        help="`raw`: the prompt's text is tokenised as it is; `chat`: the tokenizer's chat template with a generation "
+        "`raw`: the prompt's text is tokenised as it is; `chat`: the tokenizer's chat template with a generation "
         "prompt (a text prompt becomes one user message).",
     )
-    system_prompt: str | None = option(None, help="System message put before each prompt (`template: chat` only).")
+    system_prompt: str | None = option(None, "System message put before each prompt (`template: chat` only).")
     domain_interleave_probs: dict[str, float] | None = option(
-        None,
-        help="Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain.",
+        None, "Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain."
     )
-    max_samples: int | None = option(None, help="Use at most this many prompts (after shuffling).", range=COUNT)
-    shuffle: bool = option(True, help="Shuffle the prompts at each epoch with the run's seed.")
+    max_samples: int | None = option(None, "Use at most this many prompts (after shuffling).", COUNT)
+    shuffle: bool = option(True, "Shuffle the prompts at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
-        "error", help="What to do with prompts longer than `prompt_length` tokens."
+        "error", "What to do with prompts longer than `prompt_length` tokens."
     )
 
 
@@ -124,41 +115,38 @@ class DataArguments:
 class GeneratingArguments:
     """Sampling parameters."""
 
-    max_new_tokens: int | None = option(
-        None, help="Longest response in tokens. Default: `response_length`.", range=COUNT
-    )
-    temperature: float = option(1.0, help="Sampling temperature. 0 is greedy.", range=NOT_NEGATIVE)
+    max_new_tokens: int | None = option(None, "Longest response in tokens. Default: `response_length`.", COUNT)
+    temperature: float = option(1.0, "Sampling temperature. 0 is greedy.", NOT_NEGATIVE)
     top_p: float = option(
-        1.0, help="Nucleus sampling: keep the smallest set of tokens with this total probability.", range=NUCLEUS
+        1.0, "Nucleus sampling: keep the smallest set of tokens with this total probability.", NUCLEUS
     )
-    top_k: int = option(0, help="Keep the k most likely tokens. 0 keeps all.", range=NOT_NEGATIVE)
+    top_k: int = option(0, "Keep the k most likely tokens. 0 keeps all.", NOT_NEGATIVE)
     num_return_sequences: int = option(
-        1, help="Samples per prompt in validation. Training uses `num_return_sequences_in_group`.", range=COUNT
+        1, "Samples per prompt in validation. Training uses `num_return_sequences_in_group`.", COUNT
     )
-    stop_strings: list[str] = option(factory=list, help="A response ends as soon as its text contains one of these.")
-    ignore_eos: bool = option(False, help="Go on to `max_new_tokens` whatever is sampled (for benchmarks).")
+    stop_strings: list[str] = option(list, "A response ends as soon as its text contains one of these.")
+    ignore_eos: bool = option(False, "Go on to `max_new_tokens` whatever is sampled (for benchmarks).")
 
 
 @dataclass
 class ValidationGeneratingArguments(GeneratingArguments):
     """Sampling parameters of validation: greedy by default."""
 
-    temperature: float = option(0.0, help="Sampling temperature. 0 is greedy.", range=NOT_NEGATIVE)
+    temperature: float = option(0.0, "Sampling temperature. 0 is greedy.", NOT_NEGATIVE)
 
 
 @dataclass
 class StrategyArguments:
     """The engine of a role."""
 
-    strategy_name: str = option("", help="Registered strategy, such as `fsdp2_train` or `hf_infer`.")
+    strategy_name: str = option("", "Registered strategy, such as `fsdp2_train` or `hf_infer`.")
     strategy_cls: str | None = option(
         None,
-        help="Import path of a class of your own, derived from that of the named strategy, to use in its place. "
-        "Options and memory are judged by the name.",
+        "Import path of a class of your own, derived from that of the named strategy, to use in its place. Options and "
+        "memory are judged by the name.",
     )
     strategy_config: dict[str, Any] = option(
-        factory=dict,
-        help="Options of the engine, passed on as they are. An option the engine does not know is an error.",
+        dict, "Options of the engine, passed on as they are. An option the engine does not know is an error."
     )
 
 
@@ -184,7 +172,7 @@ argument)."""
 class TrainStrategyArguments(StrategyArguments):
     """The engine of a trained role, or of a forward-only one."""
 
-    strategy_name: str = option("fsdp2_train", help="Registered trainer.")
+    strategy_name: str = option("fsdp2_train", "Registered trainer.")
 
 
 @dataclass
@@ -192,7 +180,7 @@ class ReferenceStrategyArguments(StrategyArguments):
     """The engine of the reference."""
 
     strategy_name: str = option(
-        "fsdp2_train", help="Registered trainer, or `hf_infer`: a whole model on each device, which share the batch."
+        "fsdp2_train", "Registered trainer, or `hf_infer`: a whole model on each device, which share the batch."
     )
 
 
@@ -200,44 +188,42 @@ class ReferenceStrategyArguments(StrategyArguments):
 class InferStrategyArguments(StrategyArguments):
     """The engine that generates."""
 
-    strategy_name: str = option("hf_infer", help="Registered generation engine.")
+    strategy_name: str = option("hf_infer", "Registered generation engine.")
 
 
 @dataclass
 class WorkerConfig:
     """A role that runs a model on devices."""
 
-    model_args: ModelArguments = option(factory=ModelArguments, help="How the model is loaded.")
-    training_args: TrainingArguments = option(factory=TrainingArguments, help="Optimizer and batch arithmetic.")
-    data_args: DataArguments = option(
-        factory=DataArguments, help="Prompts (under `actor_train`: the training prompts)."
-    )
-    generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="Sampling (under `actor_infer`).")
-    strategy_args: StrategyArguments = option(factory=StrategyArguments, help="Engine of the role.")
+    model_args: ModelArguments = option(ModelArguments, "How the model is loaded.")
+    training_args: TrainingArguments = option(TrainingArguments, "Optimizer and batch arithmetic.")
+    data_args: DataArguments = option(DataArguments, "Prompts (under `actor_train`: the training prompts).")
+    generating_args: GeneratingArguments = option(GeneratingArguments, "Sampling (under `actor_infer`).")
+    strategy_args: StrategyArguments = option(StrategyArguments, "Engine of the role.")
     device_mapping: DeviceMapping = option(
-        None, help='Devices of the role: `[0, 1]`, `"0-3"`, `"0,2,5-7"`, `list(range(0,4))` or a sum of such lists.'
+        None, 'Devices of the role: `[0, 1]`, `"0-3"`, `"0,2,5-7"`, `list(range(0,4))` or a sum of such lists.'
     )
     infer_batch_size: int = option(
-        16, help="Samples per forward pass when log-probabilities are computed (without dynamic batching).", range=COUNT
+        16, "Samples per forward pass when log-probabilities are computed (without dynamic batching).", COUNT
     )
-    worker_cls: str | None = option(None, help="Import path of a worker class to use in place of the built-in one.")
+    worker_cls: str | None = option(None, "Import path of a worker class to use in place of the built-in one.")
     use_dynamic_batching_in_train: bool = option(
-        True, help="Build training micro-batches by token budget in place of a fixed number of samples."
+        True, "Build training micro-batches by token budget in place of a fixed number of samples."
     )
     max_tokens_per_microbatch_in_train: int = option(
         8192,
-        help="Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where "
-        "samples are packed.",
-        range=COUNT,
+        "Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where samples are "
+        "packed.",
+        COUNT,
     )
-    use_dynamic_batching_in_infer: bool = option(True, help="Build forward-only micro-batches by token budget.")
+    use_dynamic_batching_in_infer: bool = option(True, "Build forward-only micro-batches by token budget.")
     max_tokens_per_microbatch_in_infer: int = option(
-        16384, help="Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.", range=COUNT
+        16384, "Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.", COUNT
     )
     use_sequence_packing: bool = option(
         False,
-        help="Put the samples of a micro-batch one behind the other in a single row, without padding, for training and "
-        "for log-probabilities. Same results; a model that would mix samples is refused (`docs/trainers.md`).",
+        "Put the samples of a micro-batch one behind the other in a single row, without padding, for training and for "
+        "log-probabilities. Same results; a model that would mix samples is refused (`docs/trainers.md`).",
     )
 
 
@@ -245,50 +231,44 @@ class WorkerConfig:
 class ActorTrainConfig(WorkerConfig):
     """The trained policy."""
 
-    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
-    pg_variant: str = option("ppo", help="Policy loss: a name from `docs/algorithms/policy_losses.md`.")
+    strategy_args: TrainStrategyArguments = option(TrainStrategyArguments, "Engine of the role.")
+    pg_variant: str = option("ppo", "Policy loss: a name from `docs/algorithms/policy_losses.md`.")
     pg_variant_args: dict[str, Any] = option(
-        factory=dict, help="Arguments of the policy loss, listed on the same page; those of another loss are an error."
+        dict, "Arguments of the policy loss, listed on the same page; those of another loss are an error."
     )
-    tis_lower_bound: float | None = option(None, help="ROLL's name of `lower`, an argument of `tis`.", range=ANY_FINITE)
-    tis_upper_bound: float | None = option(None, help="ROLL's name of `upper`, an argument of `tis`.", range=ANY_FINITE)
+    tis_lower_bound: float | None = option(None, "ROLL's name of `lower`, an argument of `tis`.", ANY_FINITE)
+    tis_upper_bound: float | None = option(None, "ROLL's name of `upper`, an argument of `tis`.", ANY_FINITE)
     topr_positive_weight: float | None = option(
-        None, help="ROLL's name of `positive_weight`, an argument of `topr`.", range=ANY_FINITE
+        None, "ROLL's name of `positive_weight`, an argument of `topr`.", ANY_FINITE
     )
     topr_negative_weight: float | None = option(
-        None, help="ROLL's name of `negative_weight`, an argument of `topr`.", range=ANY_FINITE
+        None, "ROLL's name of `negative_weight`, an argument of `topr`.", ANY_FINITE
     )
-    cispo_epsilon_low: float | None = option(
-        None, help="ROLL's name of `epsilon_low`, an argument of `cispo`.", range=ANY_FINITE
-    )
+    cispo_epsilon_low: float | None = option(None, "ROLL's name of `epsilon_low`, an argument of `cispo`.", ANY_FINITE)
     cispo_epsilon_high: float | None = option(
-        None, help="ROLL's name of `epsilon_high`, an argument of `cispo`.", range=ANY_FINITE
+        None, "ROLL's name of `epsilon_high`, an argument of `cispo`.", ANY_FINITE
     )
-    cispo_use_unified_mask: bool | None = option(
-        None, help="ROLL's name of `use_unified_mask`, an argument of `cispo`."
-    )
-    kimi15_tau: float | None = option(None, help="ROLL's name of `tau`, an argument of `kimi15`.", range=ANY_FINITE)
+    cispo_use_unified_mask: bool | None = option(None, "ROLL's name of `use_unified_mask`, an argument of `cispo`.")
+    kimi15_tau: float | None = option(None, "ROLL's name of `tau`, an argument of `kimi15`.", ANY_FINITE)
 
 
 @dataclass
 class ActorInferConfig(WorkerConfig):
     """The engine that generates."""
 
-    strategy_args: InferStrategyArguments = option(factory=InferStrategyArguments, help="Engine of the role.")
-    num_gpus_per_engine: int = option(
-        1, help="Devices of one engine replica; the number of replicas follows.", range=COUNT
-    )
+    strategy_args: InferStrategyArguments = option(InferStrategyArguments, "Engine of the role.")
+    num_gpus_per_engine: int = option(1, "Devices of one engine replica; the number of replicas follows.", COUNT)
     max_replica_restarts: int = option(
-        3, help="Restarts of dead engine replicas over the run before it fails.", range=NOT_NEGATIVE
+        3, "Restarts of dead engine replicas over the run before it fails.", NOT_NEGATIVE
     )
     request_timeout_seconds: float = option(
-        600.0, help="A request that has not ended after this time fails with the replica's name.", range=POSITIVE
+        600.0, "A request that has not ended after this time fails with the replica's name.", POSITIVE
     )
     silence_timeout_seconds: float = option(
         300.0,
-        help="A replica whose engine gives no sign of life for this long is replaced. Must be longer than the longest "
-        "step, one in which many long prompts are prefilled.",
-        range=POSITIVE,
+        "A replica whose engine gives no sign of life for this long is replaced. Must be longer than the longest step, "
+        "one in which many long prompts are prefilled.",
+        POSITIVE,
     )
 
 
@@ -296,14 +276,14 @@ class ActorInferConfig(WorkerConfig):
 class ReferenceConfig(WorkerConfig):
     """The frozen reference policy."""
 
-    strategy_args: ReferenceStrategyArguments = option(factory=ReferenceStrategyArguments, help="Engine of the role.")
+    strategy_args: ReferenceStrategyArguments = option(ReferenceStrategyArguments, "Engine of the role.")
 
 
 @dataclass
 class CriticConfig(WorkerConfig):
     """A trained value model."""
 
-    strategy_args: TrainStrategyArguments = option(factory=TrainStrategyArguments, help="Engine of the role.")
+    strategy_args: TrainStrategyArguments = option(TrainStrategyArguments, "Engine of the role.")
 
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
@@ -333,18 +313,16 @@ class ValidationSettings:
     """Sampling and timing of validation."""
 
     generating_args: ValidationGeneratingArguments = option(
-        factory=ValidationGeneratingArguments, help="Sampling in validation; greedy by default."
+        ValidationGeneratingArguments, "Sampling in validation; greedy by default."
     )
     mode: Literal["pause", "overlap"] = option(
-        "pause", help="`pause`: no training group starts while validation runs; `overlap`: both share the engine."
+        "pause", "`pause`: no training group starts while validation runs; `overlap`: both share the engine."
     )
-    timeout_seconds: float = option(
-        1800.0, help="Longest time for one validation before the run fails.", range=POSITIVE
-    )
+    timeout_seconds: float = option(1800.0, "Longest time for one validation before the run fails.", POSITIVE)
 
 
 @dataclass
 class ValidationConfig(ValidationSettings):
     """Validation prompts and their own sampling parameters."""
 
-    data_args: DataArguments = option(factory=DataArguments, help="Validation prompts.")
+    data_args: DataArguments = option(DataArguments, "Validation prompts.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.configs.environments import CustomEnvConfig, EnvManagerConfig, EnvWorkersConfig, RawTurnsConfig
 from roll.configs.fields import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SEED, LossAggregation, Range, option
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
@@ -43,22 +42,20 @@ class ChaosEvent:
 
     kind: Literal["kill", "freeze", "fill_disk", "delay_publication", "corrupt_bucket"] = option(
         "kill",
-        help="`kill` (SIGKILL), `freeze` (SIGSTOP) or `fill_disk` (no file grows beyond 16 KiB any more) a process; "
+        "`kill` (SIGKILL), `freeze` (SIGSTOP) or `fill_disk` (no file grows beyond 16 KiB any more) a process; "
         "`delay_publication` or `corrupt_bucket` (one byte changes on the way) for the weights of a version.",
     )
     at_step: int = option(
-        1, help="Once so many training steps are over; of a publication: the version of this number.", range=COUNT
+        1, "Once so many training steps are over; of a publication: the version of this number.", COUNT
     )
     role: str = option(
         "actor_train",
-        help="Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `reference`, "
-        "`critic`, or `rewards.<name>` of a reward model.",
+        "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `reference`, `critic`, "
+        "or `rewards.<name>` of a reward model.",
     )
-    rank: int = option(0, help="Which of its processes.", range=NOT_NEGATIVE)
+    rank: int = option(0, "Which of its processes.", NOT_NEGATIVE)
     seconds: float | None = option(
-        None,
-        help="How long a publication is held back, or a process stands still. `freeze` without: for good.",
-        range=POSITIVE,
+        None, "How long a publication is held back, or a process stands still. `freeze` without: for good.", POSITIVE
     )
 
 
@@ -66,8 +63,8 @@ class ChaosEvent:
 class ChaosConfig:
     """Fault injection, for tests of recovery only. See `docs/faults.md`."""
 
-    enabled: bool = option(False, help="Has to be `true` for events to be accepted.")
-    events: list[ChaosEvent] = option(factory=list, help="What happens, each once, however often the run is resumed.")
+    enabled: bool = option(False, "Has to be `true` for events to be accepted.")
+    events: list[ChaosEvent] = option(list, "What happens, each once, however often the run is resumed.")
 
 
 @dataclass
@@ -75,25 +72,23 @@ class ClusterConfig:
     """The devices of the run."""
 
     device: Literal["cpu", "cuda"] = option(
-        "cpu", help="Kind of device that `device_mapping` numbers: CPU slots or CUDA GPUs."
+        "cpu", "Kind of device that `device_mapping` numbers: CPU slots or CUDA GPUs."
     )
-    num_devices_per_node: int = option(1, help="Devices (CPU slots or GPUs) used on each node.", range=COUNT)
-    num_nodes: int = option(1, help="Nodes used. Device `i` lives on node `i // num_devices_per_node`.", range=COUNT)
+    num_devices_per_node: int = option(1, "Devices (CPU slots or GPUs) used on each node.", COUNT)
+    num_nodes: int = option(1, "Nodes used. Device `i` lives on node `i // num_devices_per_node`.", COUNT)
     address: str | None = option(
-        None, help="Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
+        None, "Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
     )
     device_memory_gib: float | None = option(
-        None,
-        help="Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.",
-        range=POSITIVE,
+        None, "Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.", POSITIVE
     )
     cpu_threads_per_device: int | None = option(
         None,
-        help="Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node.",
-        range=COUNT,
+        "Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node.",
+        COUNT,
     )
     worker_start_timeout_seconds: float = option(
-        300.0, help="Longest wait for a worker to start and load its model before the run fails.", range=POSITIVE
+        300.0, "Longest wait for a worker to start and load its model before the run fails.", POSITIVE
     )
 
 
@@ -103,73 +98,73 @@ class RestartsConfig:
 
     max_in_a_row: int = option(
         0,
-        help="Restarts in a row, without a new checkpoint in between, before the run stays failed; 0: it stays failed "
-        "at once. Needs `save_steps`.",
-        range=NOT_NEGATIVE,
+        "Restarts in a row, without a new checkpoint in between, before the run stays failed; 0: it stays failed at "
+        "once. Needs `save_steps`.",
+        NOT_NEGATIVE,
     )
     synchronous_after: int | None = option(
         None,
-        help="After so many failures in a row the run goes on with `async_generation_ratio: 0` to its last step, and "
-        "says so. Default: never.",
-        range=COUNT,
+        "After so many failures in a row the run goes on with `async_generation_ratio: 0` to its last step, and says "
+        "so. Default: never.",
+        COUNT,
     )
-    delay_seconds: float = option(5.0, help="Wait before a restart.", range=Range(at_least=0, at_most=300))
+    delay_seconds: float = option(5.0, "Wait before a restart.", Range(at_least=0, at_most=300))
 
 
 @dataclass
 class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
-    interval_steps: int = option(1, help="Publish weights every n training steps.", range=COUNT)
+    interval_steps: int = option(1, "Publish weights every n training steps.", COUNT)
     in_flight: Literal["keep", "resume", "drain"] = option(
         "keep",
-        help="Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues "
-        "them from prefix plus partial tokens with new caches, `drain` lets them finish first.",
+        "Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues them "
+        "from prefix plus partial tokens with new caches, `drain` lets them finish first.",
     )
     transport: Literal["auto", "shared_memory", "object_store", "checkpoint", "nccl", "cuda_ipc"] = option(
         "auto",
-        help="How the bytes travel: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk "
-        "that all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
+        "How the bytes travel: `shared_memory` (one host), Ray's `object_store`, `checkpoint` (files on a disk that "
+        "all hosts see), or by vLLM's own transfer from GPU to GPU: `nccl` (devices apart), `cuda_ipc` (the same "
         "devices). `auto`: shared memory on Linux if trainer and engines are on one node, else the object store.",
     )
     dual_buffer: bool = option(
         True,
-        help="Two buffers: a training step's weights are copied into one while engines use or load those in the other. "
-        "One buffer takes half the memory; then each engine copies the weights out of it.",
+        "Two buffers: a training step's weights are copied into one while engines use or load those in the other. One "
+        "buffer takes half the memory; then each engine copies the weights out of it.",
     )
     param_update_gather_bucket_size_mb: float = option(
-        256.0, help="Largest bucket that the trainer packs, in MiB (a larger tensor gets its own).", range=POSITIVE
+        256.0, "Largest bucket that the trainer packs, in MiB (a larger tensor gets its own).", POSITIVE
     )
     param_update_load_bucket_size_mb: float = option(
-        256.0, help="Most weights that an engine is handed at a time, in MiB.", range=POSITIVE
+        256.0, "Most weights that an engine is handed at a time, in MiB.", POSITIVE
     )
     checkpoint_dir: str | None = option(
         None,
-        help="Folder for the transport `checkpoint`, seen by all hosts; what is written there is deleted again. "
-        "Default: in the run's own folder.",
+        "Folder for the transport `checkpoint`, seen by all hosts; what is written there is deleted again. Default: in "
+        "the run's own folder.",
     )
     timeout_seconds: float = option(
         600.0,
-        help="Longest time for a replica to take new weights (with `drain`: to end its requests, too), to sleep or to "
-        "wake; then its process is replaced.",
-        range=POSITIVE,
+        "Longest time for a replica to take new weights (with `drain`: to end its requests, too), to sleep or to wake; "
+        "then its process is replaced.",
+        POSITIVE,
     )
     canary_interval: int = option(
         10,
-        help="The log-probabilities of fixed sequences are compared between trainer and engines at the first "
-        "publication and every n; 0: never.",
-        range=NOT_NEGATIVE,
+        "The log-probabilities of fixed sequences are compared between trainer and engines at the first publication "
+        "and every n; 0: never.",
+        NOT_NEGATIVE,
     )
     canary_prompts: int = option(
         8,
-        help="Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all.",
-        range=Range(at_least=1, at_most=1024),
+        "Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all.",
+        Range(at_least=1, at_most=1024),
     )
     canary_tolerance: float | None = option(
         None,
-        help="Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and "
-        "engine compute in float32, else 0.1.",
-        range=POSITIVE,
+        "Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and engine "
+        "compute in float32, else 0.1.",
+        POSITIVE,
     )
 
 
@@ -177,9 +172,9 @@ class WeightUpdateConfig:
 class InsertedStage:
     """A stage of one's own beside a built-in one. Its key is its name."""
 
-    use: str = option("", help="The stage: an import path `package.module:function`, or a name that a package gives.")
-    after: str | None = option(None, help="The stage whose batches it gets.")
-    before: str | None = option(None, help="The stage that gets its batches; in place of `after`.")
+    use: str = option("", "The stage: an import path `package.module:function`, or a name that a package gives.")
+    after: str | None = option(None, "The stage whose batches it gets.")
+    before: str | None = option(None, "The stage that gets its batches; in place of `after`.")
 
 
 @dataclass
@@ -188,240 +183,317 @@ class PipelineConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    pipeline: Literal["rlvr", "agentic"] = option("rlvr", help="Which pipeline runs: `rlvr` or `agentic`.")
-    exp_name: str = option("run", help="Name of the experiment.")
-    seed: int = option(42, help="Every random choice derives from it.", range=SEED)
+    pipeline: Literal["rlvr", "agentic"] = option("rlvr", "Which pipeline runs: `rlvr` or `agentic`.")
+    exp_name: str = option("run", "Name of the experiment.")
+    seed: int = option(42, "Every random choice derives from it.", SEED)
     output_dir: str | None = option(
-        None, help="Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
+        None, "Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
     )
-    pretrain: str = option("", help="Folder or hub name of the model that is trained.")
-    reward_pretrain: str | None = option(None, help="Model of learned rewards.")
-    cluster: ClusterConfig = option(factory=ClusterConfig, help="Devices and nodes.")
+    pretrain: str = option("", "Folder or hub name of the model that is trained.")
+    reward_pretrain: str | None = option(None, "Model of learned rewards.")
+    cluster: ClusterConfig = option(ClusterConfig, "Devices and nodes.")
 
-    max_steps: int = option(100, help="Training steps.", range=COUNT)
+    max_steps: int = option(100, "Training steps.", COUNT)
     save_steps: int = option(
         0,
-        help="Write a checkpoint every n steps, with which an interrupted run goes on; 0: only the model, at the end.",
-        range=NOT_NEGATIVE,
+        "Write a checkpoint every n steps, with which an interrupted run goes on; 0: only the model, at the end.",
+        NOT_NEGATIVE,
     )
-    max_ckpt_to_keep: int = option(2, help="Checkpoints that stay; older ones are deleted. 0: all.", range=NOT_NEGATIVE)
+    max_ckpt_to_keep: int = option(2, "Checkpoints that stay; older ones are deleted. 0: all.", NOT_NEGATIVE)
     resume_from_checkpoint: bool | str = option(
         False,
-        help="`true`: go on with the run in `output_dir` (without one: with the latest run of `exp_name`), or begin it "
-        "if there is none; or the folder of a run, or of one of its checkpoints.",
+        "`true`: go on with the run in `output_dir` (without one: with the latest run of `exp_name`), or begin it if "
+        "there is none; or the folder of a run, or of one of its checkpoints.",
     )
     accept_config_changes: bool = option(
-        False, help="Resume although keys that decide what is learned have changed. The run lists them."
+        False, "Resume although keys that decide what is learned have changed. The run lists them."
     )
-    restarts: RestartsConfig = option(factory=RestartsConfig, help="Whether a failed run begins again by itself.")
+    restarts: RestartsConfig = option(RestartsConfig, "Whether a failed run begins again by itself.")
     eval_steps: int = option(
-        0, help="Validate every n steps (and before the first and after the last); 0: never.", range=NOT_NEGATIVE
+        0, "Validate every n steps (and before the first and after the last); 0: never.", NOT_NEGATIVE
     )
-    logging_steps: int = option(
-        1, help="Print a console line every n steps. `metrics.jsonl` always has each step.", range=COUNT
-    )
+    logging_steps: int = option(1, "Print a console line every n steps. `metrics.jsonl` always has each step.", COUNT)
     console_output: Literal["warnings", "all"] = option(
         "warnings",
-        help="What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` "
-        "that they and their libraries write. It is in files in the run's `logs/` in either case.",
+        "What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` that "
+        "they and their libraries write. It is in files in the run's `logs/` in either case.",
     )
     track_with: list[str] | str = option(
-        factory=lambda: ["tensorboard"],
-        help="Trackers beside `metrics.jsonl`: `wandb`, `swanlab`, `trackio`, or several in a list; TensorBoard is "
-        "written in any case, but with an empty list. See `docs/trackers.md`.",
+        lambda: ["tensorboard"],
+        "Trackers beside `metrics.jsonl`: `wandb`, `swanlab`, `trackio`, or several in a list; TensorBoard is written "
+        "in any case, but with an empty list. See `docs/trackers.md`.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
-        factory=dict,
-        help="Options by tracker, such as `wandb: {project: sums, mode: offline}`. See `docs/trackers.md`.",
+        dict, "Options by tracker, such as `wandb: {project: sums, mode: offline}`. See `docs/trackers.md`."
     )
     tracker_timeout_seconds: float = option(
         60.0,
-        help="Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time.",
-        range=Range(above=0, at_most=180),
+        "Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time.",
+        Range(above=0, at_most=180),
     )
     num_logged_samples: int = option(
-        4, help="Readable rollouts written to `samples.jsonl` per step and per validation.", range=NOT_NEGATIVE
+        4, "Readable rollouts written to `samples.jsonl` per step and per validation.", NOT_NEGATIVE
     )
 
-    rollout_batch_size: int = option(64, help="Groups (prompts, or environment seeds) per training step.", range=COUNT)
+    rollout_batch_size: int = option(64, "Groups (prompts, or environment seeds) per training step.", COUNT)
     prompt_length: int = option(
-        512, help="Longest prompt in tokens; of an episode, what precedes its first response.", range=COUNT
+        512, "Longest prompt in tokens; of an episode, what precedes its first response.", COUNT
     )
-    response_length: int = option(
-        512, help="Longest response in tokens; of an episode, all that follows its prompt.", range=COUNT
-    )
-    sequence_length: int | None = option(None, help="Longest prompt plus response. Default: their sum.", range=COUNT)
+    response_length: int = option(512, "Longest response in tokens; of an episode, all that follows its prompt.", COUNT)
+    sequence_length: int | None = option(None, "Longest prompt plus response. Default: their sum.", COUNT)
 
     async_generation_ratio: float = option(
         0.0,
-        help="Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed.",
-        range=NOT_NEGATIVE,
+        "Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed.",
+        NOT_NEGATIVE,
     )
     max_staleness: int | None = option(
         None,
-        help="Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1.",
-        range=NOT_NEGATIVE,
+        "Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1.",
+        NOT_NEGATIVE,
     )
     consumption: Literal["ready_first", "fifo"] | None = option(
-        None, help="Order in which finished groups are trained on. Default: `fifo` at ratio 0, else `ready_first`."
+        None, "Order in which finished groups are trained on. Default: `fifo` at ratio 0, else `ready_first`."
     )
     staleness_policy: Literal["wait", "drop"] = option(
-        "wait", help="A group at its deadline is waited for, or dropped as `stale` (which favours short answers)."
+        "wait", "A group at its deadline is waited for, or dropped as `stale` (which favours short answers)."
     )
-    max_group_retries: int = option(
-        2, help="Attempts after the first for a group whose rollout failed.", range=NOT_NEGATIVE
-    )
+    max_group_retries: int = option(2, "Attempts after the first for a group whose rollout failed.", NOT_NEGATIVE)
     max_consecutive_refunds: int = option(
-        64, help="Groups dropped in a row, with none accepted in between, before the run fails.", range=COUNT
+        64, "Groups dropped in a row, with none accepted in between, before the run fails.", COUNT
     )
     group_filter: Literal["none", "zero_variance"] = option(
-        "none", help="`zero_variance` drops groups whose scores are all equal; each gives its slot back."
+        "none", "`zero_variance` drops groups whose scores are all equal; each gives its slot back."
     )
-    weight_update: WeightUpdateConfig = option(factory=WeightUpdateConfig, help="Weight publication.")
+    weight_update: WeightUpdateConfig = option(WeightUpdateConfig, "Weight publication.")
     stall_timeout_seconds: float = option(
         900.0,
-        help="A run in which no stage makes progress for this long fails with a report of who waits for whom.",
-        range=POSITIVE,
+        "A run in which no stage makes progress for this long fails with a report of who waits for whom.",
+        POSITIVE,
     )
-    chaos: ChaosConfig = option(factory=ChaosConfig, help="Faults injected on purpose, for tests of recovery only.")
+    chaos: ChaosConfig = option(ChaosConfig, "Faults injected on purpose, for tests of recovery only.")
     stages: dict[str, str | InsertedStage] = option(
-        factory=dict,
-        help="Stages of one's own: `advantage: package.module:function` replaces a built-in one, and "
-        "`keep_hard: {after: rollout, use: package.module:function}` inserts one. See `docs/howto/stage.md`.",
+        dict,
+        "Stages of one's own: `advantage: package.module:function` replaces a built-in one, and `keep_hard: {after: "
+        "rollout, use: package.module:function}` inserts one. See `docs/howto/stage.md`.",
     )
 
-    actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The trained policy.")
-    actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The engine that generates.")
+    actor_train: ActorTrainConfig = option(ActorTrainConfig, "The trained policy.")
+    actor_infer: ActorInferConfig = option(ActorInferConfig, "The engine that generates.")
     reference: ReferenceConfig | None = option(
         None,
-        help="The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of "
-        "the same model, and this section names its devices or none, the reference is actor_train without them.",
+        "The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of the "
+        "same model, and this section names its devices or none, the reference is actor_train without them.",
     )
     critic: CriticConfig | None = option(
-        None, help="The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
+        None, "The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
     )
-    critic_warmup: int = option(
-        0, help="Training steps at the beginning in which only the critic learns.", range=NOT_NEGATIVE
-    )
+    critic_warmup: int = option(0, "Training steps at the beginning in which only the critic learns.", NOT_NEGATIVE)
     value_clip: float | None = option(
         None,
-        help="How far a value may move from the one before the first update on a batch and still learn; none: any far.",
-        range=POSITIVE,
+        "How far a value may move from the one before the first update on a batch and still learn; none: any far.",
+        POSITIVE,
     )
 
     old_logprobs: Literal["behaviour", "recompute"] = option(
         "behaviour",
-        help="What the ratio in the loss is taken against: the log-probabilities recorded when the tokens were "
-        "sampled, or those the trainer recomputes before its first update on a batch. The latter see no staleness: "
-        "correct it by `train_infer_correction` or `pg_variant: decoupled_ppo`.",
+        "What the ratio in the loss is taken against: the log-probabilities recorded when the tokens were sampled, or "
+        "those the trainer recomputes before its first update on a batch. The latter see no staleness: correct it by "
+        "`train_infer_correction` or `pg_variant: decoupled_ppo`.",
     )
     train_infer_correction: dict[str, Any] = option(
-        factory=dict,
-        help="Importance weights and rejection for the distance between the trainer before its first update on a batch "
-        "and the policy that sampled. See `docs/algorithms/correction.md`.",
+        dict,
+        "Importance weights and rejection for the distance between the trainer before its first update on a batch and "
+        "the policy that sampled. See `docs/algorithms/correction.md`.",
     )
     allow_uncorrected_off_policy: bool = option(
-        False, help="Start although stale tokens would be trained on as if they were fresh (for experiments)."
+        False, "Start although stale tokens would be trained on as if they were fresh (for experiments)."
     )
 
     mismatch_alarm: float | None = option(
         None,
-        help="Largest `mismatch/abs_mean`: nats per token between trainer and engine at equal weights. See "
+        "Largest `mismatch/abs_mean`: nats per token between trainer and engine at equal weights. See "
         "`docs/mismatch.md`.",
-        range=POSITIVE,
+        POSITIVE,
     )
     mismatch_action: Literal["warn", "stop"] = option(
-        "warn", help="What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run."
+        "warn", "What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run."
     )
 
     reward_clip: float | None = option(
-        None, help="Scores are clipped to plus and minus this before anything else.", range=POSITIVE
+        None, "Scores are clipped to plus and minus this before anything else.", POSITIVE
     )
     norm_mean_type: Literal["none", "group", "tag", "batch", "running"] = option(
         "none",
-        help="Whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: of all "
-        "samples in the batch with the same domain tag.",
+        "Whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: of all samples in "
+        "the batch with the same domain tag.",
     )
     norm_std_type: Literal["none", "group", "tag", "batch", "running"] = option(
-        "none", help="By whose standard deviation the rewards are divided."
+        "none", "By whose standard deviation the rewards are divided."
     )
-    length_penalty: LengthPenaltyConfig | None = option(None, help="A penalty on long responses.")
-    max_len_mask: bool = option(False, help="Leave responses that were cut at their longest length out of the loss.")
+    length_penalty: LengthPenaltyConfig | None = option(None, "A penalty on long responses.")
+    max_len_mask: bool = option(False, "Leave responses that were cut at their longest length out of the loss.")
     difficulty_mask: bool = option(
-        False, help="Leave groups out of the loss whose mean score lies outside the two thresholds."
+        False, "Leave groups out of the loss whose mean score lies outside the two thresholds."
     )
     zero_variance_mask: bool = option(
-        False, help="Leave groups of equal scores out of the loss, and so out of what it is divided by."
+        False, "Leave groups of equal scores out of the loss, and so out of what it is divided by."
     )
-    difficulty_low_threshold: float = option(0.0, help="Smallest mean score of a group kept.", range=ANY_FINITE)
-    difficulty_high_threshold: float = option(1.0, help="Largest mean score of a group kept.", range=ANY_FINITE)
-    adv_estimator: str = option("grpo", help="Advantage estimator: a name from `docs/algorithms/advantages.md`.")
-    adv_estimator_args: dict[str, Any] = option(factory=dict, help="Arguments of the advantage estimator.")
-    whiten_advantages: bool = option(False, help="Give the advantages of a batch mean 0 and deviation 1 over tokens.")
-    advantage_clip: float | None = option(
-        None, help="Advantages are clipped to plus and minus this, last of all.", range=POSITIVE
-    )
-    ppo_epochs: int = option(1, help="Passes over each batch.", range=COUNT)
-    loss_agg_mode: LossAggregation = option("token-mean", help="How per-token losses become one number.")
-    use_kl_loss: bool = option(False, help="Add the KL divergence to the reference to the loss.")
-    kl_loss_coef: float = option(0.001, help="Weight of the KL loss.", range=NOT_NEGATIVE)
-    add_token_level_kl: bool = option(False, help="Subtract the KL divergence to the reference from the token rewards.")
-    init_kl_coef: float = option(0.01, help="Weight of the KL penalty in the rewards, at first.", range=NOT_NEGATIVE)
+    difficulty_low_threshold: float = option(0.0, "Smallest mean score of a group kept.", ANY_FINITE)
+    difficulty_high_threshold: float = option(1.0, "Largest mean score of a group kept.", ANY_FINITE)
+    adv_estimator: str = option("grpo", "Advantage estimator: a name from `docs/algorithms/advantages.md`.")
+    adv_estimator_args: dict[str, Any] = option(dict, "Arguments of the advantage estimator.")
+    whiten_advantages: bool = option(False, "Give the advantages of a batch mean 0 and deviation 1 over tokens.")
+    advantage_clip: float | None = option(None, "Advantages are clipped to plus and minus this, last of all.", POSITIVE)
+    ppo_epochs: int = option(1, "Passes over each batch.", COUNT)
+    loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
+    use_kl_loss: bool = option(False, "Add the KL divergence to the reference to the loss.")
+    kl_loss_coef: float = option(0.001, "Weight of the KL loss.", NOT_NEGATIVE)
+    add_token_level_kl: bool = option(False, "Subtract the KL divergence to the reference from the token rewards.")
+    init_kl_coef: float = option(0.01, "Weight of the KL penalty in the rewards, at first.", NOT_NEGATIVE)
     kl_controller: Literal["fixed", "adaptive"] = option(
-        "fixed", help="Whether that weight stays, or is steered so that the KL divergence meets `target_kl`."
+        "fixed", "Whether that weight stays, or is steered so that the KL divergence meets `target_kl`."
     )
-    target_kl: float = option(0.1, help="Nats per response that the adaptive controller aims at.", range=POSITIVE)
-    kl_horizon: int = option(10000, help="Samples over which the adaptive controller acts.", range=COUNT)
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option("k3", help="Per-token KL estimator.")
-    entropy_loss_coef: float = option(0.0, help="Weight of the entropy bonus.", range=NOT_NEGATIVE)
+    target_kl: float = option(0.1, "Nats per response that the adaptive controller aims at.", POSITIVE)
+    kl_horizon: int = option(10000, "Samples over which the adaptive controller acts.", COUNT)
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option("k3", "Per-token KL estimator.")
+    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", NOT_NEGATIVE)
 
 
 @dataclass
 class RLVRConfig(PipelineConfig):
     """Prompts with verifiable rewards."""
 
-    pipeline: Literal["rlvr"] = option("rlvr", help="Which pipeline runs.")
-    val_batch_size: int = option(256, help="Validation requests in flight at a time.", range=COUNT)
-    num_return_sequences_in_group: int = option(8, help="Samples per prompt in training.", range=COUNT)
+    pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline runs.")
+    val_batch_size: int = option(256, "Validation requests in flight at a time.", COUNT)
+    num_return_sequences_in_group: int = option(8, "Samples per prompt in training.", COUNT)
     is_num_return_sequences_expand: bool = option(
-        True, help="Send the samples of a group as separate requests, which may run on different replicas."
+        True, "Send the samples of a group as separate requests, which may run on different replicas."
     )
-    rewards: dict[str, RewardConfig] = option(factory=dict, help="Verifiers by name.")
-    validation: ValidationConfig | None = option(None, help="Validation prompts. Needed with `eval_steps`.")
+    rewards: dict[str, RewardConfig] = option(dict, "Verifiers by name.")
+    validation: ValidationConfig | None = option(None, "Validation prompts. Needed with `eval_steps`.")
+
+
+@dataclass
+class EnvManagerConfig:
+    """A set of environments: number, kinds and grouping of their episodes."""
+
+    num_env_groups: int | None = option(
+        None,
+        "Training: groups of episodes that run at once; default: all that may have started. Validation: groups in all, "
+        "one seed each.",
+        COUNT,
+    )
+    group_size: int = option(1, "Episodes of one group; they share tag and seed.", COUNT)
+    group_size_redundancy: int = option(
+        0,
+        "Episodes of a group that may fail (environment raised, hung, died): each is replaced by a new one. Unlike in "
+        "ROLL they do not start with the others, so slow episodes are not left out for being slow.",
+        NOT_NEGATIVE,
+    )
+    tags: list[str] = option(list, "Tags of `custom_envs` used. Default: all, in their order.")
+    num_groups_partition: list[int] = option(
+        list,
+        "Share of each tag: of as many successive groups as these numbers add up to, each tag gets its number. "
+        "Default: 1 each.",
+    )
+    max_traj_per_env: int | None = option(
+        None,
+        "Groups that one of the `num_env_groups` plays in a training step at most, in the mean; a configuration that "
+        "needs more is refused.",
+        COUNT,
+    )
+    format_penalty: float = option(
+        0.0, "Added to the reward of a turn whose action is not valid: 0 or less.", Range(at_most=0)
+    )
+
+
+@dataclass
+class CustomEnvConfig:
+    """One kind of environment; the key under `custom_envs` is its tag."""
+
+    env_type: str = option(
+        "",
+        "A built-in environment, a gymnasium id, the name of an entry point of the group `roll.environments`, or an "
+        "import path `package.module:Class`. See `docs/environments.md`.",
+    )
+    env_config: dict[str, Any] = option(dict, "Keyword arguments of the environment.")
+    max_steps: int = option(10, "Longest episode in turns.", COUNT)
+    max_tokens_per_step: int | None = option(
+        None,
+        "Longest response of one turn in tokens; `generating_args.max_new_tokens` may be less. Default: what the "
+        "sequence leaves.",
+        COUNT,
+    )
+    env_manager_cls: str = option(
+        "trajectory",
+        "`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; or the "
+        "import path of an environment manager of one's own.",
+    )
+    history_length: int = option(
+        10, "Turns before the present one that the prompt of a turn shows (`step` only).", NOT_NEGATIVE
+    )
+    keep_first_observation: bool = option(
+        True, "Begin each prompt with the episode's first observation, however long ago it was (`step` only)."
+    )
+    reset_timeout_seconds: float = option(60.0, "Longest time of a reset.", POSITIVE)
+    step_timeout_seconds: float = option(60.0, "Longest time of a step.", POSITIVE)
+
+
+@dataclass
+class RawTurnsConfig:
+    """The text between the turns of a model without a chat template."""
+
+    message_separator: str = option("\n", "Text between messages that follow each other.")
+    prompt_end: str = option("\n", "Text between an observation and the response.")
+    response_end: str = option("\n", "Text between a response and the next observation.")
+
+
+@dataclass
+class EnvWorkersConfig:
+    """The processes that hold the environments of training and validation."""
+
+    num_workers: int = option(1, "Worker processes.", COUNT)
+    max_sessions: int = option(4096, "Episodes in progress at most, over all workers.", COUNT)
+    max_failed_starts: int = option(3, "Worker processes in a row that do not start before the run fails.", COUNT)
+    silence_timeout_seconds: float = option(
+        60.0, "A worker process that does not answer for this long is replaced.", POSITIVE
+    )
+    place_timeout_seconds: float = option(
+        3600.0, "Longest time that an episode waits for one of the `max_sessions` places.", POSITIVE
+    )
+    max_memory_growth_gib: float = option(
+        4.0, "A worker process whose memory grew by more is replaced when its episodes have ended.", POSITIVE
+    )
 
 
 @dataclass
 class AgenticConfig(PipelineConfig):
     """Multi-turn episodes in environments."""
 
-    pipeline: Literal["agentic"] = option("agentic", help="Which pipeline runs.")
+    pipeline: Literal["agentic"] = option("agentic", "Which pipeline runs.")
     template: Literal["chat", "raw"] = option(
         "chat",
-        help="`chat`: the tokenizer's chat template writes what stands between turns; `raw`: observations follow "
-        "responses as text, see `raw_turns`.",
+        "`chat`: the tokenizer's chat template writes what stands between turns; `raw`: observations follow responses "
+        "as text, see `raw_turns`.",
     )
     chat_template_kwargs: dict[str, Any] = option(
-        factory=dict, help="Variables of the chat template, such as `enable_thinking: false`."
+        dict, "Variables of the chat template, such as `enable_thinking: false`."
     )
-    raw_turns: RawTurnsConfig = option(factory=RawTurnsConfig, help="Between the turns of `template: raw`.")
-    custom_envs: dict[str, CustomEnvConfig] = option(factory=dict, help="Kinds of environments by tag.")
-    train_env_manager: EnvManagerConfig = option(
-        factory=lambda: EnvManagerConfig(group_size=8), help="Environments of training."
-    )
-    val_env_manager: EnvManagerConfig | None = option(
-        None, help="Environments of validation. Needed with `eval_steps`."
-    )
-    validation: ValidationSettings = option(factory=ValidationSettings, help="Sampling of validation.")
-    env_workers: EnvWorkersConfig = option(factory=EnvWorkersConfig, help="Processes that hold the environments.")
+    raw_turns: RawTurnsConfig = option(RawTurnsConfig, "Between the turns of `template: raw`.")
+    custom_envs: dict[str, CustomEnvConfig] = option(dict, "Kinds of environments by tag.")
+    train_env_manager: EnvManagerConfig = option(lambda: EnvManagerConfig(group_size=8), "Environments of training.")
+    val_env_manager: EnvManagerConfig | None = option(None, "Environments of validation. Needed with `eval_steps`.")
+    validation: ValidationSettings = option(ValidationSettings, "Sampling of validation.")
+    env_workers: EnvWorkersConfig = option(EnvWorkersConfig, "Processes that hold the environments.")
     episode_reward_weight: float | None = option(
         None,
-        help="Weight of the episode's reward, given at its last token. Default: 1, or 0 for estimators that count in "
-        "turns.",
-        range=NOT_NEGATIVE,
+        "Weight of the episode's reward, given at its last token. Default: 1, or 0 for estimators that count in turns.",
+        NOT_NEGATIVE,
     )
     step_reward_weight: float | None = option(
         None,
-        help="Weight of each turn's own reward, given at the turn's last token. Default: 0, or 1 for estimators that "
-        "count in turns.",
-        range=NOT_NEGATIVE,
+        "Weight of each turn's own reward, given at the turn's last token. Default: 0, or 1 for estimators that count "
+        "in turns.",
+        NOT_NEGATIVE,
     )

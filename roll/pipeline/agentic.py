@@ -28,9 +28,8 @@ from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
 from roll.agentic.worker import EnvPoolClosed, EnvSpec, HostSettings, SessionFailed
 from roll.configs import derived
-from roll.configs.environments import CustomEnvConfig, EnvManagerConfig
 from roll.configs.roles import GeneratingArguments
-from roll.configs.run import AgenticConfig
+from roll.configs.run import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams

@@ -23,13 +23,12 @@ from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManagerFactory
 from roll.agentic.registry import ENVIRONMENTS, check_env_type, make_env
 from roll.agentic.tools.base import ToolUnavailable
 from roll.check.config import check_elsewhere
-from roll.check.needs import missing_packages
+from roll.check.plan import missing_packages
 from roll.configs import derived
-from roll.configs.environments import CustomEnvConfig
 from roll.configs.errors import ConfigError, ConfigProblem, problems_of
 from roll.configs.plugins import import_object
 from roll.configs.rewards import JudgeConfig, RewardConfig
-from roll.configs.run import AgenticConfig, ClusterConfig, PipelineConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, ClusterConfig, CustomEnvConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Trainer, option_problems, strategies_of, strategy_class
 from roll.data.chat import ChatTurns, RawTurns, TemplateRefused, TurnTemplate, require_append_only
 from roll.data.prompts import load_prompts, load_tokenizer

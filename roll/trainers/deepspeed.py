@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from roll.algorithms.metrics import PartMetrics
 from roll.check.rules import obstacle_to_moving
-from roll.configs.engine_options import Options
+from roll.configs.strategies import Options
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
 from roll.trainers.deepspeed_options import engine_config, parse_options

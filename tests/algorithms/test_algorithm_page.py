@@ -12,7 +12,6 @@ from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses.base import POLICY_LOSSES, make_policy_loss
 from roll.algorithms.registry import about_of, settings_of
-from roll.check.reference import pages
 from roll.configs.plugins import help_text
 from tests.algorithms.policy_loss_reference import random_inputs
 
@@ -28,14 +27,9 @@ def first_column(heading: str) -> set[str]:
     return set(re.findall(r"^\| `([\w-]+)`", section(heading), flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", sorted(pages()))
-def test_a_page_is_the_output_of_the_generator(name: str) -> None:
-    assert (FOLDER / name).read_text() == pages()[name], "run `python -m roll.check.reference docs/algorithms`"
-
-
 @pytest.mark.parametrize(("name", "kind"), [("policy_losses", POLICY_LOSSES), ("advantages", ADVANTAGE_ESTIMATORS)])
 def test_a_page_has_formula_source_use_and_arguments_of_every_one(name, kind) -> None:
-    page = pages()[f"{name}.md"]
+    page = (FOLDER / f"{name}.md").read_text()
     assert set(re.findall(r"^## `(\w+)`", page, flags=re.MULTILINE)) == set(kind.built_in)
     for each in kind.built_in:
         part = page.split(f"## `{each}`")[1].split("\n## ")[0]
@@ -53,8 +47,8 @@ def test_modes_and_estimators_are_listed() -> None:
 
 
 def test_a_table_row_has_as_many_cells_as_its_head() -> None:
-    for name, page in pages().items():
-        for row in re.findall(r"^\|.*$", page, flags=re.MULTILINE):
+    for name in ("policy_losses.md", "advantages.md", "correction.md"):
+        for row in re.findall(r"^\|.*$", (FOLDER / name).read_text(), flags=re.MULTILINE):
             assert len(re.findall(r"(?<!\\)\|", row)) == 5, (name, row)
 
 

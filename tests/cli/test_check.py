@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from roll.check import needs
+from roll.check import plan
 from roll.cli.main import main
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
@@ -95,9 +95,9 @@ ENGINES = "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml"
 def without_sglang(monkeypatch):
     """As on a machine where SGLang is not installed."""
     monkeypatch.setattr(sglang_options, "server_argument_names", lambda: None)
-    installed = needs._installed
+    installed = plan._installed
     there = {"sglang": False, "megatron": True}
-    monkeypatch.setattr(needs, "_installed", lambda package: there.get(package, installed(package)))
+    monkeypatch.setattr(plan, "_installed", lambda package: there.get(package, installed(package)))
 
 
 def test_what_only_a_missing_package_could_tell_is_said_to_be_unchecked(without_sglang, capsys):

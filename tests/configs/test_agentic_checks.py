@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from roll.check.config import check_config, config_warnings
-from roll.check.plan import plan, render
+from roll.check.plan import plan
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
 
@@ -53,7 +53,7 @@ def problems_of(tree):
 def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
     config = check_config(config_from_tree(agentic))
     assert config_warnings(config) == []
-    text = render(plan(config))
+    text = plan(config)
     assert "8 seeds x 4 episodes = 32 episodes a step" in text
     assert "lake (frozen_lake, 1 of 2 groups, up to 10 turns), games (my.games:Chess, 1 of 2 groups" in text
     assert "16 seeds x 1 episode: lake (frozen_lake, 1 of 1 group" in text
@@ -79,7 +79,7 @@ def test_a_valid_configuration_passes_and_says_its_arithmetic(agentic):
             "train_env_manager.num_groups_partition",
             "adds up to 4",
         ),
-        ({"train_env_manager.max_traj_per_env": 2}, "train_env_manager.max_traj_per_env", "num_env_groups is not set"),
+        ({"train_env_manager.max_traj_per_env": 2}, "train_env_manager.max_traj_per_env", "num_env_groups` is not set"),
         (
             {"train_env_manager.max_traj_per_env": 1, "train_env_manager.num_env_groups": 4},
             "train_env_manager.max_traj_per_env",

@@ -4,7 +4,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from roll.configs.loader import config_from_tree, walk
+from roll.configs.fields import walk
+from roll.configs.loader import config_from_tree
 from roll.configs.run import AgenticConfig, RLVRConfig
 from roll.pipeline.resume import AFTER_THE_ROLLOUT, HARMLESS, IMPOSSIBLE, changes, rollout_settings
 

@@ -75,8 +75,8 @@ def test_a_reward_model_and_a_judge_pass_beside_a_rule(tree, tmp_path, monkeypat
     config = config_from_tree(merged(tree, _filled(changes, tmp_path)))
     check_config(config)
     assert "api_key_env: JUDGE_KEY" in dump_config(config)
-    role = next(role for role in plan(config).roles if role.name == "rewards.math")
-    assert (role.model, role.devices, role.shares_with) == (str(tmp_path / "model"), [1], ["actor_infer"])
+    where = f"1 replica on device 1 (shared with actor_infer), model {tmp_path / 'model'}"
+    assert f"rewards.math  hf_infer, {where}" in plan(config)
     assert shares_devices(config, "actor_infer") and not shares_devices(config, "actor_train")
     assert [reward_timeout(config.rewards[name]) for name in ("math", "essay", "rule")] == [5, 600, 10]
 
@@ -465,7 +465,7 @@ WRONG = [
     ),
     (
         {"chaos": {"enabled": True, "events": [{"seconds": 2}]}},
-        "chaos.events[0].seconds", "no effect on kill", "remove",
+        "chaos.events[0].seconds", "no effect: kill takes no time", "remove",
     ),
     (
         {"chaos": {"enabled": True, "events": [{"kind": "delay_publication"}]}},
@@ -473,11 +473,11 @@ WRONG = [
     ),
     (
         {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "role": "critic"}]}},
-        "chaos.events[0].role", "no effect on corrupt_bucket", "remove",
+        "chaos.events[0].role", "no effect: corrupt_bucket happens to all engines", "remove",
     ),
     (
         {"chaos": {"enabled": True, "events": [{"kind": "corrupt_bucket", "rank": 3}]}},
-        "chaos.events[0].rank", "no effect on corrupt_bucket", "remove",
+        "chaos.events[0].rank", "no effect: corrupt_bucket happens to all engines", "remove",
     ),
     (
         {"chaos": {"enabled": True, "events": [{}, {"at_step": 2}, {}]}},
@@ -582,7 +582,7 @@ WRONG = [
         "actor_train.tis_upper_bound", "same argument", "keep one",
     ),
     ({"kl_controller": "adaptive"}, "kl_controller", "no effect", "add_token_level_kl: true"),
-    ({"target_kl": 1.0}, "target_kl", "no effect", 'kl_controller: "adaptive"'),
+    ({"target_kl": 1.0}, "target_kl", "no effect", "kl_controller: adaptive"),
     (
         {"num_return_sequences_in_group": 1, "adv_estimator": "reinforce", "group_filter": "zero_variance"},
         "group_filter", "drop every group", "none",
@@ -598,8 +598,8 @@ WRONG = [
          "actor_train.model_args.attn_implementation": "eager"},
         "actor_train.model_args.attn_implementation", "its own attention", "remove",
     ),
-    ({"critic_warmup": 2}, "critic_warmup", "there is no `critic`", "adv_estimator: gae"),
-    ({"value_clip": 0.2}, "value_clip", "there is no `critic`", "adv_estimator: gae"),
+    ({"critic_warmup": 2}, "critic_warmup", "`critic` is not set", "adv_estimator: gae"),
+    ({"value_clip": 0.2}, "value_clip", "`critic` is not set", "adv_estimator: gae"),
     (
         {"critic": {"device_mapping": [0]}, "adv_estimator": "gae", "critic_warmup": 100},
         "critic_warmup", "would never learn", "at most 99",

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roll.configs.environments import CustomEnvConfig
 from roll.configs.errors import MASK, ConfigError, ConfigProblem
-from roll.configs.loader import PIPELINES, alternatives, config_from_tree, dump_config, load_config, parse_yaml, walk
+from roll.configs.fields import alternatives, walk
+from roll.configs.loader import PIPELINES, config_from_tree, dump_config, load_config, parse_yaml
 from roll.configs.rewards import RewardConfig
-from roll.configs.run import AgenticConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, CustomEnvConfig, RLVRConfig
 from tests.tiers import examples
 
 
@@ -316,7 +316,7 @@ def test_secrets_are_masked_in_dumps_and_messages(write):
 def test_loading_is_light(write, tree):
     code = (
         "import sys\n"
-        "import roll.check.plan, roll.check.reference_page\n"
+        "import roll.check.plan\n"
         "from roll.check.config import check_config\nfrom roll.configs.loader import load_config\n"
         "check_config(load_config(sys.argv[1], ['max_steps=3', 'exp_name=x-${max_steps}']))\n"
         "heavy = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"

@@ -10,9 +10,9 @@ import pytest
 import roll.configs
 from roll.check.config import check_config
 from roll.check.rules import options_are_usable
-from roll.configs.engine_options import OPTIONS, Options
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
+from roll.configs.strategies import OPTIONS, Options
 
 ENGINES = ("vllm", "sglang", "hf_infer")
 SWITCHES = {
@@ -127,4 +127,4 @@ def test_nothing_else_in_the_configuration_reads_the_options():
         or isinstance(node, ast.Constant)
         and node.value == "strategy_config"
     }
-    assert readers == {"configs/engine_options.py"}
+    assert readers == {"configs/strategies.py"}

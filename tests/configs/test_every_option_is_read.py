@@ -23,10 +23,9 @@ import pytest
 
 from roll.check.data import groups_are_enough
 from roll.configs import derived
-from roll.configs.environments import EnvManagerConfig
-from roll.configs.loader import alternatives, field_types
+from roll.configs.fields import alternatives, field_types
 from roll.configs.roles import ROLL_ARGUMENTS, ActorTrainConfig
-from roll.configs.run import AgenticConfig, RLVRConfig
+from roll.configs.run import AgenticConfig, EnvManagerConfig, RLVRConfig
 
 pytestmark = pytest.mark.tier("all")  # mypy looks at the whole package, as in `make check`
 
@@ -37,7 +36,7 @@ Option = tuple[str, str]
 
 DERIVING = {"configs/derived.py", "configs/devices.py"}
 """Modules of `roll/configs` that work for the run; all others there and in `roll/check` judge, document or estimate."""
-SCHEMA_FILES = ("configs/environments.py", "configs/rewards.py", "configs/roles.py", "configs/run.py")
+SCHEMA_FILES = ("configs/rewards.py", "configs/roles.py", "configs/run.py")
 
 MYPY = (
     *(sys.executable, "-m", "mypy", "--config-file=", "--no-incremental", "--cache-dir=/dev/null"),

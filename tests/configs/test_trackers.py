@@ -4,8 +4,7 @@ import pytest
 
 from roll.check.config import check_config, check_elsewhere
 from roll.check.memory import estimate_memory
-from roll.check.needs import needs
-from roll.check.plan import plan, render
+from roll.check.plan import needs, plan
 from roll.check.rules import is_installed, tracker_words
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree, dump_config, redacted_config
@@ -37,10 +36,10 @@ def test_a_tracker_is_named_as_in_roll_or_in_a_list(config, track_with):
 
 
 def test_the_plan_says_where_metrics_go(config):
-    assert "metrics      metrics.jsonl, TensorBoard\n" in render(plan(config())) + "\n"
+    assert "metrics      metrics.jsonl, TensorBoard\n" in plan(config()) + "\n"
     many = config(track_with=["trackio", "swanlab"], tracker_kwargs={"swanlab": {"mode": "local"}})
-    assert "metrics.jsonl, TensorBoard, trackio (local), swanlab (local)" in render(plan(many))
-    assert "metrics      metrics.jsonl\n" in render(plan(config(track_with=[]))) + "\n"
+    assert "metrics.jsonl, TensorBoard, trackio (local), swanlab (local)" in plan(many)
+    assert "metrics      metrics.jsonl\n" in plan(config(track_with=[])) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from roll.check.config import check_elsewhere
-from roll.check.needs import missing_packages
+from roll.check.plan import missing_packages
 from roll.configs.errors import ConfigError, ConfigProblem
 from roll.configs.loader import config_from_tree, parse_yaml
 from roll.pipeline.preflight import look_up

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from roll.configs.errors import ADVICE, RENAMED, ConfigError
-from roll.configs.loader import config_from_tree, walk
+from roll.configs.fields import walk
+from roll.configs.loader import config_from_tree
 from roll.configs.run import AgenticConfig, RLVRConfig
 from tests.docs.pages import page
 

@@ -13,8 +13,7 @@ from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.check.config import check_elsewhere, config_warnings
 from roll.check.memory import estimate_memory
 from roll.check.memory_parts import GIB
-from roll.check.needs import missing_packages, needs
-from roll.check.plan import plan, render
+from roll.check.plan import missing_packages, needs, plan
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
@@ -43,7 +42,7 @@ OFF_POLICY = EXAMPLES / "qwen2.5-7B-rlvr-offpolicy"
 def test_an_example_can_run_where_its_model_and_gpus_are(path):
     config = load_config(path)
     missing = check_elsewhere(config)
-    assert config.exp_name in render(plan(config))
+    assert config.exp_name in plan(config)
     look_up(config, with_model=False, without=missing_packages(config))
     shared_file = "used for training and for validation"
     assert [each for each in config_warnings(config) if shared_file not in each] == []

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from tiny import make_task
 
-from roll.configs.environments import EnvManagerConfig
 from roll.configs.errors import ConfigError
 from roll.configs.loader import config_from_tree
+from roll.configs.run import EnvManagerConfig
 from roll.pipeline.agentic import TRAINING, VALIDATION, episode_tasks
 from roll.pipeline.algorithm import build_algorithms
 from roll.pipeline.preflight import prepare

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from roll.configs.engine_options import OPTIONS, Options
-from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, option_problems
+from roll.configs.strategies import ENGINES, FORWARD_STRATEGIES, OPTIONS, Options, option_problems
 from tests.tiers import need
 
 VALUES = (

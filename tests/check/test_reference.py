@@ -1,0 +1,33 @@
+"""The reference pages are what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.check.reference import PAGES, keys, page
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_the_output_of_the_generator(name):
+    assert (DOCS / name).read_text() == page(DOCS, name), "run `python -m roll.check.reference docs`"
+
+
+def test_keys_that_nothing_reads_are_left_out():
+    listed = keys()
+    assert "### `actor_train.training_args`" in listed
+    assert "### `actor_infer.training_args`" not in listed
+    assert "### `critic.training_args`" in listed and "### `critic.generating_args`" not in listed
+    assert "### `rewards.<name>`" in listed
+    assert "### `validation.data_args.reasoning_gym[i]`" in listed
+
+
+def test_shared_keys_are_listed_once_and_each_pipeline_has_its_own():
+    common, rlvr, agentic = keys().split("\n## ")
+    assert "`max_steps` | a whole number, >= 1 | `100`" in common and "### `actor_train`" in common
+    assert "### `rewards.<name>`" in rlvr and "### `actor_train`" not in rlvr
+    assert "### `custom_envs.<name>`" in agentic and "### `train_env_manager`" in agentic
+    assert "`env_type`" in agentic and "rewards" not in agentic
