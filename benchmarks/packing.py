@@ -33,10 +33,9 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import ModelArguments, TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
-from roll.trainers.forward import hf_forward
-from roll.trainers.model import prepare_model
-from roll.trainers.optimizer import build_optimizer
+from roll.trainers.model import HfForward, prepare_model
 from roll.trainers.step import MicroBatchLimits, TrainingStep, plan_micro_batches
+from roll.trainers.trainer import build_optimizer
 
 PROMPT_TOKENS = 24
 MEAN_SHARE = 0.3
@@ -110,8 +109,8 @@ class Side:
     def __post_init__(self) -> None:
         self.packed = self.setup.train_limits.packed
         self.model, head = prepare_model(self.setup, gradient_checkpointing=False)
-        device = torch.device("cpu")
-        self.forward = hf_forward("policy", self.model, head, device, packed=self.packed)
+        self.device = torch.device("cpu")
+        self.forward = HfForward("policy", self.model, head, self.device)
         self.optimizer = build_optimizer(self.model.parameters(), self.setup.training_args)
 
     def rows(self, lengths: np.ndarray) -> list[list[int]]:
@@ -125,7 +124,7 @@ class Side:
         """Train on the batch."""
         started, cpu_started, computed, total = time.perf_counter(), time.process_time(), 0, 0.0
         step = TrainingStep.of(batch, objective)
-        for micro_batch in step.micro_batches(self.rows(batch.lengths), self.forward.device, self.packed):
+        for micro_batch in step.micro_batches(self.rows(batch.lengths), self.device, self.packed):
             loss, _ = step.loss(micro_batch, *self.forward.outputs(micro_batch, 1.0, step.needs_entropy_gradient))
             loss.backward()
             computed, total = computed + micro_batch.input_ids.numel(), total + loss.item()
