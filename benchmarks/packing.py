@@ -30,11 +30,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.roles import TrainingArguments, WorkerConfig
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
 from roll.trainers.model import HfForward, prepare_model
-from roll.trainers.step import MicroBatchLimits, TrainingStep, plan_micro_batches
+from roll.trainers.step import TrainingStep, plan_micro_batches
 from roll.trainers.trainer import build_optimizer
 
 PROMPT_TOKENS = 24
@@ -137,25 +137,12 @@ def make_sides(path: str, budget: int) -> dict[str, Side]:
     """Return the three sides, with the same weights."""
 
     def side(packed: bool = False, in_order: bool = False) -> Side:
-        limits = MicroBatchLimits(budget, 1, packed)
-        setup = TrainerSetup(
-            model_path=path,
-            rank=0,
-            world_size=1,
-            master_address="127.0.0.1",
-            master_port=0,
-            device="cpu",
-            model_args=ModelArguments(),
+        config = WorkerConfig(
             training_args=TrainingArguments(learning_rate=1e-5),
-            total_optimizer_steps=1000,
-            train_limits=limits,
-            infer_limits=limits,
-            kind="policy",
-            forward_only=False,
-            seed=0,
-            strategy_config={},
+            max_tokens_per_microbatch_in_train=budget,
+            use_sequence_packing=packed,
         )
-        return Side(setup, in_order)
+        return Side(TrainerSetup(config, path, total_optimizer_steps=1000, seed=0), in_order)
 
     return {"padded": side(in_order=True), "padded, sorted": side(), "packed": side(packed=True)}
 

@@ -366,7 +366,7 @@ def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[Pr
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
-    if setup.packs:
+    if setup.config.use_sequence_packing:
         install_packed_attention(model, setup.model_args.attn_implementation)
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:

@@ -8,9 +8,8 @@ the results are joined, and the role needs no engine beside its model. Log-proba
 from __future__ import annotations
 
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainerSetup, parse_replica_options
+from roll.trainers.base import MicroBatchLimits, TrainerSetup, parse_replica_options
 from roll.trainers.model import HfForward, prepare_model
-from roll.trainers.step import MicroBatchLimits
 from roll.trainers.trainer import ForwardRank
 
 

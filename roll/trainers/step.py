@@ -24,21 +24,10 @@ from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import LossMetrics, ValueMetrics, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
+from roll.trainers.base import MicroBatchLimits
 
 MicroBatchPlan = list[list[list[int]]]
 """Rank -> micro-batch -> rows of the batch. A rank short of work has empty micro-batches at its end."""
-
-
-@dataclass(frozen=True)
-class MicroBatchLimits:
-    """Size limits of a micro-batch."""
-
-    max_tokens: int | None
-    """Number of padded tokens, or of real ones if samples are packed; None: no limit."""
-    max_samples: int
-    """Limit on samples; used only if `max_tokens` is None."""
-    packed: bool = False
-    """True if samples stand one behind the other in a single row, without padding."""
 
 
 def plan_micro_batches(

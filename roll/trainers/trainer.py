@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 from roll.configs.derived import warmup_steps_of
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
-from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy
+from roll.trainers.base import ForwardStrategy, MicroBatchLimits, TrainerSetup, TrainStrategy
 from roll.trainers.model import HfForward
 from roll.trainers.step import (
     MicroBatch,
-    MicroBatchLimits,
     Objective,
     TrainingStep,
     plan_micro_batches,

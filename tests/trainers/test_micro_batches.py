@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.records import SampleBatch
+from roll.trainers.base import MicroBatchLimits
 from roll.trainers.step import (
-    MicroBatchLimits,
     Packing,
     build_micro_batch,
     plan_micro_batches,

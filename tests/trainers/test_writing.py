@@ -16,9 +16,8 @@ from roll.runtime.actors import WorkerIdentity
 from roll.runtime.errors import WorkerFailed, WritingStuck
 from roll.tracking import files
 from roll.tracking.files import sync_file
-from roll.trainers.group import TrainerGroup
 from roll.trainers.state import SavedState, StateSnapshot, whole
-from roll.trainers.worker import TrainWorker, Writing, WritingProgress
+from roll.trainers.worker import TrainerGroup, TrainWorker, Writing, WritingProgress
 
 LIMIT = 100.0
 

@@ -35,16 +35,23 @@ from torch.nn import functional
 
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainerSetup
-from roll.trainers.checkpoint_files import CheckpointFiles, checkpoint_folder
+from roll.trainers.base import MicroBatchLimits, TrainerSetup
 from roll.trainers.megatron.facts import MegatronOptions, ModelFacts, check_layout, parse_options, read_facts
 from roll.trainers.megatron.model import CHUNK_ELEMENTS, build_chunks, parallel_logprobs_and_entropy, transformer_config
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
 from roll.trainers.model import ModelExport, build_export, copied_weights
-from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, common_updates, own_share
+from roll.trainers.state import (
+    MOMENTS,
+    CheckpointFiles,
+    Part,
+    SavedState,
+    StateSnapshot,
+    checkpoint_folder,
+    common_updates,
+    own_share,
+)
 from roll.trainers.step import (
     MicroBatch,
-    MicroBatchLimits,
     StepMetrics,
     TrainingStep,
     combined_metrics,
