@@ -45,8 +45,8 @@ from roll.configs.run import ClusterConfig
 from roll.data.records import SampleBatch
 from roll.runtime.actors import start_group, start_worker
 from roll.runtime.placement import Placement, RaySession
-from roll.trainers.group import TrainerGroup
-from roll.trainers.worker import TrainerSpec, TrainPlan, TrainWorker
+from roll.trainers.base import TrainerSetup
+from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainPlan, TrainWorker
 from roll.weights.transports import TransportSpec
 
 ATTEMPTS = 3
@@ -203,7 +203,8 @@ async def trainer_of(model: Path, size: Size, files: Path) -> AsyncIterator[Trai
     )
     try:
         transport = TransportSpec("object_store", buffers=2, directory=files)
-        await trainer.start(TrainerSpec(config, str(model), 1000, "policy", False, 0, transport))
+        setup = TrainerSetup(config, str(model), total_optimizer_steps=1000, seed=0)
+        await trainer.start(TrainerSpec(setup, transport))
         yield trainer
     finally:
         group.kill()

@@ -30,13 +30,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from roll.algorithms.objective import PolicyObjective
-from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.roles import TrainingArguments, WorkerConfig
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
-from roll.trainers.forward import hf_forward
-from roll.trainers.model import prepare_model
-from roll.trainers.optimizer import build_optimizer
-from roll.trainers.step import MicroBatchLimits, TrainingStep, plan_micro_batches
+from roll.trainers.model import HfForward, prepare_model
+from roll.trainers.step import TrainingStep, plan_micro_batches
+from roll.trainers.trainer import build_optimizer
 
 PROMPT_TOKENS = 24
 MEAN_SHARE = 0.3
@@ -110,8 +109,8 @@ class Side:
     def __post_init__(self) -> None:
         self.packed = self.setup.train_limits.packed
         self.model, head = prepare_model(self.setup, gradient_checkpointing=False)
-        device = torch.device("cpu")
-        self.forward = hf_forward("policy", self.model, head, device, packed=self.packed)
+        self.device = torch.device("cpu")
+        self.forward = HfForward("policy", self.model, head, self.device)
         self.optimizer = build_optimizer(self.model.parameters(), self.setup.training_args)
 
     def rows(self, lengths: np.ndarray) -> list[list[int]]:
@@ -125,7 +124,7 @@ class Side:
         """Train on the batch."""
         started, cpu_started, computed, total = time.perf_counter(), time.process_time(), 0, 0.0
         step = TrainingStep.of(batch, objective)
-        for micro_batch in step.micro_batches(self.rows(batch.lengths), self.forward.device, self.packed):
+        for micro_batch in step.micro_batches(self.rows(batch.lengths), self.device, self.packed):
             loss, _ = step.loss(micro_batch, *self.forward.outputs(micro_batch, 1.0, step.needs_entropy_gradient))
             loss.backward()
             computed, total = computed + micro_batch.input_ids.numel(), total + loss.item()
@@ -138,25 +137,12 @@ def make_sides(path: str, budget: int) -> dict[str, Side]:
     """Return the three sides, with the same weights."""
 
     def side(packed: bool = False, in_order: bool = False) -> Side:
-        limits = MicroBatchLimits(budget, 1, packed)
-        setup = TrainerSetup(
-            model_path=path,
-            rank=0,
-            world_size=1,
-            master_address="127.0.0.1",
-            master_port=0,
-            device="cpu",
-            model_args=ModelArguments(),
+        config = WorkerConfig(
             training_args=TrainingArguments(learning_rate=1e-5),
-            total_optimizer_steps=1000,
-            train_limits=limits,
-            infer_limits=limits,
-            kind="policy",
-            forward_only=False,
-            seed=0,
-            strategy_config={},
+            max_tokens_per_microbatch_in_train=budget,
+            use_sequence_packing=packed,
         )
-        return Side(setup, in_order)
+        return Side(TrainerSetup(config, path, total_optimizer_steps=1000, seed=0), in_order)
 
     return {"padded": side(in_order=True), "padded, sorted": side(), "packed": side(packed=True)}
 

@@ -33,8 +33,8 @@ from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.actors import start_group, start_worker
 from roll.runtime.placement import Placement, RaySession
-from roll.trainers.group import TrainerGroup
-from roll.trainers.worker import TrainerSpec, TrainWorker
+from roll.trainers.base import TrainerSetup
+from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainWorker
 from roll.weights.transports import TransportSpec
 
 WARM_UP = 3
@@ -113,7 +113,8 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
         transport = TransportSpec(setting.transport, buffers=2, directory=files)
         try:
             config = WorkerConfig(device_mapping=[0], strategy_args=StrategyArguments("fsdp2_train"))
-            await trainer.start(TrainerSpec(config, str(model), 1, "policy", False, 0, transport))
+            setup = TrainerSetup(config, str(model), total_optimizer_steps=1, seed=0)
+            await trainer.start(TrainerSpec(setup, transport))
             await pool.start()
             pool.buffers.on_free = trainer.release
             yield trainer, pool

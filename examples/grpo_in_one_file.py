@@ -34,7 +34,7 @@ from roll.engines.hf.strategy import HFInferStrategy
 from roll.rewards.base import RewardInput
 from roll.rewards.registry import Verifier, checked_output, resolve_verifier
 from roll.runtime.placement import free_port
-from roll.trainers.base import trainer_setup
+from roll.trainers.base import TrainerSetup
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.model import save
 from roll.weights.buckets import pack_buckets
@@ -113,7 +113,7 @@ async def train(config_file: Path, overrides: Sequence[str] = (), export: Path |
 
     # The trainer: the model that learns and its optimizer.
     trainer = Fsdp2TrainStrategy(
-        trainer_setup(
+        TrainerSetup(
             config.actor_train,
             model_path=config.pretrain,
             total_optimizer_steps=config.max_steps,

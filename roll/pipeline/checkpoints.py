@@ -26,7 +26,7 @@ from roll.tracking.files import naming, sync_file, sync_folder, write_atomically
 from roll.tracking.waits import waiting
 
 if TYPE_CHECKING:
-    from roll.trainers.group import TrainerGroup
+    from roll.trainers.worker import TrainerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.actors import WorkerHandle
 from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import GROUP, WaitBoard, acting
-from roll.trainers.group import BaseOfTrainer, TrainerGroup
+from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 
 MOST_KEYS_NAMED = 5
 

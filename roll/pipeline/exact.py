@@ -35,16 +35,9 @@ from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
 from roll.tracking.run_directory import RunDirectory
-from roll.trainers.base import (
-    ForwardStrategy,
-    TrainerSetup,
-    TrainStrategy,
-    build_forward_strategy,
-    build_trainer,
-    trainer_setup,
-)
-from roll.trainers.checkpoint_files import CheckpointFiles
+from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
 from roll.trainers.model import save
+from roll.trainers.state import CheckpointFiles
 from roll.trainers.worker import TrainPlan, mean_over_updates, optimizer_batches
 from roll.weights.buckets import pack_buckets
 
@@ -252,7 +245,7 @@ class PlainLoop:
         return strategy
 
     def _setup(self, role: WorkerConfig, **changes: Any) -> TrainerSetup:
-        return trainer_setup(
+        return TrainerSetup(
             role,
             model_path=derived.model_path(self._config, role),
             total_optimizer_steps=derived.total_optimizer_steps(self._config, role),
@@ -326,4 +319,4 @@ def _first_of_models(step: int, theirs: Path, mine: Path) -> Difference | None:
 
 
 def _tensor(files: CheckpointFiles, name: str) -> np.ndarray | None:
-    return None if files.missing([name]) else files.read(name, None, 0, 0).float().numpy()
+    return None if files.missing([name]) else files.read(name).float().numpy()

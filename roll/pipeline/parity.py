@@ -17,7 +17,7 @@ import numpy as np
 from roll.configs import derived
 from roll.configs.run import PipelineConfig
 from roll.data.records import SampleBatch
-from roll.trainers.group import TrainerGroup
+from roll.trainers.worker import TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
 
 

@@ -50,8 +50,7 @@ from roll.pipeline.checkpoints import (
 from roll.rollout.journal import RolloutProgress
 from roll.tracking.files import keep_lines, remove_partials, write_atomically
 from roll.tracking.run_directory import RunDirectory
-from roll.trainers.checkpoint_files import CheckpointFiles
-from roll.trainers.state import SavedState, UnfitState
+from roll.trainers.state import CheckpointFiles, SavedState, UnfitState
 
 Judgement = Literal["harmless", "needs confirmation", "impossible"]
 

@@ -26,8 +26,8 @@ from roll.runtime.locks import DeviceLock
 from roll.runtime.placement import Placement
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import part
-from roll.trainers.group import TrainerGroup
-from roll.trainers.worker import TrainerSpec, TrainWorker
+from roll.trainers.base import TrainerSetup
+from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainWorker
 from roll.weights.transports import TransportSpec, claim_weight_folder, clear_weight_folder
 
 logger = logging.getLogger(__name__)
@@ -165,16 +165,15 @@ class Roles:
         trainer = TrainerGroup(
             group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
         )
-        spec = TrainerSpec(
-            config=config,
+        setup = TrainerSetup(
+            config,
             model_path=derived.model_path(self._config, config),
             total_optimizer_steps=derived.total_optimizer_steps(self._config, config),
+            seed=self._config.seed,
             kind="value" if role == "critic" else "policy",
             forward_only=forward_only,
-            seed=self._config.seed,
-            transport=self._transport,
-            restore_from=None if forward_only else self._states(role),
         )
+        spec = TrainerSpec(setup, self._transport, None if forward_only else self._states(role))
         async with self._locks[role].hold(role):
             await trainer.start(spec)
             self._locks[role].register(role, trainer)

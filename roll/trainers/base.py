@@ -21,7 +21,6 @@ from roll.configs.plugins import made
 from roll.configs.roles import ModelArguments, TrainingArguments, WorkerConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, TRAINERS, strategy_class
 from roll.data.records import SampleBatch
-from roll.trainers.step import MicroBatchLimits
 
 if TYPE_CHECKING:
     import torch
@@ -144,34 +143,67 @@ ModelKind = Literal["policy", "value"]
 
 
 @dataclass(frozen=True)
+class MicroBatchLimits:
+    """Size limits of a micro-batch."""
+
+    max_tokens: int | None
+    """Number of padded tokens, or of real ones if samples are packed; None: no limit."""
+    max_samples: int
+    """Limit on samples; used only if `max_tokens` is None."""
+    packed: bool = False
+    """True if samples stand one behind the other in a single row, without padding."""
+
+
+@dataclass(frozen=True)
 class TrainerSetup:
     """One rank of a trainer, or of a forward-only role such as the reference."""
 
+    config: WorkerConfig
+    """Configuration of the role."""
     model_path: str
     """Folder or hub name."""
-    rank: int
-    world_size: int
-    master_address: str
-    master_port: int
-    device: Literal["cpu", "cuda"]
-    model_args: ModelArguments
-    training_args: TrainingArguments
     total_optimizer_steps: int
     """Number of optimizer steps in the whole run, for the learning-rate schedule."""
-    train_limits: MicroBatchLimits
-    infer_limits: MicroBatchLimits
-    """Limits for passes without gradients."""
-    kind: ModelKind
-    """Output of the model for each token: log-probabilities, or a value."""
-    forward_only: bool
-    """True if the role has no optimizer, and weights in the precision of `model_args`."""
     seed: int
-    strategy_config: dict[str, Any]
+    kind: ModelKind = "policy"
+    """Output of the model for each token: log-probabilities, or a value."""
+    forward_only: bool = False
+    """True if the role has no optimizer, and weights in the precision of `model_args`."""
+    rank: int = 0
+    world_size: int = 1
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    """Port at which the ranks meet, on the host of rank 0."""
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
-    def packs(self) -> bool:
-        """True if some passes are over packed rows."""
-        return self.train_limits.packed or self.infer_limits.packed
+    def model_args(self) -> ModelArguments:
+        """How the model is loaded."""
+        return self.config.model_args
+
+    @property
+    def training_args(self) -> TrainingArguments:
+        """Optimizer and schedule."""
+        return self.config.training_args
+
+    @property
+    def strategy_config(self) -> dict[str, Any]:
+        """Options of the trainer."""
+        return self.config.strategy_args.strategy_config
+
+    @property
+    def train_limits(self) -> MicroBatchLimits:
+        """Limits for passes with gradients."""
+        config = self.config
+        tokens = config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None
+        return MicroBatchLimits(tokens, self.training_args.per_device_train_batch_size, config.use_sequence_packing)
+
+    @property
+    def infer_limits(self) -> MicroBatchLimits:
+        """Limits for passes without gradients."""
+        config = self.config
+        tokens = config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None
+        return MicroBatchLimits(tokens, config.infer_batch_size, config.use_sequence_packing)
 
     @property
     def trains_adapters(self) -> bool:
@@ -182,48 +214,6 @@ class TrainerSetup:
     def rendezvous(self) -> str:
         """Address at which the ranks meet, in the format of `torch.distributed`."""
         return f"tcp://{self.master_address}:{self.master_port}"
-
-
-def trainer_setup(
-    config: WorkerConfig,
-    *,
-    model_path: str,
-    total_optimizer_steps: int,
-    seed: int,
-    master_port: int,
-    master_address: str = "127.0.0.1",
-    rank: int = 0,
-    world_size: int = 1,
-    device: Literal["cpu", "cuda"] = "cpu",
-    kind: ModelKind = "policy",
-    forward_only: bool = False,
-) -> TrainerSetup:
-    """Return the setup of one rank from the configuration of its role."""
-    return TrainerSetup(
-        model_path=model_path,
-        rank=rank,
-        world_size=world_size,
-        master_address=master_address,
-        master_port=master_port,
-        device=device,
-        model_args=config.model_args,
-        training_args=config.training_args,
-        total_optimizer_steps=total_optimizer_steps,
-        train_limits=MicroBatchLimits(
-            config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
-            config.training_args.per_device_train_batch_size,
-            config.use_sequence_packing,
-        ),
-        infer_limits=MicroBatchLimits(
-            config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
-            config.infer_batch_size,
-            config.use_sequence_packing,
-        ),
-        kind=kind,
-        forward_only=forward_only,
-        seed=seed,
-        strategy_config=config.strategy_args.strategy_config,
-    )
 
 
 def build_trainer(name: str, setup: TrainerSetup, own: str | None = None) -> TrainStrategy:

@@ -11,52 +11,44 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from roll.algorithms.metrics import PartMetrics
 from roll.check.rules import obstacle_to_moving
 from roll.configs.strategies import Options
-from roll.data.records import SampleBatch
 from roll.trainers.base import TrainerSetup
 from roll.trainers.deepspeed_options import engine_config, parse_options
-from roll.trainers.forward import hf_forward, policy_forward, value_forward
-from roll.trainers.model import ModelExport, build_export, copied_weights, load_weights, prepare_model, stored_dtype
-from roll.trainers.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    join_process_group,
-    joined_over_ranks,
-    learning_rate_schedule,
-    leave_process_group,
-    move_state,
-    pick_device,
+from roll.trainers.model import (
+    HfForward,
+    ModelExport,
+    build_export,
+    copied_weights,
+    load_weights,
+    prepare_model,
+    stored_dtype,
 )
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
-from roll.trainers.step import (
-    MicroBatch,
-    MicroBatchLimits,
-    Objective,
-    TrainingStep,
-    combined_metrics,
-    plan_micro_batches,
-)
+from roll.trainers.step import TrainingStep, combined_metrics
+from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from transformers import PreTrainedModel
 
 
-class DeepSpeedTrainStrategy:
+class DeepSpeedTrainStrategy(TrainerRank):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
+    model: PreTrainedModel
+
     def __init__(self, setup: TrainerSetup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.options = parse_options(setup.strategy_config)
         self.trains = not setup.forward_only
         self.bfloat16 = setup.model_args.dtype == "bfloat16"
@@ -69,9 +61,7 @@ class DeepSpeedTrainStrategy:
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
-        torch.manual_seed(setup.seed)
-        self.device = pick_device(setup)
-        join_process_group(setup, self.options.own.process_group_timeout_seconds)
+        self.join_ranks(self.options.own.process_group_timeout_seconds)
         self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         rounds = self.trains and self.bfloat16
@@ -79,8 +69,7 @@ class DeepSpeedTrainStrategy:
         masters = {name: parameter.detach() for name, parameter in self.model.named_parameters() if rounds}
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
-            self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
-            self.optimizer_steps = 0
+            self.start_schedule()
             self.updates = 0
         if self.has_engine:
             self._start_engine()
@@ -89,39 +78,7 @@ class DeepSpeedTrainStrategy:
         if rounds:
             self._set_weights(masters.__getitem__)
         computing = self.engine if self.has_engine else self.model
-        self.forward = hf_forward(
-            setup.kind, computing, head, self.device, signature_of=self.model, packed=setup.infer_limits.packed
-        )
-
-    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
-        rows = self._rows(batch, self.setup.infer_limits)
-        return joined_over_ranks(policy_forward(self.forward).token_logprobs(batch, rows, temperature))
-
-    def values(self, batch: SampleBatch) -> np.ndarray:
-        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        return joined_over_ranks(
-            value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
-        )
-
-    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
-
-        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
-        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
-        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
-        a forward-only role.
-        """
-        if not self.trains:
-            raise RuntimeError("this role is forward-only; it has no optimizer")
-        step = TrainingStep.of(batch, objective)
-        rows = self._rows(batch, self.setup.train_limits)
-        micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
-        parts = []
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            self.engine.set_gradient_accumulation_boundary(number == len(rows))
-            parts.append(self._accumulate(step, micro_batch, temperature))
-        return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
+        self.forward = HfForward(setup.kind, computing, head, self.device, signature_of=self.model)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name).
@@ -175,35 +132,12 @@ class DeepSpeedTrainStrategy:
         self._set_weights(lambda name: state.read_whole(f"weight/{name}", self.shapes[name]))
         self.optimizer_steps = state.facts["optimizer_steps"]
 
-    def offload_states(self) -> None:
-        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU.
-
-        Raises ``RuntimeError`` if DeepSpeed cannot move them.
-        """
-        if self.setup.device == "cpu":
-            return
-        if self.is_whole:
-            self._move_states(torch.device("cpu"))
-        else:
-            self._require_movable_states()
-            self.engine.offload_states()
-        torch.cuda.empty_cache()
-
-    def load_states(self) -> None:
-        """Undo `offload_states`."""
-        if self.setup.device == "cpu":
-            return
-        if self.is_whole:
-            self._move_states(self.device)
-        else:
-            self.engine.reload_states()
-
     def shutdown(self) -> None:
         """Leave the process group, and DeepSpeed's own."""
         if self.has_engine:
             self.engine.destroy()
             self.deepspeed.comm.destroy_process_group()
-        leave_process_group()
+        super().shutdown()
 
     @property
     def splits_weights(self) -> bool:
@@ -250,29 +184,25 @@ class DeepSpeedTrainStrategy:
                 moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
-    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """Return this rank's micro-batches."""
-        return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+        parts: list[PartMetrics] = []
+        for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
+            self.engine.set_gradient_accumulation_boundary(len(parts) + 1 == len(rows))
+            with torch.set_grad_enabled(not step.is_empty):
+                outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
+                loss, metrics = step.loss(micro_batch, *outputs)
+            parts.append(metrics)
+            if not step.is_empty:
+                # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
+                self.engine.backward(loss * self.setup.world_size)
+        return combined_metrics(parts)
 
-    def _accumulate(self, step: TrainingStep, micro_batch: MicroBatch, temperature: float) -> PartMetrics:
-        """Add one micro-batch's gradient to those of the optimizer step."""
-        with torch.set_grad_enabled(not step.is_empty):
-            outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
-            loss, metrics = step.loss(micro_batch, *outputs)
-        if not step.is_empty:
-            # DeepSpeed averages gradients over ranks, but the ranks' contributions must be summed.
-            self.engine.backward(loss * self.setup.world_size)
-        return metrics
-
-    def _update(self, nothing_to_learn: bool) -> dict[str, float]:
-        """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""
-        learning_rate = self.learning_rate(self.optimizer_steps)
+    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         grad_norm, updated = (0.0, False) if nothing_to_learn else self._optimizer_step()
-        self.optimizer_steps += 1
         self.updates += updated
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(not updated)}
+        return grad_norm, updated
 
     def _optimizer_step(self) -> tuple[float, bool]:
         """Step. Return the gradient's norm before clipping, and True if it was finite, so that the weights were
@@ -352,16 +282,18 @@ class DeepSpeedTrainStrategy:
             return nullcontext()
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
-    def _require_movable_states(self) -> None:
-        options = Options("deepspeed_train", self.setup.strategy_config)
-        obstacle = obstacle_to_moving(options, bfloat16=self.bfloat16, learns=self.trains)
-        if obstacle is not None:
-            raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
-
     def _move_states(self, device: torch.device) -> None:
-        self.model.to(device)
-        if self.trains:
-            move_state(self.optimizer, device)
+        """Move the states. Raises ``RuntimeError`` if DeepSpeed cannot move them."""
+        if self.is_whole:
+            super()._move_states(device)
+        elif device.type != "cpu":
+            self.engine.reload_states()
+        else:
+            options = Options("deepspeed_train", self.setup.strategy_config)
+            obstacle = obstacle_to_moving(options, bfloat16=self.bfloat16, learns=self.trains)
+            if obstacle is not None:
+                raise RuntimeError(f"{obstacle.message}; {obstacle.remedy}, or give the role devices of its own")
+            self.engine.offload_states()
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:

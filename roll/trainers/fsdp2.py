@@ -9,7 +9,8 @@ give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from roll.data.records import SampleBatch
 from roll.trainers.base import Fsdp2Options, TrainerSetup, parse_fsdp2_options
-from roll.trainers.forward import hf_forward, policy_forward, value_forward
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.model import (
+    HfForward,
     ModelExport,
     build_export,
     copied_weights,
@@ -32,27 +32,14 @@ from roll.trainers.model import (
     prepare_model,
     stored_dtype,
 )
-from roll.trainers.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    join_process_group,
-    joined_over_ranks,
-    learning_rate_schedule,
-    leave_process_group,
-    move_state,
-    pick_device,
-)
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
-from roll.trainers.step import (
-    MicroBatchLimits,
-    Objective,
-    TrainingStep,
-    combined_metrics,
-    plan_micro_batches,
-)
+from roll.trainers.step import MicroBatch, TrainingStep, combined_metrics
+from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from roll.data.records import SampleBatch
 
 
 def _sharded(parameter: Tensor) -> DTensor:
@@ -61,72 +48,35 @@ def _sharded(parameter: Tensor) -> DTensor:
     return parameter
 
 
-class Fsdp2TrainStrategy:
+class Fsdp2TrainStrategy(TrainerRank):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
+    model: PreTrainedModel
+
     def __init__(self, setup: TrainerSetup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.options = parse_fsdp2_options(setup.strategy_config)
 
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
-        torch.manual_seed(setup.seed)
-        self.device = pick_device(setup)
-        join_process_group(setup, self.options.process_group_timeout_seconds)
+        self.join_ranks(self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
         # Adapters can be added to whole models only, so before sharding. Each rank draws the same random numbers.
         self.adapters = add_adapters(model, setup.model_args, setup.model_path) if setup.trains_adapters else None
         self.model = self._shard(model)
-        self.forward = hf_forward(setup.kind, self.model, head, self.device, packed=setup.infer_limits.packed)
+        self.forward = HfForward(setup.kind, self.model, head, self.device)
         self._reshard()
-        if setup.forward_only:
-            return
-        self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
-        self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
-        self.optimizer_steps = 0
-
-    def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
-        rows = self._rows(batch, self.setup.infer_limits)
-        values = policy_forward(self.forward).token_logprobs(batch, rows, temperature)
-        self._reshard()
-        return joined_over_ranks(values)
+        if not setup.forward_only:
+            self.optimizer = build_optimizer(self.model.parameters(), setup.training_args)
+            self.start_schedule()
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
         """Return `log_probs` of the base model without its adapters. Raises ``RuntimeError`` if there are none."""
         if self.adapters is None:
-            raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
+            return super().base_log_probs(batch, temperature)
         with self.adapters.disabled():
             return self.log_probs(batch, temperature)
-
-    def values(self, batch: SampleBatch) -> np.ndarray:
-        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        values = value_forward(self.forward).token_values(batch, self._rows(batch, self.setup.infer_limits))
-        self._reshard()
-        return joined_over_ranks(values)
-
-    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
-
-        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
-        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
-        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
-        a forward-only role.
-        """
-        if self.setup.forward_only:
-            raise RuntimeError("this role is forward-only; it has no optimizer")
-        step = TrainingStep.of(batch, objective)
-        rows = self._rows(batch, self.setup.train_limits)
-        micro_batches = step.micro_batches(rows, self.device, self.setup.train_limits.packed)
-        parts = []
-        for micro_batch in micro_batches:
-            outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
-            loss, metrics = step.loss(micro_batch, *outputs)
-            # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
-            (loss * self.setup.world_size).backward()
-            parts.append(metrics)
-        return {**combined_metrics(parts), **self._update(nothing_to_learn=step.is_empty)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name), with
@@ -210,21 +160,6 @@ class Fsdp2TrainStrategy:
             self.optimizer.state[parameter] = {"step": step, **own_state}
         self.optimizer_steps = state.facts["optimizer_steps"]
 
-    def offload_states(self) -> None:
-        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
-        if self._states_move:
-            self._move_states(torch.device("cpu"))
-            torch.cuda.empty_cache()
-
-    def load_states(self) -> None:
-        """Undo `offload_states`."""
-        if self._states_move:
-            self._move_states(self.device)
-
-    def shutdown(self) -> None:
-        """Leave the process group."""
-        leave_process_group()
-
     def _shard(self, model: PreTrainedModel) -> PreTrainedModel:
         settings = {
             "mesh": init_device_mesh(self.setup.device, (self.setup.world_size,)),
@@ -274,32 +209,37 @@ class Fsdp2TrainStrategy:
         weight = _sharded(parameter.detach().to(self.device))
         return (weight.to_local() if self.setup.world_size == 1 else weight.full_tensor()).float()
 
-    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
-        """Return this rank's micro-batches."""
-        return plan_micro_batches(batch.lengths, self.setup.world_size, limits)[self.setup.rank]
+    def _for_each_token(
+        self, batch: SampleBatch, compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]]
+    ) -> np.ndarray:
+        values = super()._for_each_token(batch, compute)
+        self._reshard()
+        return values
 
-    def _update(self, nothing_to_learn: bool) -> dict[str, float]:
-        """Clip; step unless the gradient is not finite or no token was trained on; advance the schedule in any case."""
-        learning_rate = self.learning_rate(self.optimizer_steps)
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+        parts = []
+        for micro_batch in step.micro_batches(rows, self.device, self.setup.train_limits.packed):
+            outputs = self.forward.outputs(micro_batch, temperature, step.needs_entropy_gradient)
+            loss, metrics = step.loss(micro_batch, *outputs)
+            # Sharding averages gradients over ranks, but the ranks' contributions must be summed.
+            (loss * self.setup.world_size).backward()
+            parts.append(metrics)
+        return combined_metrics(parts)
+
+    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
-        skipped = nothing_to_learn or not np.isfinite(grad_norm)
-        if not skipped:
+        updates = not nothing_to_learn and math.isfinite(grad_norm)
+        if updates:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_steps += 1
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_updates": float(skipped)}
+        return grad_norm, updates
 
     @property
     def _states_move(self) -> bool:
-        """True if `offload_states` has something to move. States kept in the host's memory never block another role."""
-        return self.setup.device == "cuda" and self.options.offload == "none"
-
-    def _move_states(self, device: torch.device) -> None:
-        self.model.to(device)
-        if not self.setup.forward_only:
-            move_state(self.optimizer, device)
+        # States kept in the host's memory never block another role.
+        return super()._states_move and self.options.offload == "none"
 
 
 def sharding_policies(setup: TrainerSetup, options: Fsdp2Options) -> dict[str, Any]:

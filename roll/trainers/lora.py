@@ -91,49 +91,38 @@ class Base:
         return None
 
 
-def target_names(wanted: list[str] | str) -> list[str]:
-    """Return the names in `lora_target`, which is a list, or names separated by commas."""
-    names = wanted.split(",") if isinstance(wanted, str) else wanted
-    return [name.strip() for name in names]
-
-
 def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str]:
     """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
 
-    Adapters go to linear layers of the decoder layers. Raises `UnknownTarget` with the names that are not such layers,
-    and the nearest valid name.
+    ``wanted`` is a list of names, or names separated by commas. Adapters go to linear layers of the decoder layers.
+    Raises `UnknownTarget` with the names that are not such layers, and the nearest valid name.
     """
-    adaptable = _adaptable(model)
+    names = [name.strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
+    layers = {id(layer) for layer in decoder_layers(model)}
+    adaptable = {
+        f"{root}.{name}"
+        for root, layer in model.named_modules()
+        if id(layer) in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     known = sorted({name.rpartition(".")[2] for name in adaptable})
-    if target_names(wanted) == [EVERYWHERE]:
+    if names == [EVERYWHERE]:
         return known
-    names = target_names(wanted)
-    others = [name for name, _ in model.named_modules() if name and name not in adaptable]
     unknown = [name for name in names if not any(_is_target(module, name) for module in adaptable)]
     if unknown:
-        reasons = [_unknown(name, others) for name in unknown]
+        modules = [name for name, _ in model.named_modules() if name]
+        reasons = []
+        for name in unknown:
+            exists = any(_is_target(module, name) for module in modules)
+            reason = "no linear layer of the decoder layers" if exists else "no module of this model"
+            reasons.append(f"{name!r} is {reason}")
         raise UnknownTarget(", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
     return names
 
 
-def _adaptable(model: PreTrainedModel) -> set[str]:
-    layers = {id(layer) for layer in decoder_layers(model)}
-    roots = [name for name, module in model.named_modules() if id(module) in layers]
-    return {
-        f"{root}.{name}"
-        for root in roots
-        for name, module in model.get_submodule(root).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-
-
 def _is_target(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
-
-
-def _unknown(name: str, others: list[str]) -> str:
-    there = any(_is_target(module, name) for module in others)
-    return f"{name!r} is {'no linear layer of the decoder layers' if there else 'no module of this model'}"
 
 
 @dataclass(frozen=True)
@@ -187,12 +176,17 @@ class Adapters:
         Returns None if the copies are not ``wanted``.
         """
         tensors = {}
+        for name, matrix in self._matrices_in_files():
+            whole = full(matrix)
+            if wanted:
+                tensors[name] = whole.to("cpu", copy=True)
+        return partial(self._write, tensors) if wanted else None
+
+    def _matrices_in_files(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the matrices of all layers under their names in peft's files."""
         for name, layer in self.layers.items():
             for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
-                whole = full(matrix)
-                if wanted:
-                    tensors[f"{_PEFT_PREFIX}{name}.{end}.weight"] = whole.to("cpu", copy=True)
-        return partial(self._write, tensors) if wanted else None
+                yield f"{_PEFT_PREFIX}{name}.{end}.weight", matrix
 
     def _write(self, tensors: Mapping[str, Tensor], path: str) -> None:
         folder = Path(path) / FOLDER
@@ -218,17 +212,15 @@ class Adapters:
             if difference is not None:
                 raise ValueError(f"the adapter in {folder} was made {difference}")
             names = set(file.keys())
-            for name, layer in self.layers.items():
-                for end, matrix in zip(("lora_A", "lora_B"), _matrices(layer), strict=True):
-                    key = f"{_PEFT_PREFIX}{name}.{end}.weight"
-                    if key not in names:
-                        raise ValueError(f"the adapter in {folder} has nothing for {name}")
-                    found[matrix] = file.get_tensor(key)
-                    names.remove(key)
-                    if found[matrix].shape != matrix.shape:
-                        raise ValueError(
-                            f"{key} is {tuple(found[matrix].shape)} in {folder}, {tuple(matrix.shape)} in the model"
-                        )
+            for name, matrix in self._matrices_in_files():
+                if name not in names:
+                    raise ValueError(f"the adapter in {folder} has nothing for {name.removeprefix(_PEFT_PREFIX)}")
+                found[matrix] = file.get_tensor(name)
+                names.remove(name)
+                if found[matrix].shape != matrix.shape:
+                    raise ValueError(
+                        f"{name} is {tuple(found[matrix].shape)} in {folder}, {tuple(matrix.shape)} in the model"
+                    )
         if names:
             raise ValueError(f"the adapter in {folder} is for more layers than this trainer has: {sorted(names)[0]}")
         return found
@@ -250,10 +242,18 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: 
 
     The first matrix of each adapter is random (torch's generator), the second zero. Raises `UnknownTarget`.
     """
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    config = lora_config(arguments, resolve_targets(model, arguments.lora_target or EVERYWHERE), model_path)
+    config = LoraConfig(
+        r=arguments.lora_rank,
+        lora_alpha=2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha,
+        target_modules=resolve_targets(model, arguments.lora_target or EVERYWHERE),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_path,
+    )
     base = fingerprint(model)
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -263,26 +263,6 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: 
             matrix.data = matrix.data.float()
     model.eval()
     return Adapters(layers, config, base)
-
-
-def lora_config(arguments: ModelArguments, targets: list[str], model_path: str) -> LoraConfig:
-    """Return peft's own description of the adapters, which an export carries."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=arguments.lora_rank,
-        lora_alpha=lora_alpha(arguments),
-        target_modules=targets,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=model_path,
-    )
-
-
-def lora_alpha(arguments: ModelArguments) -> int:
-    """Return the scale of the adapters times their rank."""
-    return 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
 
 
 def fingerprint(model: nn.Module) -> Base:

@@ -1,4 +1,4 @@
-"""A Hugging Face model as trainers use it: loaded, prepared, with an output head that need not return logits, exported.
+"""A Hugging Face model as trainers use it: loaded, prepared, run for two numbers per wanted token, exported.
 
 Weights are read from safetensors only, never from pickles. An export is complete: weights (safetensors), configuration,
 generation settings and the tokenizer's files. It can be loaded from its folder alone. It is copied while training
@@ -14,6 +14,7 @@ returned? If not, full logits are used.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,10 +28,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from roll.algorithms.logprobs import (
+    LINEAR_CHUNK_ELEMENTS,
+    linear_logprobs,
+    linear_logprobs_and_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from roll.configs.roles import ModelArguments
 from roll.runtime.process import keep_blocks_of
 from roll.trainers.base import ModelKind, TrainerSetup
 from roll.trainers.packing import install_packed_attention
+from roll.trainers.step import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,6 +121,88 @@ def _comes_back(model: PreTrainedModel, head: OutputHead, size: int, device: tor
         logger.info("%s cannot do without full logits", type(model).__name__, exc_info=True)
         return False
     return asked == [tokens.shape] and received.shape == sent.shape and torch.equal(received.to(sent.dtype), sent)
+
+
+class HfForward:
+    """Calls a model, which a trainer may have wrapped. ``head`` is the result of `install_output_head`."""
+
+    def __init__(
+        self,
+        kind: ModelKind,
+        model: nn.Module,
+        head: OutputHead | None,
+        device: torch.device,
+        signature_of: nn.Module | None = None,
+    ) -> None:
+        """Test the model's head on a few tokens. Collective.
+
+        ``signature_of``: the model itself, if a wrapper hides which arguments it takes.
+        """
+        self.kind = kind
+        self.model = model
+        arguments = inspect.signature((signature_of or model).forward).parameters
+        self.keeps_positions = "logits_to_keep" in arguments
+        self.head = head if head is not None and gives_back_head_results(model, head, device) else None
+        self.chunk_elements = LINEAR_CHUNK_ELEMENTS
+        """Number of logits that the head computes at a time."""
+
+    def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
+        """Return what the loss is computed from: log-probabilities and entropies of the targets, or their values;
+        ``[rows, kept]`` each.
+
+        Entropies have a gradient only if asked for.
+        """
+        if self.kind == "value":
+            return (self.values(micro_batch),)
+        targets = micro_batch.targets
+        if self.head is None:
+            results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
+            return micro_batch.by_sample(results[0]), micro_batch.by_sample(results[1])
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            results = linear_logprobs_and_entropy(
+                hidden, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
+            )
+            return torch.stack(results, dim=-1)
+
+        output = self._in_head(self.head, micro_batch, compute)
+        logprobs, entropy = (micro_batch.by_sample(values) for values in output.unbind(-1))
+        return logprobs, entropy if entropy_gradient else entropy.detach()
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities of the targets, ``[rows, kept]``."""
+        if self.kind == "value":
+            raise RuntimeError("this role has a value model, which gives no log-probabilities")
+        targets = micro_batch.targets
+        if self.head is None:
+            return micro_batch.by_sample(token_logprobs(self._logits(micro_batch), targets, temperature))
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_logprobs(hidden, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
+
+        return micro_batch.by_sample(self._in_head(self.head, micro_batch, compute).squeeze(-1))
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """Return float32 ``[rows, kept]``: the value of the state before each target."""
+        if self.kind == "policy":
+            raise RuntimeError("this role has a policy, which gives no values")
+        return micro_batch.by_sample(self._logits(micro_batch)[..., 0].float())
+
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits that predict the targets: ``[*targets, vocabulary]``."""
+        arguments = micro_batch.model_arguments()
+        if self.keeps_positions:
+            return self.model(**arguments, logits_to_keep=micro_batch.positions).logits
+        return self.model(**arguments).logits[:, micro_batch.positions]
+
+    def _in_head(self, head: OutputHead, micro_batch: MicroBatch, compute: HeadFunction) -> Tensor:
+        """Return what ``compute`` makes of the hidden states that predict the targets, inside the model's head."""
+
+        def compute_kept(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return compute(hidden[:, micro_batch.positions], weight, bias)
+
+        with head.computing(compute_kept):
+            return self.model(**micro_batch.model_arguments()).logits
 
 
 def model_class(kind: ModelKind) -> Any:
@@ -275,7 +366,7 @@ def prepare_model(setup: TrainerSetup, gradient_checkpointing: bool) -> tuple[Pr
         keep_blocks_of(model.num_parameters())
     head = install_output_head(model) if setup.kind == "policy" else None
     model.eval()
-    if setup.packs:
+    if setup.config.use_sequence_packing:
         install_packed_attention(model, setup.model_args.attn_implementation)
     model.requires_grad_(not setup.forward_only)
     if gradient_checkpointing and not setup.forward_only:

@@ -12,7 +12,7 @@ does not is refused, because it would train wrongly without any error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -56,14 +56,22 @@ def install_packed_attention(model: PreTrainedModel, attn_implementation: str) -
 
     The model must be whole, on the CPU and without dropout. It is run on a few tokens.
     """
+    from transformers import AttentionInterface
+
     _refuse_unknown_parts(model)
     # flash-attn keeps samples apart by itself and cannot be tested on a CPU. The rest of the model is tested without
     # it.
     tried = attn_implementation if attn_implementation in PACKED_NAMES else "sdpa"
     model.set_attn_implementation(tried)
-    samples = _tried_samples(model)
-    alone = torch.cat([_hidden_states(model, ids) for ids in samples], dim=1)
-    _use(model, PACKED_NAMES[tried])
+    # These ids, and the ones after them, exist in any vocabulary.
+    ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
+    samples = [part[None] for part in ids.split(TRIED_LENGTHS)]
+    alone = torch.cat([_hidden_states(model, sample) for sample in samples], dim=1)
+    AttentionInterface.register(PACKED_NAMES["sdpa"], packed_sdpa)
+    AttentionInterface.register(PACKED_NAMES["eager"], packed_eager)
+    model.set_attn_implementation(PACKED_NAMES[tried])
+    if model.config._attn_implementation != PACKED_NAMES[tried]:
+        raise _refusal(model, "it does not take its attention from transformers' interface")
     _refuse_influence(model, samples, alone)
     if tried != attn_implementation:
         model.set_attn_implementation(attn_implementation)
@@ -83,16 +91,6 @@ def _refuse_influence(model: PreTrainedModel, samples: list[Tensor], alone: Tens
         raise _refusal(model, f"its results change in a packed row (by {difference:.1g}, relative)")
 
 
-def _use(model: PreTrainedModel, name: str) -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(PACKED_NAMES["sdpa"], packed_sdpa)
-    AttentionInterface.register(PACKED_NAMES["eager"], packed_eager)
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
-        raise _refusal(model, "it does not take its attention from transformers' interface")
-
-
 def _refuse_unknown_parts(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     settings = text.to_dict()
@@ -101,7 +99,10 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
     if kinds - KNOWN_LAYERS:
         names = ", ".join(sorted(kinds - KNOWN_LAYERS))
         raise _refusal(model, f"layers of the kind {names} may reach across samples")
-    tricks = _position_kinds(settings) & BATCH_DEPENDENT_POSITIONS
+    rope = settings.get("rope_parameters") or {}
+    # Some models have one table of them for each kind of layer.
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
+    tricks = {table["rope_type"] for table in tables if "rope_type" in table} & BATCH_DEPENDENT_POSITIONS
     if tricks:
         raise _refusal(model, f"its positions ({', '.join(sorted(tricks))}) depend on the longest sample of a row")
     has_windows = "sliding_attention" in kinds or (not kinds and settings.get("sliding_window"))
@@ -114,13 +115,6 @@ def _refuse_unknown_parts(model: PreTrainedModel) -> None:
         raise _refusal(model, "it does not take positions, or does not hand on where samples begin")
 
 
-def _position_kinds(settings: dict[str, Any]) -> set[str]:
-    """Return the kinds of rotary embeddings. Some models have one for each kind of layer."""
-    parameters = settings.get("rope_parameters") or {}
-    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
-    return {table["rope_type"] for table in tables if "rope_type" in table}
-
-
 def _difference(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
@@ -129,12 +123,6 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
     return UnpackableModel(
         f"use_sequence_packing: {type(model).__name__} cannot be packed: {reason}; write `use_sequence_packing: false`"
     )
-
-
-def _tried_samples(model: PreTrainedModel) -> list[Tensor]:
-    # These ids, and the ones after them, exist in any vocabulary.
-    ids = torch.arange(sum(TRIED_LENGTHS)) * 5 % (min(model.config.get_text_config().vocab_size, 1000) - 1)
-    return [part[None] for part in ids.split(TRIED_LENGTHS)]
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
@@ -150,52 +138,35 @@ def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None 
 
 
 def packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
     """Compute transformers' ``sdpa`` within the samples of packed rows; ``[1, tokens, heads, size]``.
 
     Without ``cu_seq_lens_q`` each row is one sample, padded on the right or not at all.
     """
     _refuse_masks(attention_mask)
+    window, boundaries = settings.pop("sliding_window", None), settings.pop("cu_seq_lens_q", None)
     kernel = _kernel_for(query, value)
-    if kernel is not None and cu_seq_lens_q is not None and max_length_q is not None:
-        longest = int(max_length_q)
-        return _variable_length(kernel, query, key, value, cu_seq_lens_q, longest, scaling, sliding_window), None
+    if kernel is not None and boundaries is not None and settings.get("max_length_q") is not None:
+        longest = int(settings["max_length_q"])
+        return _variable_length(kernel, query, key, value, boundaries, longest, settings.get("scaling"), window), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]
-        mask = None
-        if sliding_window is not None and length > sliding_window:
-            mask = _visible(length, sliding_window, query.device)
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **others)[0]
+        has_window = window is not None and length > window
+        mask = _visible(length, window, query.device) if has_window else None
+        return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]
 
-    return _by_sample(attend, query, key, value, cu_seq_lens_q), None
+    return _by_sample(attend, query, key, value, boundaries), None
 
 
 def packed_eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
     """Compute attention by plain products within the samples of packed rows, with the soft cap that ``sdpa`` lacks."""
     _refuse_masks(attention_mask)
+    scaling, softcap = settings.get("scaling"), settings.get("softcap")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -203,11 +174,11 @@ def packed_eager(
         scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~_visible(query.shape[2], sliding_window, query.device), float("-inf"))
-        weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        return (weights @ value).transpose(1, 2)
+        visible = _visible(query.shape[2], settings.get("sliding_window"), query.device)
+        weights = functional.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=torch.float32)
+        return (weights.to(query.dtype) @ value).transpose(1, 2)
 
-    return _by_sample(attend, query, key, value, cu_seq_lens_q), None
+    return _by_sample(attend, query, key, value, settings.get("cu_seq_lens_q")), None
 
 
 def _refuse_masks(attention_mask: Tensor | None) -> None:
@@ -222,25 +193,16 @@ def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, bounda
     ``[rows, tokens, heads, size]``."""
     if boundaries is None:
         return attend(query, key, value)
-    runs = _runs(boundaries.diff().tolist())
+    runs = [(len(list(same)), length) for length, same in groupby(boundaries.diff().tolist())]
     # One split instead of slices: the gradient of a slice is a tensor as large as the row.
     sizes = [count * length for count, length in runs]
-    parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
-    attended = [
-        attend(*(_as_samples(tensor, count) for tensor in part)).flatten(0, 1)
-        for (count, _), part in zip(runs, parts, strict=True)
-    ]
+    parts = zip(*(tensor.squeeze(0).split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
+    attended = []
+    for (count, _), part in zip(runs, parts, strict=True):
+        # [heads, count x length, size] becomes [count, heads, length, size].
+        samples = (tensor.unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
+        attended.append(attend(*samples).flatten(0, 1))
     return torch.cat(attended).unsqueeze(0)
-
-
-def _runs(lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (count, length) for each run of neighbours of the same length."""
-    return [(len(list(same)), length) for length, same in groupby(lengths)]
-
-
-def _as_samples(tensor: Tensor, count: int) -> Tensor:
-    """Reshape ``[1, heads, count x length, size]`` to ``[count, heads, length, size]``."""
-    return tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -250,7 +212,7 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _kernel_for(query: Tensor, value: Tensor) -> Callable[..., Any] | None:
-    """Return torch's variable-length kernel if it accepts these tensors."""
+    """Return torch's variable-length kernel if there is one that accepts these tensors."""
     size = query.shape[-1]
     fits = (
         query.is_cuda

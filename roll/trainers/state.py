@@ -1,19 +1,21 @@
-"""Training state on disk: each rank writes its parts of the tensors; any number of ranks reads them again.
+"""Parts of tensors on disk: the training state of all ranks, and the weights of a Hugging Face model.
 
-A file is plain safetensors. Its header says where in the whole tensor each part belongs. Nothing is unpickled, and no
-rank ever holds a whole model. A name is the tensor's role, followed by the weight's Hugging Face name:
-``exp_avg/model.norm.weight``.
+Each rank writes its parts of the state; any number of ranks reads them again. Files are plain safetensors: nothing is
+unpickled, and no rank ever holds a whole model. A header says where in the whole tensor each part belongs. A name is
+the tensor's role, followed by the weight's Hugging Face name: ``exp_avg/model.norm.weight``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -233,3 +235,67 @@ class SavedState:
 def state_file(folder: Path, rank: int) -> Path:
     """Return the file of a rank's part of a state."""
     return folder / f"rank-{rank:05d}.safetensors"
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_folder(model_path: str) -> Path:
+    """Return the folder of the checkpoint. A hub name is downloaded, with weights as safetensors only."""
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    return Path(snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"]))
+
+
+class CheckpointFiles:
+    """Tensors by name, used as a context. A file is opened when one of its tensors is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise ``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+        if (folder / INDEX).exists():
+            self._files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        elif (folder / SINGLE).exists():
+            self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        else:
+            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; other formats are not read")
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return those of ``names`` that the checkpoint lacks."""
+        return [name for name in names if name not in self._files]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, offsets: Sequence[int] = (), shape: Sequence[int] | None = None) -> Tensor:
+        """Return a box of the tensor, which may be empty; default: the whole tensor."""
+        if shape is None:
+            return self._slice(name)[:]
+        if 0 in shape:
+            return torch.empty(tuple(shape))
+        return self._slice(name)[tuple(slice(o, o + size) for o, size in zip(offsets, shape, strict=True))]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            raise ValueError(f"the checkpoint in {self._folder} lacks the tensor {name}")
+        return self._handle(self._files[name]).get_slice(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+        return self._open[file]

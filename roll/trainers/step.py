@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +24,10 @@ from roll.algorithms.aggregation import LossNormalizers
 from roll.algorithms.metrics import PartMetrics, combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
+from roll.trainers.base import MicroBatchLimits
 
 MicroBatchPlan = list[list[list[int]]]
 """Rank -> micro-batch -> rows of the batch. A rank short of work has empty micro-batches at its end."""
-
-
-@dataclass(frozen=True)
-class MicroBatchLimits:
-    """Size limits of a micro-batch."""
-
-    max_tokens: int | None
-    """Number of padded tokens, or of real ones if samples are packed; None: no limit."""
-    max_samples: int
-    """Limit on samples; used only if `max_tokens` is None."""
-    packed: bool = False
-    """True if samples stand one behind the other in a single row, without padding."""
 
 
 def plan_micro_batches(
@@ -245,16 +234,28 @@ def predicted_tokens(batch: SampleBatch) -> np.ndarray:
     return predicted
 
 
-def scatter_to_tokens(
-    values: np.ndarray, mask: np.ndarray, batch: SampleBatch, rows: Sequence[int], out: np.ndarray
-) -> None:
-    """Write a micro-batch's ``values`` ``[rows, kept]`` into ``out`` ``[total_tokens]``, except at first tokens.
+def results_by_token(
+    batch: SampleBatch,
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+    packed: bool,
+    compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]],
+) -> np.ndarray:
+    """Return what ``compute`` yields for the targets (``[rows, kept]``) of each micro-batch, at the targets' places.
 
-    ``mask`` ``[rows, kept]`` must come from `predicted_tokens`.
+    Returns float32 ``[total_tokens]``, without gradients; 0 at the first token of a sample, which nothing predicts, and
+    at samples that are not among ``rows``.
     """
-    offsets = batch.offsets
-    for position, row in enumerate(rows):
-        out[offsets[row] + 1 : offsets[row + 1]] = values[position][mask[position]]
+    wanted = predicted_tokens(batch)
+    micro_batches = (build_micro_batch(batch, part, wanted, (), device, packed=packed) for part in rows)
+    found, offsets = np.zeros(len(wanted), dtype=np.float32), batch.offsets
+    with torch.no_grad():
+        # On a pipeline stage without logits there are no results.
+        for part, results in zip(rows, compute(micro_batches), strict=False):
+            for row, values in zip(part, results.cpu().numpy(), strict=False):
+                # All tokens but the first are targets, and padding is on the right.
+                found[offsets[row] + 1 : offsets[row + 1]] = values[: max(0, batch.lengths[row] - 1)]
+    return found
 
 
 def _stand_in(batch: SampleBatch) -> SampleBatch:

@@ -1,7 +1,9 @@
-"""The process of one trainer rank (or of one rank of a forward-only role), and its writes in the background.
+"""The processes of a trainer (or of a forward-only role), one for each rank, and all of them as one object.
 
-All ranks of a role get the same calls in the same order. Weights leave a trainer in two steps: `gather` copies them and
-returns, so that training may continue; `send` takes their checksums and hands them over from another thread.
+A batch is put into the object store once; every rank reads it from there and takes its share. Collective calls go out
+one after the other, so all ranks receive them in the same order, whichever task makes them. Weights leave a trainer in
+two steps: `gather` copies them and returns, so that training may continue; `send` takes their checksums and hands them
+over from another thread.
 
 The time a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so no fixed
 deadline fits. A waiting caller checks for movement instead: bytes in the file, allocated disk blocks, and bytes known
@@ -13,44 +15,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from roll.algorithms.metrics import mean_over_updates
 from roll.check.memory_parts import GIB
-from roll.configs.roles import WorkerConfig
 from roll.data.records import SampleBatch, derive_seed
-from roll.runtime.actors import Worker
+from roll.runtime.actors import Worker, WorkerGroup, WritingStuck
 from roll.tracking.files import sync_file
-from roll.trainers.base import (
-    ForwardStrategy,
-    ModelKind,
-    TrainStrategy,
-    build_forward_strategy,
-    build_trainer,
-    trainer_setup,
-)
-from roll.trainers.model import ModelExport
+from roll.tracking.status import Attention
+from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
 from roll.weights.publisher import Publication, PushTarget, build_publisher
 from roll.weights.transports import TransportSpec
+
+LOOK_SECONDS = 30.0
+"""Longest interval between two progress checks of a write. Its completion is noticed at once."""
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
     """Everything a trainer process needs to build its strategy."""
 
-    config: WorkerConfig
-    model_path: str
-    total_optimizer_steps: int
-    kind: ModelKind
-    forward_only: bool
-    seed: int
+    setup: TrainerSetup
+    """Setup of every rank, but for its place among the others."""
     transport: TransportSpec
     restore_from: Path | None = None
     """Folder of the training state to resume from."""
@@ -70,6 +65,7 @@ class TrainPlan:
 class TrainWorker(Worker):
     """Worker of one trainer rank: runs a `TrainStrategy`, or a `ForwardStrategy` for a role that does not learn."""
 
+    _setup: TrainerSetup
     _strategy: ForwardStrategy
     _trainer: TrainStrategy
     """The same object as ``_strategy``; only set for a role that learns."""
@@ -78,70 +74,67 @@ class TrainWorker(Worker):
 
     async def start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
         """Join the other ranks and load the model."""
-        self._seed = spec.seed
         self._writing = []
+        me = self.identity
         host = (await self.describe())["host"]
-        self._publisher = build_publisher(spec.transport, rank=self.identity.rank, host=host)
-        await self.in_thread(self._start, spec, master_address, master_port)
-
-    def _start(self, spec: TrainerSpec, master_address: str, master_port: int) -> None:
-        self.set_threads()
-        config = spec.config
-        setup = trainer_setup(
-            config,
-            model_path=spec.model_path,
-            total_optimizer_steps=spec.total_optimizer_steps,
-            seed=spec.seed,
-            kind=spec.kind,
-            forward_only=spec.forward_only,
-            rank=self.identity.rank,
-            world_size=self.identity.world_size,
+        self._publisher = build_publisher(spec.transport, rank=me.rank, host=host)
+        self._setup = replace(
+            spec.setup,
+            rank=me.rank,
+            world_size=me.world_size,
             master_address=master_address,
             master_port=master_port,
-            device=self.identity.place.device,
+            device=me.place.device,
         )
-        name, own = config.strategy_args.strategy_name, config.strategy_args.strategy_cls
-        if spec.forward_only:
-            self._strategy = build_forward_strategy(name, setup, own)
+        await self.in_thread(self._start, spec.restore_from)
+
+    def _start(self, restore_from: Path | None) -> None:
+        self.set_threads()
+        setup, chosen = self._setup, self._setup.config.strategy_args
+        if setup.forward_only:
+            self._strategy = build_forward_strategy(chosen.strategy_name, setup, chosen.strategy_cls)
         else:
-            self._strategy = self._trainer = build_trainer(name, setup, own)
+            self._strategy = self._trainer = build_trainer(chosen.strategy_name, setup, chosen.strategy_cls)
         self._strategy.initialize()
-        if spec.restore_from is not None:
-            self._trainer.restore(SavedState(spec.restore_from))
+        if restore_from is not None:
+            self._trainer.restore(SavedState(restore_from))
 
     async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return log-probabilities of the batch's tokens on rank 0, None elsewhere."""
-        values = await self.in_thread(self._strategy.log_probs, batch, temperature)
-        return values if self.identity.rank == 0 else None
+        return self._from_first(await self.in_thread(self._strategy.log_probs, batch, temperature))
 
     async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray | None:
         """Return the log-probabilities without the trained adapters on rank 0, None elsewhere."""
-        values = await self.in_thread(self._trainer.base_log_probs, batch, temperature)
-        return values if self.identity.rank == 0 else None
+        return self._from_first(await self.in_thread(self._trainer.base_log_probs, batch, temperature))
 
     async def values(self, batch: SampleBatch) -> np.ndarray | None:
         """Return a critic's values of the batch's tokens on rank 0, None elsewhere."""
-        values = await self.in_thread(self._trainer.values, batch)
+        return self._from_first(await self.in_thread(self._trainer.values, batch))
+
+    def _from_first(self, values: np.ndarray) -> np.ndarray | None:
+        """Return the values on rank 0 only: all ranks have the same, and one copy of them travels."""
         return values if self.identity.rank == 0 else None
 
     async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
         """Run all optimizer steps of one training step; metrics as `mean_over_updates` returns them."""
-        return await self.in_thread(self._train, batch, objective, plan)
 
-    def _train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
-        results = [
-            self._trainer.train_step(batch.select(rows), objective, plan.temperature)
-            for rows in optimizer_batches(len(batch), plan, self._seed)
-        ]
-        return mean_over_updates(results)
+        def train() -> dict[str, float]:
+            updates = [
+                self._trainer.train_step(batch.select(rows), objective, plan.temperature)
+                for rows in optimizer_batches(len(batch), plan, self._setup.seed)
+            ]
+            return mean_over_updates(updates)
+
+        return await self.in_thread(train)
 
     async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
         """Copy the weights into a buffer of the weight update, in the engine's dtype."""
-        await self.in_thread(self._gather, version, buffer, dtype, bucket_bytes)
 
-    def _gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
-        weights = self._trainer.named_weights()
-        self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes)
+        def gather() -> None:
+            weights = self._trainer.named_weights()
+            self._publisher.gather(version, buffer, weights, getattr(torch, dtype), bucket_bytes)
+
+        await self.in_thread(gather)
 
     async def send(self, version: int) -> Publication:
         """Hand over the gathered weights of a version while training continues. Rank 0 only."""
@@ -162,8 +155,16 @@ class TrainWorker(Worker):
     async def export(self, folder: str) -> None:
         """Copy the model. Rank 0 then writes it into the folder in Hugging Face format while training continues."""
         export = await self.in_thread(self._trainer.export)
-        if export is not None:
-            self._writing.append(Writing(folder, Path(folder), lambda synced: _write_export(export, folder, synced)))
+        if export is None:
+            return
+
+        def write(synced: Synced) -> None:
+            export.write(folder)
+            for path in Path(folder).iterdir():
+                if path.is_file():
+                    sync_file(path, synced)
+
+        self._writing.append(Writing(folder, Path(folder), write))
 
     async def snapshot(self, folder: str) -> None:
         """Copy this rank's training state, and write it into the folder while training continues."""
@@ -197,13 +198,6 @@ class TrainWorker(Worker):
     async def load_states(self) -> None:
         """Undo `offload_states`."""
         await self.in_thread(self._strategy.load_states)
-
-
-def _write_export(export: ModelExport, folder: str, synced: Synced) -> None:
-    export.write(folder)
-    for path in Path(folder).iterdir():
-        if path.is_file():
-            sync_file(path, synced)
 
 
 def optimizer_batches(samples: int, plan: TrainPlan, seed: int) -> list[np.ndarray]:
@@ -261,3 +255,126 @@ class Writing:
 
     def _count(self, synced: int) -> None:
         self._synced += synced
+
+
+class TrainerGroup:
+    """All ranks of one role."""
+
+    def __init__(self, workers: WorkerGroup, *, start_timeout_seconds: float, call_timeout_seconds: float) -> None:
+        self.workers = workers
+        self._start_timeout_seconds = start_timeout_seconds
+        self._call_timeout_seconds = call_timeout_seconds
+        self._together = asyncio.Lock()
+        self._folders: set[str] = set()
+        """Folders into which exports and snapshots are being written."""
+        self.unwritten: list[list[WritingProgress]] = []
+        """Writes of each rank that were unfinished at the last check, with their progress."""
+
+    async def start(self, spec: TrainerSpec) -> None:
+        """Join the ranks and load the model on each."""
+        first = self.workers.workers[0]
+        await self.workers.call_all("start", spec, first.host, first.port, timeout=self._start_timeout_seconds)
+
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return float32 ``[total_tokens]``: the log-probability of each token under the role's model."""
+        return await self._for_each_token("log_probs", batch, temperature)
+
+    async def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return `log_probs` of the base model, without the adapters that the role trains."""
+        return await self._for_each_token("base_log_probs", batch, temperature)
+
+    async def values(self, batch: SampleBatch) -> np.ndarray:
+        """Return float32 ``[total_tokens]``: the critic's value before each token of the batch."""
+        return await self._for_each_token("values", batch)
+
+    async def _for_each_token(self, method: str, batch: SampleBatch, *args: object) -> np.ndarray:
+        # What comes out of the object store is read-only, and the caller may write into its copy.
+        return np.array((await self._call(method, ray.put(batch), *args))[0])
+
+    async def train(self, batch: SampleBatch, objective: Objective, plan: TrainPlan) -> dict[str, float]:
+        """Run one training step and return the metrics of rank 0 (equal on all ranks)."""
+        return (await self._call("train", ray.put(batch), objective, plan))[0]
+
+    async def gather(self, version: int, buffer: int, dtype: str, bucket_bytes: int) -> None:
+        """Copy the weights into a buffer of the weight update."""
+        await self._call("gather", version, buffer, dtype, bucket_bytes)
+
+    async def send(self, version: int) -> Publication:
+        """Hand gathered weights to the transport while training continues."""
+        return await self.workers.workers[0].call("send", version, timeout=self._call_timeout_seconds)
+
+    async def push(self, version: int, target: PushTarget) -> None:
+        """Push a version into one paused engine while training continues."""
+        await self._call_beside("push", version, target)
+
+    def disconnect(self, name: str) -> None:
+        """Tell every rank that an engine is gone, so that no push waits for it."""
+        for worker in self.workers.workers:
+            worker.tell("disconnect", name)
+
+    def release(self, version: int) -> None:
+        """Tell rank 0 that no engine will load this version again."""
+        self.workers.workers[0].tell("release", version)
+
+    async def export(self, folder: str) -> None:
+        """Copy the model. It is written into the folder in Hugging Face format while the ranks continue."""
+        self._folders.add(folder)
+        await self._call("export", folder)
+
+    async def snapshot(self, folder: str) -> None:
+        """Copy the training state of all ranks. They write it into the folder while they continue."""
+        self._folders.add(folder)
+        await self._call("snapshot", folder)
+
+    async def written(self) -> None:
+        """Wait until all exports and snapshots so far are on the disk, for as long as bytes move.
+
+        Raises `WritingStuck` if nothing moved on one rank for longer than a call may take.
+        """
+        limit, folders = self._call_timeout_seconds, sorted(self._folders)
+        interval = min(LOOK_SECONDS, limit / 4)
+        attention = Attention(2 * interval, asyncio.get_running_loop().time)
+        before: dict[int, list[WritingProgress]] = {}
+        quiet: dict[int, float] = {}
+        while True:
+            self.unwritten = await self._call_beside("written", folders, interval)
+            if not any(self.unwritten):
+                self._folders.difference_update(folders)
+                return
+            seconds = attention.look()
+            for rank, there in enumerate(self.unwritten):
+                quiet[rank] = quiet[rank] + seconds if there and there == before.get(rank) else 0.0
+                if quiet[rank] > limit:
+                    raise WritingStuck(self.workers.workers[rank].name, there[0], limit)
+                before[rank] = there
+
+    async def offload_states(self) -> None:
+        """Move the states of all ranks to host memory, to free the devices for another role."""
+        await self._call("offload_states")
+
+    async def load_states(self) -> None:
+        """Undo `offload_states`."""
+        await self._call("load_states")
+
+    async def watch(self) -> None:
+        """Raise `WorkerDied` as soon as a rank dies."""
+        await self.workers.watch()
+
+    async def _call(self, method: str, *args: object) -> list[Any]:
+        async with self._together:
+            return await self._call_beside(method, *args)
+
+    async def _call_beside(self, method: str, *args: object) -> list[Any]:
+        """Make a call that does not use the ranks' model, and therefore need not wait for calls that do."""
+        return await self.workers.call_all(method, *args, timeout=self._call_timeout_seconds)
+
+
+class BaseOfTrainer:
+    """The base model of a trainer of adapters, used as the reference. No second copy of it exists."""
+
+    def __init__(self, trainer: TrainerGroup) -> None:
+        self._trainer = trainer
+
+    async def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return what a `TrainerGroup` of the base model would return."""
+        return await self._trainer.base_log_probs(batch, temperature)

@@ -36,8 +36,7 @@ import roll.agentic.pool  # noqa: F401
 import roll.pipeline.main  # noqa: F401
 import roll.runtime.placement  # noqa: F401
 import roll.weights.transports  # noqa: F401
-from roll.trainers import fsdp2
-from roll.trainers import optimizer as ranks
+from roll.trainers.trainer import join_process_group, leave_process_group
 
 IN_THIS_PROCESS = "in this process"
 """Said in place of a cluster's address."""
@@ -210,7 +209,7 @@ class FakeCluster:
             "roll.runtime.actors.inject_fault": inject_fault_here,
             "roll.agentic.worker.give_away_output": lambda *_: None,
             "roll.agentic.worker.configure_logging": lambda *_: None,
-            "roll.trainers.fsdp2.join_process_group": join_once,
+            "roll.trainers.trainer.join_process_group": join_once,
         }
         for name, stand_in in stands_in.items():
             self._patches.setattr(name, stand_in)
@@ -218,7 +217,7 @@ class FakeCluster:
 
     def __exit__(self, *_: object) -> None:
         self._patches.undo()
-        fsdp2.leave_process_group()
+        leave_process_group()
 
     def _begin(self, **_: Any) -> None:
         """A run connects, with an event loop of its own."""
@@ -259,7 +258,7 @@ def join_once(setup: Any, timeout_seconds: float) -> None:
     if setup.world_size != 1:
         raise NotImplementedError("several ranks need processes; take `ray_cluster`")
     if not dist.is_initialized():
-        ranks.join_process_group(setup, timeout_seconds)
+        join_process_group(setup, timeout_seconds)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import TrainStrategy
 from roll.trainers.model import save
-from roll.trainers.step import MicroBatchLimits
 from tests.trainers.megatron_models import VOCABULARY
 from tests.trainers.ranks import Job
 
@@ -44,7 +43,7 @@ class Run:
     def job(self, folder: Path) -> Job:
         setup = {
             "training_args": TRAINING,
-            "infer_limits": MicroBatchLimits(150, 1),
+            "infer_tokens": 150,
             "max_tokens": self.max_tokens,
             "strategy_config": {"process_group_timeout_seconds": 60, **self.options},
         }

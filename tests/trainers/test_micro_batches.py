@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.data.records import SampleBatch
+from roll.trainers.base import MicroBatchLimits
 from roll.trainers.step import (
-    MicroBatchLimits,
     Packing,
     build_micro_batch,
     plan_micro_batches,
     predicted_tokens,
-    scatter_to_tokens,
+    results_by_token,
 )
 from tests.tiers import examples
 
@@ -150,10 +150,13 @@ def test_the_stand_in_for_no_rows_asks_for_nothing():
 
 def test_values_return_to_their_tokens_and_first_tokens_stay():
     batch = make_batch()
-    wanted = predicted_tokens(batch)
-    assert np.flatnonzero(~wanted).tolist() == [0, 4, 6, 11]
-    out = np.full(12, -1.0, dtype=np.float32)
-    rows = [2, 0, 1, 3]
-    micro_batch = build_micro_batch(batch, rows, wanted, ["advantages"], torch.device("cpu"))
-    scatter_to_tokens(micro_batch.fields["advantages"].numpy(), micro_batch.mask.numpy(), batch, rows, out)
-    assert out.tolist() == [-1, 1, 2, 3, -1, 5, -1, 7, 8, 9, 10, -1]
+    assert np.flatnonzero(~predicted_tokens(batch)).tolist() == [0, 4, 6, 11]
+
+    def token_ids(micro_batches):
+        return (micro_batch.by_sample(micro_batch.targets.float()) for micro_batch in micro_batches)
+
+    for packed in (False, True):
+        for rows in ([[2, 0, 1, 3]], [[0], [], [3], [1, 2]]):
+            out = results_by_token(batch, rows, torch.device("cpu"), packed, token_ids)
+            assert out.tolist() == [0, 11, 12, 13, 0, 15, 0, 17, 18, 19, 20, 0]
+    assert results_by_token(batch, [[1, 3]], torch.device("cpu"), False, token_ids).nonzero()[0].tolist() == [5]

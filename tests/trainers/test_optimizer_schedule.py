@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.configs.roles import TrainingArguments
-from roll.trainers.optimizer import build_optimizer, clip_gradients, learning_rate_schedule
+from roll.trainers.trainer import build_optimizer, clip_gradients, learning_rate_schedule
 
 
 def factors(total, count, **arguments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.algorithms.metrics import combine
 from roll.algorithms.objective import PolicyObjective, ValueObjective
-from roll.trainers.forward import hf_forward
-from roll.trainers.model import prepare_model
-from roll.trainers.step import TrainingStep, plan_micro_batches
+from roll.trainers.model import HfForward, prepare_model
+from roll.trainers.step import TrainingStep, plan_micro_batches, results_by_token
 from tests.trainers.tiny_models import OBJECTIVE, make_batch, write_model
 from tests.trainers.trainers import trainer_setup
 
@@ -69,7 +69,7 @@ def outcome(path, objective, *, packed, whole_head=False, max_tokens=20):
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     setup = trainer_setup(path, packed=packed, max_tokens=max_tokens, kind=kind)
     model, head = prepare_model(setup, gradient_checkpointing=False)
-    forward = hf_forward(kind, model, None if whole_head else head, torch.device("cpu"), packed=packed)
+    forward = HfForward(kind, model, None if whole_head else head, torch.device("cpu"))
     batch = full_batch()
     step = TrainingStep.of(batch, objective)
     rows = plan_micro_batches(batch.lengths, 1, setup.train_limits)[0]
@@ -83,7 +83,8 @@ def outcome(path, objective, *, packed, whole_head=False, max_tokens=20):
         loss += contribution.item()
         parts.append(metrics)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    values = forward.token_logprobs(batch, rows, 0.8) if kind == "policy" else forward.token_values(batch, rows)
+    compute = forward.values if kind == "value" else partial(forward.logprobs, temperature=0.8)
+    values = results_by_token(batch, rows, torch.device("cpu"), packed, lambda parts: map(compute, parts))
     return Outcome(sum(seen), loss, gradients, combine(parts), values)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from roll.trainers.group import TrainerGroup
+from roll.trainers.worker import TrainerGroup
 
 
 class Ranks:

@@ -15,9 +15,8 @@ from roll.rollout.clock import run_virtual
 from roll.runtime.actors import WorkerFailed, WorkerIdentity, WritingStuck
 from roll.tracking import files
 from roll.tracking.files import sync_file
-from roll.trainers.group import TrainerGroup
 from roll.trainers.state import SavedState, StateSnapshot, whole
-from roll.trainers.worker import TrainWorker, Writing, WritingProgress
+from roll.trainers.worker import TrainerGroup, TrainWorker, Writing, WritingProgress
 
 LIMIT = 100.0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from roll.configs.roles import ModelArguments, TrainingArguments
+from roll.configs.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.runtime.placement import free_port
 from roll.trainers.base import TrainerSetup
-from roll.trainers.step import MicroBatchLimits
 
 ALMOST_SGD = TrainingArguments(learning_rate=0.5, adam_epsilon=1.0, max_grad_norm=0.0)
 """With epsilon 1 the first update is -lr g / (|g| + 1): smooth in the gradient, so weights reveal it to rounding."""
@@ -18,26 +18,28 @@ def trainer_setup(
     *,
     max_tokens: int | None = 10_000,
     max_samples: int = 1,
+    infer_tokens: int | None = None,
     packed: bool = False,
     port: int | None = None,
+    model_args: ModelArguments | None = None,
+    training_args: TrainingArguments | None = None,
+    strategy_config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> TrainerSetup:
-    """One rank on a CPU with the default arguments, unless said otherwise."""
-    limits = MicroBatchLimits(max_tokens, max_samples, packed)
-    settings = {
-        "rank": 0,
-        "world_size": 1,
-        "master_address": "127.0.0.1",
-        "master_port": port or free_port(),
-        "device": "cpu",
-        "model_args": ModelArguments(),
-        "training_args": TrainingArguments(),
-        "total_optimizer_steps": 10,
-        "train_limits": limits,
-        "infer_limits": limits,
-        "kind": "policy",
-        "forward_only": False,
-        "seed": 0,
-        "strategy_config": {"process_group_timeout_seconds": 60},
-    }
-    return TrainerSetup(model_path=model_path, **settings | changes)
+    """One rank on a CPU with the default arguments, unless said otherwise. ``infer_tokens``: where it is not
+    ``max_tokens`` that limits passes without gradients."""
+    options = {"process_group_timeout_seconds": 60} if strategy_config is None else strategy_config
+    dynamic = max_tokens is not None
+    config = WorkerConfig(
+        model_args=model_args or ModelArguments(),
+        training_args=replace(training_args or TrainingArguments(), per_device_train_batch_size=max_samples),
+        strategy_args=StrategyArguments(strategy_config=options),
+        infer_batch_size=max_samples,
+        use_dynamic_batching_in_train=dynamic,
+        max_tokens_per_microbatch_in_train=max_tokens or 1,
+        use_dynamic_batching_in_infer=dynamic,
+        max_tokens_per_microbatch_in_infer=infer_tokens or max_tokens or 1,
+        use_sequence_packing=packed,
+    )
+    settings = {"total_optimizer_steps": 10, "seed": 0, "master_port": port or free_port()}
+    return TrainerSetup(config, model_path, **settings | changes)

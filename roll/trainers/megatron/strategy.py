@@ -13,7 +13,9 @@ parameter is gathered at a time, over the ranks that split its optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,27 +34,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roll.algorithms.metrics import PartMetrics
+from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainerSetup
-from roll.trainers.checkpoint_files import CheckpointFiles, checkpoint_folder
-from roll.trainers.megatron.facts import ModelFacts, check_layout, parse_options, read_facts
+from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.megatron.facts import MegatronOptions, ModelFacts, check_layout, parse_options, read_facts
 from roll.trainers.megatron.model import CHUNK_ELEMENTS, build_chunks, parallel_logprobs_and_entropy, transformer_config
-from roll.trainers.megatron.optimizer import Updater, free_buffers, restore_buffers, wrap_for_gradients
-from roll.trainers.megatron.weights import ModelWeights, Piece, hugging_face_model
+from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
 from roll.trainers.model import ModelExport, build_export, copied_weights
-from roll.trainers.optimizer import join_process_group, learning_rate_schedule, leave_process_group, pick_device
-from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, common_updates, own_share
+from roll.trainers.state import (
+    MOMENTS,
+    CheckpointFiles,
+    Part,
+    SavedState,
+    StateSnapshot,
+    checkpoint_folder,
+    common_updates,
+    own_share,
+)
 from roll.trainers.step import (
     MicroBatch,
-    MicroBatchLimits,
-    Objective,
     TrainingStep,
-    build_micro_batch,
     combined_metrics,
     plan_micro_batches,
-    predicted_tokens,
-    scatter_to_tokens,
 )
+from roll.trainers.trainer import TrainerRank
 
 UNUSED_WIDTH = 1
 """Placeholder for the size of a micro-batch. The schedule asks for it, and does not read it if sizes vary."""
@@ -167,51 +176,184 @@ def from_last_stage(value: dict[str, float] | None, device: torch.device) -> dic
     return last
 
 
-def state_parts(weights: ModelWeights, updater: Updater) -> Iterator[Part]:
-    """Yield copies of this rank's part of the state. Collective."""
-    for own in weights.parameters:
-        copies = weights.copies(own)
-        for kind in _kinds(updater.updates):
-            full = updater.full_state(own.parameter, kind, copies.group)
-            for piece, tensor in zip(weights.pieces(own), weights.split(own, full), strict=True):
-                part = Part(f"{kind}/{piece.name}", tensor, piece.whole_shape, piece.offsets)
-                yield own_share(part, copies.number, copies.count)
+def wrap_for_gradients(
+    chunks: Sequence[GPTModel], config: TransformerConfig, options: MegatronOptions
+) -> list[DistributedDataParallel]:
+    """Wrap model chunks so that data-parallel ranks sum float32 gradients once for all micro-batches of a step."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+    )
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    config.finalize_model_grads_func = _sum_gradients
+    return wrapped
 
 
-def update_counts(weights: ModelWeights, updater: Updater) -> dict[str, int]:
-    """Return how often each weight was updated; empty before the first update."""
-    return dict.fromkeys(weights.names, updater.updates) if updater.updates else {}
+def _sum_gradients(chunks: list[DistributedDataParallel], _: torch.Tensor | None = None, **settings: object) -> None:
+    """Reduce gradients with megatron-core, without dividing by a number of tokens: losses are already normalised."""
+    finalize_model_grads(chunks, None, **settings)
 
 
-def restore_state(weights: ModelWeights, updater: Updater, state: SavedState) -> None:
-    """Restore weights and optimizer from a state. Raises `UnfitState` if the state is not of this model."""
-    state.require_weights(weights.names)
-    updates = common_updates(state)
-    for own in weights.parameters_and_copies:
-        for kind in _kinds(updates):
-            parts = [_read(state, kind, piece) for piece in weights.pieces(own)]
-            updater.set_state(own.parameter, kind, weights.join(own, parts))
-    if updates:
-        updater.set_updates(updates)
+@dataclass(frozen=True)
+class Master:
+    """The float32 weight that the optimizer updates for a parameter, or this rank's part of it."""
+
+    tensor: Tensor
+    start: int
+    """Offset in the flattened parameter."""
+    optimizer: torch.optim.Optimizer
 
 
-def _kinds(updates: int) -> tuple[str, ...]:
-    return ("weight", *MOMENTS) if updates else ("weight",)
+class Updater:
+    """One optimizer over the model chunks of a rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        arguments: TrainingArguments,
+        options: MegatronOptions,
+        dtype: torch.dtype,
+    ) -> None:
+        """Build the optimizer. Collective."""
+        self._chunks = list(chunks)
+        self._weight_decay = arguments.weight_decay
+        self._keeps_masters = dtype is torch.bfloat16
+        self._shares_out = options.use_distributed_optimizer
+        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=arguments.learning_rate,
+                weight_decay=arguments.weight_decay,
+                adam_beta1=arguments.adam_beta1,
+                adam_beta2=arguments.adam_beta2,
+                adam_eps=arguments.adam_epsilon,
+                clip_grad=arguments.max_grad_norm,
+                bf16=dtype is torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=options.use_distributed_optimizer,
+            ),
+            self._chunks,
+            use_gloo_process_groups=False,
+        )
+        self._masters = dict(self._find_masters())
+        self.updates = 0
+        """Number of updates; skipped steps do not count."""
+
+    def full_state(self, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
+        """Return a parameter's float32 weight, or a moment of it, in the parameter's shape.
+
+        Moments exist after the first update. Collective over ``group``, the ranks that split the parameter's state.
+        """
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        master = self._masters.get(parameter)
+        if master is not None:
+            value = master.tensor if kind == "weight" else master.optimizer.state[master.tensor][kind]
+            full[master.start : master.start + value.numel()] = value.detach().flatten()
+        if self._shares_out and group.size() > 1:
+            dist.all_reduce(full, group=group)
+        return full.view(parameter.shape)
+
+    @torch.no_grad()
+    def set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
+        """Store a tensor from `full_state` in this rank's part of the state; a weight also in the model."""
+        if kind == "weight":
+            parameter.copy_(full)
+        master = self._masters.get(parameter)
+        if master is None:
+            return
+        part = full.flatten()[master.start : master.start + master.tensor.numel()].view_as(master.tensor)
+        if kind == "weight":
+            master.tensor.copy_(part)
+        else:
+            master.optimizer.state[master.tensor][kind] = part.to(master.tensor.device, torch.float32, copy=True)
+
+    def set_updates(self, updates: int) -> None:
+        """Declare that the moments are those after this number of updates."""
+        self.updates = updates
+        for master in self._masters.values():
+            if isinstance(master.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                master.optimizer.state[master.tensor]["step"] = torch.tensor(float(updates))
+                continue
+            for group in master.optimizer.param_groups:  # Adam of Transformer Engine counts for a whole group.
+                group["step"] = updates
+
+    def _find_masters(self) -> Iterator[tuple[nn.Parameter, Master]]:
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                yield from _shared_out_masters(part)
+        if self._shares_out:
+            return
+        owners = {
+            id(tensor): part.optimizer
+            for part in self._optimizer.chained_optimizers
+            for group in part.param_groups
+            for tensor in group["params"]
+        }
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                tensor = parameter.main_param if self._keeps_masters else parameter
+                yield parameter, Master(tensor, 0, owners[id(tensor)])
+
+    def clear(self) -> None:
+        """Clear the gradients of the last step."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
+        """Step unless the gradient is not finite or there is nothing to learn. Collective.
+
+        Returns the norm before clipping, and True if the weights were updated.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        updates = not nothing_to_learn and math.isfinite(norm)
+        if updates:
+            self._optimizer.step()
+            self.updates += 1
+        return norm, updates
+
+    def reload_weights(self) -> None:
+        """Copy the model's weights, which were replaced, to the optimizer's float32 weights."""
+        self._optimizer.reload_model_params()
+
+    def move_states(self, device: torch.device) -> None:
+        """Move optimizer state, and the float32 weights that exist beside bfloat16 ones."""
+        for _, optimizer_state in self._optimizer.state.items():  # no dictionary: it has nothing else
+            for name, value in optimizer_state.items():
+                # Step counters are scalars that AdamW keeps on the CPU.
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    optimizer_state[name] = value.to(device)
+        if self._keeps_masters:
+            for group in self._optimizer.param_groups:
+                for master in group["params"]:
+                    master.data = master.data.to(device)
 
 
-def _read(state: SavedState, kind: str, piece: Piece) -> Tensor:
-    name = f"{kind}/{piece.name}"
-    state.require_shape(name, piece.whole_shape)
-    if 0 in piece.shape:  # nothing but padding
-        return torch.empty(piece.shape)
-    return state.read(name, piece.offsets, piece.shape)
+def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Master]]:
+    """Yield the parameters that this rank has a part of, with their masters."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    tensor = optimizer.param_groups[group]["params"][order]
+                    yield parameter, Master(tensor, ranges["param"].start, optimizer.optimizer)
 
 
-class MegatronTrainStrategy:
+class MegatronTrainStrategy(TrainerRank):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.options = parse_options(setup.strategy_config)
 
     def initialize(self) -> None:
@@ -222,9 +364,8 @@ class MegatronTrainStrategy:
         setup = self.setup
         self.facts = read_facts(setup.model_path, setup.model_args.trust_remote_code, setup.kind)
         check_layout(self.facts, self.options, setup.world_size, forward_only=setup.forward_only)
-        self.device = pick_device(setup)
-        self._join_groups()
-        torch.manual_seed(setup.seed)
+        self.join_ranks(self.options.process_group_timeout_seconds)
+        self._split_ranks()
         model_parallel_cuda_manual_seed(setup.seed)
         dtype = getattr(torch, setup.model_args.dtype)
         config = transformer_config(self.facts, self.options, dtype, self.device)
@@ -240,61 +381,13 @@ class MegatronTrainStrategy:
         self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
         self.passes = Passes(self.wrapped, config, self.facts)
         self.updater = Updater(self.wrapped, setup.training_args, self.options, dtype)
-        self.learning_rate = learning_rate_schedule(setup.training_args, setup.total_optimizer_steps)
-        self.optimizer_steps = 0
+        self.start_schedule()
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return the log-probability of each token given those before it: float32 ``[total_tokens]``, on every rank."""
-        return self._for_each_token(batch, lambda parts: self.passes.logprobs(parts, temperature))
+        return self._for_each_token(batch, lambda parts: self.passes.logprobs(list(parts), temperature))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        """Return the critic's value before each token: float32 ``[total_tokens]``, on every rank."""
-        return self._for_each_token(batch, self.passes.values)
-
-    def _for_each_token(
-        self, batch: SampleBatch, compute: Callable[[Sequence[MicroBatch]], list[Tensor]]
-    ) -> np.ndarray:
-        """Return ``compute``'s results for the targets of each micro-batch, at the targets' places. Collective."""
-        wanted = predicted_tokens(batch)
-        values = np.zeros(len(wanted), dtype=np.float32)
-        rows = self._rows(batch, self.setup.infer_limits)
-        micro_batches = [build_micro_batch(batch, part, wanted, (), self.device) for part in rows]
-        results = compute(micro_batches)
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            for part, micro_batch, result in zip(rows, micro_batches, results, strict=bool(results)):
-                scatter_to_tokens(result.cpu().numpy(), micro_batch.mask.cpu().numpy(), batch, part, values)
-        # Each token is non-zero on one rank only, so this sum keeps every bit.
-        shared = torch.from_numpy(values)
-        dist.all_reduce(shared)
-        return shared.numpy()
-
-    def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """Take one optimizer step. The loss is normalised over all samples of the batch, on whichever rank they are.
-
-        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
-        metrics, ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped_updates`` (1 if the gradient was not
-        finite, or no token was left to train on). Raises ``ValueError`` if the batch lacks a field, ``RuntimeError`` on
-        a forward-only role.
-        """
-        if self.setup.forward_only:
-            raise RuntimeError("this role is forward-only; it has no optimizer")
-        step = TrainingStep.of(batch, objective)
-        self.updater.clear()
-        micro_batches = list(step.micro_batches(self._rows(batch, self.setup.train_limits), self.device))
-        parts = self.passes.accumulate(step, micro_batches, temperature)
-        metrics = None
-        if on_last_stage():
-            metrics = combined_metrics(parts, parallel_state.get_data_parallel_group())
-        metrics = from_last_stage(metrics, self.device)
-        learning_rate = self.learning_rate(self.optimizer_steps)
-        grad_norm, skipped = self.updater.update(learning_rate, nothing_to_learn=step.is_empty)
-        self.optimizer_steps += 1
-        return {
-            **metrics,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "skipped_updates": float(skipped),
-        }
+        return self._for_each_token(batch, lambda parts: self.passes.values(list(parts)))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
@@ -329,40 +422,47 @@ class MegatronTrainStrategy:
 
     def snapshot(self) -> StateSnapshot:
         """Copy this rank's part of each tensor; see `TrainStrategy`."""
-        facts = {"optimizer_steps": self.optimizer_steps, "updates": update_counts(self.weights, self.updater)}
-        return StateSnapshot(list(state_parts(self.weights, self.updater)), facts, self.setup.world_size)
+        updates = self.updater.updates
+        counts = dict.fromkeys(self.weights.names, updates) if updates else {}
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": counts}
+        return StateSnapshot(list(self._state_parts()), facts, self.setup.world_size)
+
+    def _state_parts(self) -> Iterator[Part]:
+        for own in self.weights.parameters:
+            copies = self.weights.copies(own)
+            for kind in _kinds(self.updater.updates):
+                full = self.updater.full_state(own.parameter, kind, copies.group)
+                for piece, tensor in zip(self.weights.pieces(own), self.weights.split(own, full), strict=True):
+                    part = Part(f"{kind}/{piece.name}", tensor, piece.whole_shape, piece.offsets)
+                    yield own_share(part, copies.number, copies.count)
 
     def restore(self, state: SavedState) -> None:
         """Resume from a snapshot, which may come from another layout; see `TrainStrategy`."""
-        restore_state(self.weights, self.updater, state)
+        state.require_weights(self.weights.names)
+        updates = common_updates(state)
+        for own in self.weights.parameters_and_copies:
+            for kind in _kinds(updates):
+                parts = []
+                for piece in self.weights.pieces(own):
+                    name = f"{kind}/{piece.name}"
+                    state.require_shape(name, piece.whole_shape)
+                    only_padding = 0 in piece.shape
+                    parts.append(
+                        torch.empty(piece.shape) if only_padding else state.read(name, piece.offsets, piece.shape)
+                    )
+                self.updater.set_state(own.parameter, kind, self.weights.join(own, parts))
+        if updates:
+            self.updater.set_updates(updates)
         self.optimizer_steps = state.facts["optimizer_steps"]
-
-    def offload_states(self) -> None:
-        """Move weights and optimizer state to the CPU and drop gradients. Nothing to do on a CPU."""
-        if self.setup.device == "cuda":
-            if not self.setup.forward_only:
-                self.updater.move_states(torch.device("cpu"))
-                free_buffers(self.wrapped)
-            self._move_weights(torch.device("cpu"))
-            torch.cuda.empty_cache()
-
-    def load_states(self) -> None:
-        """Undo `offload_states`."""
-        if self.setup.device == "cuda":
-            self._move_weights(self.device)
-            if not self.setup.forward_only:
-                restore_buffers(self.wrapped)
-                self.updater.move_states(self.device)
 
     def shutdown(self) -> None:
         """Leave the process groups."""
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
-        leave_process_group()
+        super().shutdown()
 
-    def _join_groups(self) -> None:
+    def _split_ranks(self) -> None:
         options = self.options
-        join_process_group(self.setup, options.process_group_timeout_seconds)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=options.tensor_model_parallel_size,
             pipeline_model_parallel_size=options.pipeline_model_parallel_size,
@@ -388,8 +488,42 @@ class MegatronTrainStrategy:
         group = self.options.pipeline_model_parallel_size if self.options.model_chunks > 1 else 1
         return rows + [[] for _ in range(-len(rows) % group)]
 
-    def _move_weights(self, device: torch.device) -> None:
-        """Move the weights that are not in buffers of the distributed optimizer."""
-        if self.setup.forward_only or not self.options.use_distributed_optimizer:
+    def _for_each_token(
+        self, batch: SampleBatch, compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]]
+    ) -> np.ndarray:
+
+        def compute_once(micro_batches: Iterator[MicroBatch]) -> Iterable[Tensor]:
+            results = compute(micro_batches)
+            # All tensor-parallel ranks have the same results, and each token may come from one rank only.
+            return results if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+
+        return super()._for_each_token(batch, compute_once)
+
+    def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+        self.updater.clear()
+        parts = self.passes.accumulate(step, list(step.micro_batches(rows, self.device)), temperature)
+        metrics = None
+        if on_last_stage():
+            metrics = combined_metrics(parts, parallel_state.get_data_parallel_group())
+        return from_last_stage(metrics, self.device)
+
+    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
+        return self.updater.update(learning_rate, nothing_to_learn)
+
+    def _move_states(self, device: torch.device) -> None:
+        """Move weights and optimizer state; gradients are dropped."""
+        trains = not self.setup.forward_only
+        if trains:
+            self.updater.move_states(device)
+            for chunk in self.wrapped:
+                # They hold the gradients, and the weights of the distributed optimizer.
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    buffer.offload_to_cpu() if device.type == "cpu" else buffer.reload_from_cpu()
+        if not (trains and self.options.use_distributed_optimizer):
             for chunk in self.chunks:
                 chunk.to(device)
+
+
+def _kinds(updates: int) -> tuple[str, ...]:
+    """Return the kinds of tensors in a state. There are moments from the first update on."""
+    return ("weight", *MOMENTS) if updates else ("weight",)

@@ -11,11 +11,12 @@ tensor and its shares.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,66 +27,36 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
 from roll.trainers.base import TrainerSetup
-from roll.trainers.checkpoint_files import CheckpointFiles
 from roll.trainers.megatron.facts import ModelFacts
 from roll.trainers.model import model_class
+from roll.trainers.state import CheckpointFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Fusion(Protocol):
-    """A way to fuse shares of several tensors into the share of one, and to split it again."""
+@dataclass(frozen=True)
+class Fusion:
+    """A way to fuse the rows of several tensors into one: in each group, some blocks of every tensor in turn."""
+
+    shares: tuple[int, ...] = (1,)
+    """Number of blocks of each tensor in a group."""
+    block: int | None = None
+    """Rows of a block. None: all rows are one group, so the tensors stand one above the other."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Fuse the parts into one tensor."""
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """Return the parts; copies if they are not contiguous."""
-
-
-class Alone:
-    """One tensor, unchanged."""
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the only tensor; see `Fusion.join`."""
-        return parts[0]
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """Return the tensor as the only part; see `Fusion.split`."""
-        return [joined]
-
-
-class Halves:
-    """Two tensors, the rows of one after those of the other."""
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put one tensor above the other; see `Fusion.join`."""
-        return torch.cat(list(parts))
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """Return the upper and the lower half; see `Fusion.split`."""
-        return list(joined.chunk(2))
-
-
-@dataclass(frozen=True)
-class QueryGroups:
-    """Queries, keys and values, interleaved: for each group its queries, its key, its value."""
-
-    queries: int
-    """Number of query heads in a group."""
-    head_size: int
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Interleave queries, keys and values by group; see `Fusion.join`."""
-        groups = len(parts[1]) // self.head_size
+        groups = 1 if self.block is None else len(parts[-1]) // (self.shares[-1] * self.block)
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """Return queries, keys and values of all groups; see `Fusion.split`."""
-        rows = [self.queries * self.head_size, self.head_size, self.head_size]
-        groups = joined.reshape(-1, sum(rows), *joined.shape[1:])
-        return [part.flatten(0, 1) for part in groups.split(rows, dim=1)]
+        """Return the parts; copies if they are not contiguous."""
+        block = len(joined) // sum(self.shares) if self.block is None else self.block
+        groups = joined.reshape(-1, block * sum(self.shares), *joined.shape[1:])
+        return [part.flatten(0, 1) for part in groups.split([share * block for share in self.shares], dim=1)]
+
+
+ALONE, ONE_ABOVE_THE_OTHER = Fusion(), Fusion((1, 1))
 
 
 @dataclass(frozen=True)
@@ -96,7 +67,7 @@ class Rule:
     hugging_face: tuple[str, ...]
     shared_dim: int | None
     """Dimension that tensor-parallel ranks split; None: each rank has the whole tensor."""
-    fusion: Fusion = Alone()
+    fusion: Fusion = ALONE
     is_vocabulary: bool = False
     """True if rows are padded to equal shares."""
     may_be_new: bool = False
@@ -115,10 +86,6 @@ class Rule:
         """True if there is one such parameter per expert."""
         return "{expert}" in self.megatron
 
-    def names(self, layer: int | None, expert: int | None) -> list[str]:
-        """Return the names of the tensors in a checkpoint."""
-        return [name.format(layer=layer, expert=expert) for name in self.hugging_face]
-
 
 def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     """Return the table for a model: every parameter that megatron-core may have for it, in the order of a checkpoint.
@@ -126,7 +93,8 @@ def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     Transformer Engine stores a norm with the linear layer after it and numbers experts differently, so some tensors
     have two names in megatron-core.
     """
-    groups = QueryGroups(facts.heads // facts.query_groups, facts.head_size)
+    # For each group its queries, its key, its value.
+    groups = Fusion((facts.heads // facts.query_groups, 1, 1), facts.head_size)
     here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
     attention = f"{there}self_attn."
 
@@ -149,10 +117,10 @@ def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
         Rule(here + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), 1),
         *norm(["self_attention.q_layernorm.weight"], "self_attn.q_norm.weight"),
         *norm(["self_attention.k_layernorm.weight"], "self_attn.k_norm.weight"),
-        Rule(here + "mlp.linear_fc1.weight", gate_and_up("mlp"), 0, Halves()),
+        Rule(here + "mlp.linear_fc1.weight", gate_and_up("mlp"), 0, ONE_ABOVE_THE_OTHER),
         Rule(here + "mlp.linear_fc2.weight", (there + "mlp.down_proj.weight",), 1),
         Rule(here + "mlp.router.weight", (there + "mlp.gate.weight",), None),
-        *(Rule(here + name, gate_and_up(expert), 0, Halves()) for name in fc1_names),
+        *(Rule(here + name, gate_and_up(expert), 0, ONE_ABOVE_THE_OTHER) for name in fc1_names),
         *(Rule(here + name, (f"{there}{expert}.down_proj.weight",), 1) for name in fc2_names),
         *norm(
             ["input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"],
@@ -172,35 +140,6 @@ def _head_rules(facts: ModelFacts) -> list[Rule]:
         return [Rule(f"output_layer.{part}", (f"score.{part}",), None, may_be_new=True) for part in ("weight", "bias")]
     head = "model.embed_tokens.weight" if facts.tied else "lm_head.weight"
     return [Rule("output_layer.weight", (head,), 0, is_vocabulary=True)]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position of a parameter in the model."""
-
-    rule: int
-    """Number of the rule in the table."""
-    layer: int | None
-    expert: int | None
-
-
-def find_place(rules: Sequence[Rule], name: str, first_layer: int, first_expert: int) -> Place:
-    """Return the place of the parameter ``name`` of a model chunk.
-
-    The chunk counts its layers from ``first_layer`` of the model, and its experts from ``first_expert``. Raises
-    ``KeyError`` if the table has no such parameter.
-    """
-    for number, rule in enumerate(rules):
-        match = rule.pattern.fullmatch(name)
-        if match:
-            found = {word: int(value) for word, value in match.groupdict().items()}
-            layer, expert = found.get("layer"), found.get("expert")
-            return Place(
-                number,
-                None if layer is None else first_layer + layer,
-                None if expert is None else first_expert + expert,
-            )
-    raise KeyError(f"parameter {name!r} of megatron-core has no rule in the table of weights")
 
 
 def hugging_face_model(setup: TrainerSetup) -> PreTrainedModel:
@@ -229,8 +168,17 @@ MODEL_EXPERTS = {
 class OwnParameter:
     """A parameter of this rank."""
 
-    place: Place
     parameter: nn.Parameter
+    number: int
+    """Number of its rule in the table."""
+    rule: Rule
+    layer: int | None
+    expert: int | None
+
+    @property
+    def names(self) -> list[str]:
+        """Names in a checkpoint of the tensors that it is fused from."""
+        return [name.format(layer=self.layer, expert=self.expert) for name in self.rule.hugging_face]
 
 
 @dataclass(frozen=True)
@@ -263,10 +211,17 @@ class Streamed:
     stage: int
     """Pipeline stage that has the tensors."""
     rule: int
+    """Number of the rule in the table."""
     layer: int | None
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the whole tensors, padding included."""
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names and whole shapes."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Place in a checkpoint: first the embedding, then the layers, then what follows them."""
+        if self.layer is not None:
+            return self.layer, self.rule
+        return -1 if self.rule == 0 else math.inf, self.rule
 
 
 class ModelWeights:
@@ -276,93 +231,67 @@ class ModelWeights:
         """Find this rank's parameters and plan the stream. Collective."""
         self.facts = facts
         self._rules = weight_rules(facts)
-        self._own = [own for chunk in chunks for own in self._parameters_of(chunk)]
+        self.parameters_and_copies = [own for chunk in chunks for own in self._parameters_of(chunk)]
+        """All parameters of this rank."""
+        self.parameters = [own for own in self.parameters_and_copies if not self._is_copy(own)]
+        """This rank's parameters, except copies of another stage's: a shared one is listed on its first stage only."""
         self._mark_shares()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._plan = self._make_plan()
+        self.names = [name for step in self._plan for name, _ in step.tensors]
+        """Names of all tensors of the Hugging Face model, on whichever stage they are."""
 
     def fill(self, files: CheckpointFiles) -> None:
         """Copy the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or has another
         shape."""
-        needed = (own for own in self._own if not self._rules[own.place.rule].may_be_new)
-        lacking = files.missing(name for own in needed for name in self._names(own.place))
+        needed = (own for own in self.parameters_and_copies if not own.rule.may_be_new)
+        lacking = files.missing(name for own in needed for name in own.names)
         if lacking:
             raise ValueError(f"the checkpoint lacks {', '.join(lacking[:3])} ({len(lacking)} tensors missing)")
         with torch.no_grad():
-            for own in self._own:
-                is_new = files.missing(self._names(own.place))
-                own.parameter.copy_(torch.zeros_like(own.parameter) if is_new else self._read(files, own))
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors of the Hugging Face model, on whichever stage they are."""
-        return [name for step in self._plan for name in step.names]
-
-    @property
-    def parameters(self) -> list[OwnParameter]:
-        """This rank's parameters, except copies of another stage's: a shared one is listed on its first stage only."""
-        return [own for own in self._own if not self._is_copy(own)]
-
-    @property
-    def parameters_and_copies(self) -> list[OwnParameter]:
-        """All parameters of this rank."""
-        return list(self._own)
+            for own in self.parameters_and_copies:
+                if files.missing(own.names):
+                    own.parameter.zero_()
+                else:
+                    own.parameter.copy_(self._joined(own, [_read(files, part) for part in self._parts(own)]))
 
     def copies(self, own: OwnParameter) -> Copies:
         """Return which ranks have this parameter."""
-        rule = self._rules[own.place.rule]
-        if rule.is_expert:
-            group, shift = parallel_state.get_expert_data_parallel_group(), own.place.expert
+        if own.expert is not None:
+            group, shift = parallel_state.get_expert_data_parallel_group(), own.expert
         else:
             group, shift = parallel_state.get_data_parallel_group(with_context_parallel=True), 0
-        equal = self._tensor_group(rule) if rule.shared_dim is None else None
         number, count = group.rank(), group.size()
-        if equal is not None:
+        if own.rule.shared_dim is None:
+            equal = self._tensor_group(own.rule)
             number, count = number * equal.size() + equal.rank(), count * equal.size()
         # Shift the numbering by the expert, so that not every expert's first part falls to the first rank.
         return Copies(group, (number + shift) % count, count)
 
     def pieces(self, own: OwnParameter) -> list[Piece]:
         """Return the pieces of Hugging Face tensors that a parameter holds, in the order of `split`."""
-        rule, place = self._rules[own.place.rule], own.place
-        group = self._tensor_group(rule)
+        parts = self._parts(own)
+        if own.expert is None or self.facts.experts is None:
+            return parts
+        # The Hugging Face model has the experts of a layer in one tensor, the parts of each one above the other.
+        name = next(fused for word, fused in MODEL_EXPERTS.items() if word in parts[0].name).format(layer=own.layer)
+        rows = sum(part.whole_shape[0] for part in parts)
         pieces, rows_before = [], 0
-        parts = rule.fusion.split(torch.empty(own.parameter.shape, device="meta"))
-        names = self._model_names(place)
-        for number, part in enumerate(parts):
-            whole = self._full_shape(rule, tuple(part.shape), group.size())
-            offsets = tuple(group.rank() * size if dim == rule.shared_dim else 0 for dim, size in enumerate(part.shape))
-            shape = tuple(part.shape)
-            if rule.is_vocabulary:
-                whole = (self.facts.vocabulary, *whole[1:])
-                first = min(offsets[0], whole[0])
-                shape, offsets = (min(shape[0], whole[0] - first), *shape[1:]), (first, *offsets[1:])
-            if not rule.is_expert:
-                pieces.append(Piece(names[number], whole, offsets, shape))
-                continue
-            rows = sum(len(other) for other in parts) * (group.size() if rule.shared_dim == 0 else 1)
-            if place.expert is None:
-                raise ValueError(f"{rule.megatron} is of experts, and its place names none")
-            at = (place.expert, rows_before + offsets[0], *offsets[1:])
-            pieces.append(Piece(names[0], (self._experts(), rows, *whole[1:]), at, (1, *shape)))
-            rows_before += whole[0]
+        for part in parts:
+            whole = (self.facts.experts.experts, rows, *part.whole_shape[1:])
+            offsets = (own.expert, rows_before + part.offsets[0], *part.offsets[1:])
+            pieces.append(Piece(name, whole, offsets, (1, *part.shape)))
+            rows_before += part.whole_shape[0]
         return pieces
 
     def split(self, own: OwnParameter, tensor: Tensor) -> list[Tensor]:
         """Split a tensor of the parameter's shape into its pieces."""
-        parts = self._rules[own.place.rule].fusion.split(tensor)
-        return [
-            part[: piece.shape[0]] if len(piece.shape) == part.ndim else part[None]
-            for part, piece in zip(parts, self.pieces(own), strict=True)
-        ]
+        parts = zip(own.rule.fusion.split(tensor), self.pieces(own), strict=True)
+        return [part[: piece.shape[0]] if own.expert is None else part[None] for part, piece in parts]
 
     def join(self, own: OwnParameter, pieces: Sequence[Tensor]) -> Tensor:
         """Undo `split`; rows that pad the vocabulary are zeros."""
-        rule = self._rules[own.place.rule]
-        parts = [piece[0] if rule.is_expert else piece for piece in pieces]
-        if rule.is_vocabulary:
-            parts = [_padded(parts[0], len(own.parameter))]
-        return rule.fusion.join(parts)
+        return self._joined(own, [piece if own.expert is None else piece[0] for piece in pieces])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
@@ -370,103 +299,84 @@ class ModelWeights:
         A tensor is valid until the next one is drawn.
         """
         groups: dict[tuple[int, int | None], list[Tensor]] = {}
-        for own in self._own:
-            groups.setdefault((own.place.rule, own.place.layer), []).append(own.parameter.detach())
+        for own in self.parameters_and_copies:
+            groups.setdefault((own.number, own.layer), []).append(own.parameter.detach())
         for step in self._plan:
             here = step.stage == self._stages.rank()
             tensors = self._gather(self._rules[step.rule], groups[step.rule, step.layer]) if here else None
-            for number, (name, shape) in enumerate(zip(step.names, step.shapes, strict=True)):
-                full = self._from_stage(step.stage, tensors[number] if tensors else None, shape)
-                yield name, (full[: self.facts.vocabulary] if self._rules[step.rule].is_vocabulary else full).float()
+            for number, (name, shape) in enumerate(step.tensors):
+                # Without the rows that pad the vocabulary.
+                own_tensor = None if tensors is None else tensors[number][: shape[0]]
+                yield name, self._from_stage(step.stage, own_tensor, shape).float()
 
     def _parameters_of(self, chunk: GPTModel) -> Iterator[OwnParameter]:
-        layers = chunk.decoder.layers
-        first_layer = layers[0].layer_number - 1 if len(layers) else 0
-        experts = self.facts.experts
+        """Yield the parameters of a chunk, whose layers and experts megatron-core counts from its own first ones."""
+        layers, experts = chunk.decoder.layers, self.facts.experts
         ranks = parallel_state.get_expert_model_parallel_world_size()
-        first_expert = experts.experts // ranks * parallel_state.get_expert_model_parallel_rank() if experts else 0
+        first = {
+            "layer": layers[0].layer_number - 1 if len(layers) else 0,
+            "expert": experts.experts // ranks * parallel_state.get_expert_model_parallel_rank() if experts else 0,
+        }
         for name, parameter in chunk.named_parameters():
-            yield OwnParameter(find_place(self._rules, name, first_layer, first_expert), parameter)
+            matches = ((number, rule.pattern.fullmatch(name)) for number, rule in enumerate(self._rules))
+            number, match = next(((number, match) for number, match in matches if match), (0, None))
+            if match is None:
+                raise KeyError(f"parameter {name!r} of megatron-core has no rule in the table of weights")
+            found = {word: first[word] + int(value) for word, value in match.groupdict().items()}
+            yield OwnParameter(parameter, number, self._rules[number], found.get("layer"), found.get("expert"))
+
+    def _is_copy(self, own: OwnParameter) -> bool:
+        """Return True if another stage holds the parameter too: a tied output layer on the last stage."""
+        return self.facts.tied and own.rule.megatron == "output_layer.weight"
 
     def _mark_shares(self) -> None:
         """Mark parameters that differ between tensor-parallel ranks: the norm of the gradient counts all others once.
 
         megatron-core marks them itself only when it initialises the values.
         """
-        for own in self._own:
-            dim = self._rules[own.place.rule].shared_dim
+        for own in self.parameters_and_copies:
+            dim = own.rule.shared_dim
             if dim is not None and not hasattr(own.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(own.parameter, is_parallel=True, dim=dim, stride=1)
 
-    def _names(self, place: Place) -> list[str]:
-        return self._rules[place.rule].names(place.layer, place.expert)
-
-    def _model_names(self, place: Place) -> list[str]:
-        """Return names in the Hugging Face model, which has the experts of a layer in one parameter."""
-        names = self._names(place)
-        if not self._rules[place.rule].is_expert:
-            return names
-        fused = next(fused for word, fused in MODEL_EXPERTS.items() if word in names[0])
-        return [fused.format(layer=place.layer)]
+    def _make_plan(self) -> list[Streamed]:
+        """Return the steps of all stages, in the order of a checkpoint."""
+        steps: dict[Streamed, None] = {}
+        for own in self.parameters:
+            # All experts of a layer are parts of the same tensors.
+            tensors = {piece.name: piece.whole_shape for piece in self.pieces(own)}
+            steps[Streamed(self._stages.rank(), own.number, own.layer, tuple(tensors.items()))] = None
+        by_stage: list[list[Streamed]] = [[] for _ in range(self._stages.size())]
+        dist.all_gather_object(by_stage, list(steps), group=self._stages)
+        return sorted((step for steps in by_stage for step in steps), key=lambda step: step.order)
 
     def _tensor_group(self, rule: Rule) -> dist.ProcessGroup:
         if rule.is_expert:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
 
-    def _read(self, files: CheckpointFiles, own: OwnParameter) -> Tensor:
-        rule, parameter = self._rules[own.place.rule], own.parameter
-        group = self._tensor_group(rule)
-        expected = rule.fusion.split(torch.empty(parameter.shape, device="meta"))
+    def _parts(self, own: OwnParameter) -> list[Piece]:
+        """Return this rank's share of each tensor of a checkpoint that a parameter is fused from."""
+        rule, group = own.rule, self._tensor_group(own.rule)
         parts = []
-        for name, part in zip(self._names(own.place), expected, strict=True):
-            self._check_shape(files, name, rule, tuple(part.shape), group.size())
-            share = part.shape[rule.shared_dim or 0]
-            tensor = files.read(name, rule.shared_dim, group.rank() * share, (group.rank() + 1) * share)
-            parts.append(_padded(tensor, share) if rule.is_vocabulary else tensor)
-        return rule.fusion.join(parts)
+        for name, part in zip(
+            own.names, rule.fusion.split(torch.empty(own.parameter.shape, device="meta")), strict=True
+        ):
+            shape = tuple(part.shape)
+            whole = tuple(size * group.size() if dim == rule.shared_dim else size for dim, size in enumerate(shape))
+            offsets = tuple(size * group.rank() if dim == rule.shared_dim else 0 for dim, size in enumerate(shape))
+            if rule.is_vocabulary:
+                first = min(offsets[0], self.facts.vocabulary)
+                whole, offsets = (self.facts.vocabulary, *whole[1:]), (first, *offsets[1:])
+                shape = (min(shape[0], whole[0] - first), *shape[1:])
+            parts.append(Piece(name, whole, offsets, shape))
+        return parts
 
-    def _check_shape(self, files: CheckpointFiles, name: str, rule: Rule, part: tuple[int, ...], shares: int) -> None:
-        wanted = self._full_shape(rule, part, shares)
-        if rule.is_vocabulary:
-            wanted = (self.facts.vocabulary, *wanted[1:])
-        found = files.shape(name)
-        if found != wanted:
-            raise ValueError(f"{name} is {found} in the checkpoint, {wanted} in the model")
-
-    @staticmethod
-    def _full_shape(rule: Rule, part: tuple[int, ...], shares: int) -> tuple[int, ...]:
-        return tuple(size * shares if dim == rule.shared_dim else size for dim, size in enumerate(part))
-
-    def _make_plan(self) -> list[Streamed]:
-        """Return the steps of all stages, in the order of a checkpoint."""
-        own = list(dict.fromkeys(self._step_of(own) for own in self._own if not self._is_copy(own)))
-        by_stage: list[list[Streamed]] = [[] for _ in range(self._stages.size())]
-        dist.all_gather_object(by_stage, own, group=self._stages)
-        last = len(self._rules)
-        return sorted(
-            (step for steps in by_stage for step in steps),
-            key=lambda step: (_position(step.layer, step.rule, last), step.rule),
-        )
-
-    def _experts(self) -> int:
-        if self.facts.experts is None:
-            raise ValueError("a rule is for experts, and this model has none")
-        return self.facts.experts.experts
-
-    def _is_copy(self, own: OwnParameter) -> bool:
-        """Return True if another stage holds the parameter too: a tied output layer on the last stage."""
-        return self.facts.tied and self._rules[own.place.rule].megatron == "output_layer.weight"
-
-    def _step_of(self, own: OwnParameter) -> Streamed:
-        rule, place = self._rules[own.place.rule], own.place
-        parts = rule.fusion.split(torch.empty(own.parameter.shape, device="meta"))
-        shapes = [self._full_shape(rule, tuple(part.shape), self._tensor_group(rule).size()) for part in parts]
-        names = self._model_names(place)
-        if rule.is_expert:
-            rows = sum(shape[0] for shape in shapes)
-            shapes = [(self._experts(), rows, *shapes[0][1:])]
-        return Streamed(self._stages.rank(), place.rule, place.layer, tuple(names), tuple(shapes))
+    def _joined(self, own: OwnParameter, parts: list[Tensor]) -> Tensor:
+        if own.rule.is_vocabulary:
+            (part,) = parts
+            parts = [torch.cat([part, part.new_zeros(len(own.parameter) - len(part), *part.shape[1:])])]
+        return own.rule.fusion.join(parts)
 
     def _gather(self, rule: Rule, shares: list[Tensor]) -> list[Tensor]:
         """Return whole tensors from this rank's shares of one parameter, or of all its experts."""
@@ -482,26 +392,21 @@ class ModelWeights:
         return [torch.cat(parts, dim=rule.shared_dim) for parts in zip(*by_rank, strict=True)]
 
     def _from_stage(self, stage: int, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        if self._stages.size() == 1:
-            if tensor is None:
-                raise ValueError("the only stage lacks a tensor of its own")
-            return tensor
-        like = self._own[0].parameter
-        full = torch.empty(shape, dtype=like.dtype, device=like.device) if tensor is None else tensor.contiguous()
-        dist.broadcast(full, group=self._stages, group_src=stage)
-        return full
+        """Return the tensor of a stage, which that stage alone passes."""
+        if tensor is None:
+            like = self.parameters_and_copies[0].parameter
+            tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if self._stages.size() > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self._stages, group_src=stage)
+        return tensor
 
 
-def _position(layer: int | None, rule: int, rules: int) -> float:
-    """Return a sort key: first the embedding, then the layers, then what follows them."""
-    if layer is not None:
-        return layer
-    return -1.0 if rule == 0 else float("inf")
-
-
-def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """Return the tensor padded below with zeros to ``rows`` rows."""
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+def _read(files: CheckpointFiles, part: Piece) -> Tensor:
+    found = files.shape(part.name)
+    if found != part.whole_shape:
+        raise ValueError(f"{part.name} is {found} in the checkpoint, {part.whole_shape} in the model")
+    return files.read(part.name, part.offsets, part.shape)
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
