@@ -196,7 +196,7 @@ def test_a_wrong_import_is_found(tmp_path, place, source, problem):
         ("configs/a.py", "from .errors import ConfigError\nimport torchless"),
         ("rewards/a.py", "from roll.sandbox.sandbox import Sandbox"),
         ("agentic/tools/a.py", "from ...sandbox.sandbox import Sandbox"),
-        ("sandbox/a.py", "from roll.sandbox.jail.folders import remove_folder"),
+        ("sandbox/a.py", "from roll.sandbox.filesystem import remove_folder"),
         ("pipeline/a.py", "import ray\nfrom roll.runtime import worker"),
         ("cli.py", "from roll.pipeline import rlvr"),
     ],

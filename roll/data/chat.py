@@ -9,14 +9,17 @@ is rejected. `docs/agentic_tokens.md` has a worked example.
 from __future__ import annotations
 
 import os.path
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll.data.prompts import tokenise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """One entry of a chat: ``role``, ``content``, and any other key that the chat template understands."""
@@ -30,34 +33,43 @@ class TemplateRefused(ValueError):
     """A template cannot render these messages, or cannot be continued turn by turn. The message says what to do."""
 
 
-class TurnTokenizer(Protocol):
-    """The part of a tokenizer's interface that is used here; those of transformers have it."""
+class TurnTemplate(ABC):
+    """A conversion of messages into tokens."""
 
-    all_special_ids: Sequence[int]
-    added_tokens_decoder: Mapping[int, Any]
-    """Id -> token; only its ``special`` is read."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool, return_attention_mask: bool) -> Mapping[str, Any]:
-        """Return ``input_ids`` of each text."""
+    @abstractmethod
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
 
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        tools: list[Mapping[str, Any]] | None,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **options: Any,
-    ) -> str:
-        """Return the text of a conversation."""
-
-
-class Conversation(Protocol):
-    """A context that grows turn by turn."""
+    @abstractmethod
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
 
     @property
-    def prompt_token_ids(self) -> np.ndarray:
-        """int32 token ids that the policy reads in its first turn."""
+    @abstractmethod
+    def closing(self) -> np.ndarray:
+        """Token ids that end a response, unless the policy wrote them itself."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return token ids (int32) of a text, without added tokens."""
+        return tokenise([text], self.tokenizer)[0]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decoding with ``skip_special_tokens`` skips."""
+        added = (token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        return frozenset(self.tokenizer.all_special_ids) | frozenset(added)
+
+
+class Conversation(ABC):
+    """A context that grows turn by turn."""
+
+    def __init__(self, template: TurnTemplate, prompt_token_ids: np.ndarray) -> None:
+        """Begin with int32 token ids, which the policy reads in its first turn."""
+        self._template = template
+        self.prompt_token_ids = prompt_token_ids
 
     def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Return the tokens between ``sampled`` (the policy's last tokens) and its next ones.
@@ -65,56 +77,42 @@ class Conversation(Protocol):
         They are the end of the policy's turn unless it wrote that itself, the new messages, and the opening of its next
         turn. int32; one call per turn, in order. Raises `TemplateRefused`.
         """
+        _require_messages(messages)
+        tail = self._template.encode(self._tail(messages))
+        return _without_written_stop(sampled, self._template.closing, tail, self._template.special_ids)
+
+    @abstractmethod
+    def _tail(self, messages: Sequence[Message]) -> str:
+        """Return the text from the end of the policy's response to where it writes next, and go there."""
 
 
-class TurnTemplate(Protocol):
-    """A conversion of messages into tokens."""
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
-
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
-
-
-class ChatTurns:
+class ChatTurns(TurnTemplate):
     """The chat template of a tokenizer, continued turn by turn."""
 
-    def __init__(self, tokenizer: TurnTokenizer, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
         """Set the template's own variables, such as ``enable_thinking``, with ``options``."""
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._options = dict(options or {})
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Return token ids (int32) of a conversation, up to where the assistant writes. Raises `TemplateRefused`."""
         return self.encode(self.render(messages, tools))
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatConversation:
-        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
-        return ChatConversation(self, messages, tools)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return token ids (int32) of a text, without added tokens."""
-        return tokenise([text], self._tokenizer)[0]
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that decoding skips, see `special_token_ids`."""
-        return special_token_ids(self._tokenizer)
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        return _ChatConversation(self, messages, tools)
 
     @cached_property
     def closing(self) -> np.ndarray:
         """Token ids that the template writes after the content of an assistant's last message."""
         word = PLACEHOLDER.format(number=0)
         pair = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": word}]
-        return self.encode(split_at(self.render(pair, (), generation_prompt=False), word)[1])
+        return self.encode(_split_at(self.render(pair, (), generation_prompt=False), word)[1])
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
     ) -> str:
         """Return the text of a conversation. Raises `TemplateRefused`."""
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
@@ -129,31 +127,28 @@ class ChatTurns:
             ) from cause
 
 
-class ChatConversation:
+class _ChatConversation(Conversation):
     """One growing context of a chat template. The template sees placeholders for the assistant's contents."""
 
-    def __init__(self, template: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, chat: ChatTurns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         _require_messages(messages)
-        self._template = template
+        self._chat = chat
         self._messages = list(messages)
         self._tools = tuple(tools)
         self._turns = 0
-        self._text = template.render(self._messages, self._tools)
-        self.prompt_token_ids = template.encode(self._text)
+        self._text = chat.render(self._messages, self._tools)
+        super().__init__(chat, chat.encode(self._text))
 
-    def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
-        _require_messages(messages)
+    def _tail(self, messages: Sequence[Message]) -> str:
         word = self._unused_word(messages)
         longer = [*self._messages, {"role": "assistant", "content": word}, *messages]
-        text = self._template.render(longer, self._tools)
-        head, tail = split_at(text, word)
+        text = self._chat.render(longer, self._tools)
+        head, tail = _split_at(text, word)
         self._require_continued_by(head)
         _require_written(tail, messages)
         self._messages, self._text = longer, text
         self._turns += 1
-        tail_ids = self._template.encode(tail)
-        return _without_written_stop(sampled, self._template.closing, tail_ids, self._template.special_ids)
+        return tail
 
     def _unused_word(self, messages: Sequence[Message]) -> str:
         """Return a placeholder that no message contains: the texts of tools and environments are untrusted."""
@@ -169,30 +164,48 @@ class ChatConversation:
         The messages must be rendered as before. The opening of the assistant's turn may differ by a suffix that only
         one of the two has: `<think>` in the generation prompt, or the space that some templates write before a content.
         """
-        if head.startswith(self._text):
+        before = self._text
+        if head.startswith(before):
             return
-        without_opening = self._template.render(self._messages, self._tools, generation_prompt=False)
-        messages_end = len(os.path.commonprefix([self._text, without_opening]))
-        if not (self._text.startswith(head) and len(head) >= messages_end):
-            raise TemplateRefused(_rewriting(self._text, head))
+        without_opening = self._chat.render(self._messages, self._tools, generation_prompt=False)
+        messages_end = len(os.path.commonprefix([before, without_opening]))
+        if before.startswith(head) and len(head) >= messages_end:
+            return
+        place = len(os.path.commonprefix([before, head]))
+        raise TemplateRefused(
+            "the chat template is not append-only: when a conversation goes on it rewrites what the policy has read "
+            f"(from character {place}: {before[place : place + 40]!r} became {head[place : place + 40]!r}). Take the "
+            "step-wise manager (`env_manager_cls: step`), which renders each turn anew; some templates only do so "
+            "because of a system message or of tools, and append without them"
+        )
 
 
-@dataclass(frozen=True)
-class RawTurns:
-    """Plain text for models without a chat template: contents are joined, roles are not written.
+class RawTurns(TurnTemplate):
+    """Plain text for models without a chat template: contents are joined, roles are not written."""
 
-    A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``. After the policy's response
-    come ``response_end``, unless the response ends with it, and the next messages in the same form.
-    """
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        message_separator: str = "\n",
+        prompt_end: str = "\n",
+        response_end: str = "\n",
+    ) -> None:
+        """Set the texts between messages and turns.
 
-    tokenizer: TurnTokenizer
-    message_separator: str = "\n"
-    prompt_end: str = "\n"
-    response_end: str = "\n"
+        A prompt is the messages' contents joined by ``message_separator``, then ``prompt_end``. After the policy's
+        response come ``response_end``, unless the response ends with it, and the next messages in the same form.
+        """
+        super().__init__(tokenizer)
+        self._message_separator = message_separator
+        self._prompt_end = prompt_end
+        self.response_end = response_end
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Return token ids (int32) of a conversation, up to where the policy writes. Raises `TemplateRefused`."""
-        _require_no_tools(tools)
+        if tools:
+            raise TemplateRefused(
+                "`template: raw` has no place for tool schemas; describe the tools in the environment's text "
+                "(`describe_in_prompt`), or take a chat template that knows tools"
+            )
         text = ""
         block: list[Message] = []
         for message in messages:
@@ -203,37 +216,28 @@ class RawTurns:
                 block.append(message)
         return self.encode(text + self.block(block))
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RawConversation:
-        """Begin a conversation that will be continued. Raises `TemplateRefused`."""
-        return RawConversation(self, self.prompt(messages, tools))
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        return _RawConversation(self, self.prompt(messages, tools))
+
+    @cached_property
+    def closing(self) -> np.ndarray:
+        """Token ids of ``response_end``."""
+        return self.encode(self.response_end)
 
     def block(self, messages: Sequence[Message]) -> str:
         """Return the text of the messages between two responses; empty without messages."""
-        return self.message_separator.join(map(_plain, messages)) + self.prompt_end if messages else ""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return token ids (int32) of a text, without added tokens."""
-        return tokenise([text], self.tokenizer)[0]
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that decoding skips, see `special_token_ids`."""
-        return special_token_ids(self.tokenizer)
+        return self._message_separator.join(map(_plain, messages)) + self._prompt_end if messages else ""
 
 
-@dataclass(frozen=True)
-class RawConversation:
+class _RawConversation(Conversation):
     """One growing context of plain text."""
 
-    template: RawTurns
-    prompt_token_ids: np.ndarray
+    def __init__(self, raw: RawTurns, prompt_token_ids: np.ndarray) -> None:
+        super().__init__(raw, prompt_token_ids)
+        self._raw = raw
 
-    def glue(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens between ``sampled`` and the policy's next tokens. Raises `TemplateRefused`."""
-        _require_messages(messages)
-        closing = self.template.encode(self.template.response_end)
-        tail = self.template.encode(self.template.response_end + self.template.block(messages))
-        return _without_written_stop(sampled, closing, tail, self.template.special_ids)
+    def _tail(self, messages: Sequence[Message]) -> str:
+        return self._raw.response_end + self._raw.block(messages)
 
 
 def _require_written(tail: str, messages: Sequence[Message]) -> None:
@@ -259,13 +263,7 @@ def require_append_only(
         conversation.glue(np.zeros(0, dtype=np.int32), [{"role": "user", "content": "hello"}])
 
 
-def special_token_ids(tokenizer: TurnTokenizer) -> frozenset[int]:
-    """Return the ids that decoding with ``skip_special_tokens`` skips."""
-    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids) | frozenset(added)
-
-
-def split_at(text: str, word: str) -> tuple[str, str]:
+def _split_at(text: str, word: str) -> tuple[str, str]:
     """Split a template's text at the assistant's content, ``word``. Raises `TemplateRefused` unless it occurs once."""
     pieces = text.split(word)
     if len(pieces) != 2:
@@ -277,16 +275,6 @@ def split_at(text: str, word: str) -> tuple[str, str]:
     return pieces[0], pieces[1]
 
 
-def _rewriting(before: str, head: str) -> str:
-    place = len(os.path.commonprefix([before, head]))
-    return (
-        "the chat template is not append-only: when a conversation goes on it rewrites what the policy has read "
-        f"(from character {place}: {before[place : place + 40]!r} became {head[place : place + 40]!r}). Take the "
-        "step-wise manager (`env_manager_cls: step`), which renders each turn anew; some templates only do so because "
-        "of a system message or of tools, and append without them"
-    )
-
-
 def _without_written_stop(
     sampled: np.ndarray, closing: np.ndarray, tail: np.ndarray, special_ids: frozenset[int]
 ) -> np.ndarray:
@@ -295,7 +283,9 @@ def _without_written_stop(
     The end is the closing up to its first special token (``<|im_end|>``), which alone identifies it; without a special
     token it is all of the closing.
     """
-    stop = _common_beginning(closing, tail)
+    shorter = min(len(closing), len(tail))
+    different = np.flatnonzero(closing[:shorter] != tail[:shorter])
+    stop = closing[: different[0] if len(different) else shorter]  # both begin with it
     special = [place for place, token_id in enumerate(stop) if int(token_id) in special_ids]
     if special:
         stop = stop[: special[0] + 1]
@@ -304,23 +294,9 @@ def _without_written_stop(
     return tail[len(stop) :] if is_written else tail
 
 
-def _common_beginning(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    shorter = min(len(first), len(second))
-    different = np.flatnonzero(first[:shorter] != second[:shorter])
-    return first[: different[0] if len(different) else shorter]
-
-
 def _require_messages(messages: Iterable[Message]) -> None:
     if not messages:
         raise TemplateRefused("an observation without messages gives the policy nothing to read; write at least one")
-
-
-def _require_no_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    if tools:
-        raise TemplateRefused(
-            "`template: raw` has no place for tool schemas; describe the tools in the environment's text "
-            "(`describe_in_prompt`), or take a chat template that knows tools"
-        )
 
 
 def _plain(message: Message) -> str:

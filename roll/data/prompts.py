@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.plugins import problem
 from roll.configs.roles import DataArguments, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message = dict[str, str]
 SHOWN_OFFENDERS = 5
 """Number of prompts named in a message about many."""
 
@@ -40,12 +41,14 @@ def load_prompts(
     tokens. With ``max_samples`` the prompts kept are a random choice by ``seed`` (the first ones without ``shuffle``),
     in the order of the data. Raises `ConfigError`.
     """
-    problems = _template_problems(data_args, tokenizer, path)
-    rows, source_problems = _read_sources(data_args, path)
-    problems += source_problems
+    rows, problems = _read_sources(data_args, path)
+    if data_args.template == "chat" and not tokenizer.chat_template:
+        message = "the tokenizer has no chat template"
+        remedy = "use `template: raw`, or a model with a chat template"
+        problems.append(ConfigProblem(f"{path}.template", message, remedy))
     if problems:
         raise ConfigError(problems)
-    rows = _select(rows, data_args.max_samples, data_args.shuffle, seed, path)
+    rows = _select(rows, data_args.max_samples, data_args.shuffle, seed)
     prompts, problems = _render(rows, data_args, tokenizer, path)
     prompts, length_problems = _check_lengths(prompts, data_args, prompt_length, path)
     problems += length_problems
@@ -58,49 +61,27 @@ def load_prompts(
     return prompts
 
 
-def _template_problems(data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str) -> list[ConfigProblem]:
-    if data_args.template == "raw" and data_args.system_prompt is not None:
-        message = "a system prompt has no effect with `template: raw`"
-        return [ConfigProblem(f"{path}.system_prompt", message, "use `template: chat`, or write it into the prompts")]
-    if data_args.template == "chat" and not tokenizer.chat_template:
-        message = "the tokenizer has no chat template"
-        return [ConfigProblem(f"{path}.template", message, "use `template: raw`, or a model with a chat template")]
-    return []
-
-
 def _read_sources(data_args: DataArguments, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
     file_names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name
-    if not file_names and not data_args.reasoning_gym:
-        return [], [ConfigProblem(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")]
-    rows: list[PromptRow] = []
-    problems: list[ConfigProblem] = []
-    for file_name in file_names:
-        new_rows, new_problems = read_jsonl(file_name, f"{path}.file_name")
-        rows += new_rows
-        problems += new_problems
+    read = [read_jsonl(file_name, f"{path}.file_name") for file_name in file_names]
     for position, source in enumerate(data_args.reasoning_gym):
-        new_rows, new_problems = read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}")
-        rows += new_rows
-        problems += new_problems
-    return rows, problems + _duplicate_problems(rows, path)
-
-
-def _duplicate_problems(rows: Sequence[PromptRow], path: str) -> list[ConfigProblem]:
+        read.append(read_reasoning_gym(source, position, f"{path}.reasoning_gym.{position}"))
+    if not read:
+        return [], [ConfigProblem(path, "names no prompts", f"set `{path}.file_name` or `{path}.reasoning_gym`")]
+    rows = [row for found, _ in read for row in found]
+    problems = [each for _, found in read for each in found]
     origins: dict[str, str] = {}
     for row in rows:
         if row.prompt_id in origins:
             message = f"two prompts would be called `{row.prompt_id}` ({origins[row.prompt_id]} and {row.origin})"
-            return [ConfigProblem(f"{path}.file_name", message, "name each file once, and give files different names")]
+            remedy = "name each file once, and give files different names"
+            return rows, [*problems, ConfigProblem(f"{path}.file_name", message, remedy)]
         origins[row.prompt_id] = row.origin
-    return []
+    return rows, problems
 
 
-def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int, path: str) -> list[PromptRow]:
-    if max_samples is None:
-        return rows
-    if max_samples < 1:
-        raise ConfigError([ConfigProblem(f"{path}.max_samples", f"{max_samples} leaves no prompts", "at least 1")])
-    if not shuffle:
+def _select(rows: list[PromptRow], max_samples: int | None, shuffle: bool, seed: int) -> list[PromptRow]:
+    if max_samples is None or not shuffle:
         return rows[:max_samples]
     chosen = np.random.default_rng(derive_seed(seed, "max_samples")).permutation(len(rows))[:max_samples]
     return [rows[index] for index in np.sort(chosen)]
@@ -110,32 +91,48 @@ def _render(
     rows: Sequence[PromptRow], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, path: str
 ) -> tuple[list[Prompt], list[ConfigProblem]]:
     problems: list[ConfigProblem] = []
-    rendered: list[tuple[PromptRow, str]] = []
+    rendered: list[tuple[PromptRow, list[Message], str]] = []
     for row in rows:
+        messages = _conversation(row, data_args.system_prompt)
         try:
-            rendered.append((row, render_text(row, data_args.template, tokenizer, data_args.system_prompt)))
-        except RenderError as cause:
+            rendered.append((row, messages, _text(row, messages, data_args.template, tokenizer)))
+        except _BadRow as cause:
             remedy = "correct the row, or choose the other `template`"
             problems.append(ConfigProblem(f"{path}.template", f"{row.origin}: {cause}", remedy))
             if len(problems) == SHOWN_OFFENDERS:
                 break
+    token_ids = tokenise([text for _, _, text in rendered], tokenizer)
     prompts = [
-        Prompt(
-            row.prompt_id,
-            row.domain,
-            token_ids,
-            text,
-            row.ground_truth,
-            row.metadata,
-            conversation(row, data_args.system_prompt),
-        )
-        for (row, text), token_ids in zip(rendered, tokenise([text for _, text in rendered], tokenizer), strict=True)
+        Prompt(row.prompt_id, row.domain, ids, text, row.ground_truth, row.metadata, messages)
+        for (row, messages, text), ids in zip(rendered, token_ids, strict=True)
     ]
     empty = [prompt.prompt_id for prompt in prompts if len(prompt.token_ids) == 0]
     if empty:
         message = f"no token is left of {_named(empty)}"
         problems.append(ConfigProblem(path, message, "correct these prompts, or use the tokenizer they were made for"))
     return prompts, problems
+
+
+def _conversation(row: PromptRow, system_prompt: str | None) -> list[Message]:
+    """Return a prompt as messages: a text is a user's, and ``system_prompt`` comes first unless the row has its own."""
+    messages = row.messages or [{"role": "user", "content": row.text or ""}]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def _text(
+    row: PromptRow, messages: list[Message], template: Literal["raw", "chat"], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return the text of a prompt: that of the row, or what the tokenizer's chat template makes of the messages."""
+    if template == "raw":
+        if row.text is None:
+            raise _BadRow("the row has `messages` but no `prompt`, and `template: raw` needs text")
+        return row.text
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as cause:  # a template is a program and may raise anything
+        raise _BadRow(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 
 
 def _check_lengths(
@@ -168,22 +165,14 @@ def _share_problems(shares: dict[str, float] | None, prompts: Sequence[Prompt], 
     path = f"{path}.domain_interleave_probs"
     domains = {prompt.domain for prompt in prompts}
     problems = [
-        ConfigProblem(f"{path}.{domain}", f"{share} is no share", "use a number of at least 0; they are normalised")
-        for domain, share in shares.items()
-        if not (math.isfinite(share) and share >= 0)
-    ]
-    problems += [
         ConfigProblem(f"{path}.{domain}", f"no prompt has the domain `{domain}`", nearest_name_hint(domain, domains))
         for domain in shares
         if domain not in domains
     ]
-    problems += [
+    return problems + [
         ConfigProblem(path, f"the prompts of domain `{domain}` get no share", f"add `{domain}`; 0 leaves them out")
         for domain in sorted(domains - set(shares))
     ]
-    if not problems and sum(shares.values()) <= 0:
-        problems.append(ConfigProblem(path, "the shares add up to 0", "give at least one domain a share above 0"))
-    return problems
 
 
 DEFAULT_DOMAIN = "default"
@@ -193,8 +182,22 @@ REASONING_GYM_KEY = "reasoning_gym"
 """Metadata key of a procedural task: ``{"dataset": name, "config": arguments}``, which the verifier needs to score."""
 
 
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt as its source has it: as text, as chat messages, or as both."""
+
+    prompt_id: str
+    origin: str
+    """Place it was read from, for error messages: ``data/train.jsonl:17``."""
+    text: str | None
+    messages: list[Message] | None
+    ground_truth: Any
+    domain: str
+    metadata: dict[str, Any]
+
+
 class _BadRow(ValueError):
-    """Raised for a line that is no prompt; the message is the reason."""
+    """Raised for a line that is no prompt, or that the template cannot render; the message is the reason."""
 
 
 def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigProblem]]:
@@ -206,10 +209,8 @@ def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigP
     try:
         content = file.read_bytes()
     except OSError as cause:
-        reason = cause.strerror or type(cause).__name__
-        return [], [
-            ConfigProblem(path, f"cannot read `{file_name}` ({reason})", "give the path of an existing JSONL file")
-        ]
+        message = f"cannot read `{file_name}` ({cause.strerror or type(cause).__name__})"
+        return [], [ConfigProblem(path, message, "give the path of an existing JSONL file")]
     rows: list[PromptRow] = []
     problems: list[ConfigProblem] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -222,16 +223,11 @@ def read_jsonl(file_name: str, path: str) -> tuple[list[PromptRow], list[ConfigP
     if not rows and not problems:
         remedy = "give a file with one JSON object per line"
         problems.append(ConfigProblem(path, f"`{file_name}` has no prompts", remedy))
-    return rows, _shortened(problems, file_name, path)
-
-
-def _shortened(problems: list[ConfigProblem], file_name: str, path: str) -> list[ConfigProblem]:
-    if len(problems) <= MAX_PROBLEMS_PER_FILE:
-        return problems
     rest = len(problems) - MAX_PROBLEMS_PER_FILE
-    return problems[:MAX_PROBLEMS_PER_FILE] + [
-        ConfigProblem(path, f"{rest} more lines of `{file_name}` are wrong", "check the format of the whole file")
-    ]
+    if rest > 0:
+        message = f"{rest} more lines of `{file_name}` are wrong"
+        problems[MAX_PROBLEMS_PER_FILE:] = [ConfigProblem(path, message, "check the format of the whole file")]
+    return rows, problems
 
 
 def _parse_line(line: bytes, prompt_id: str, origin: str) -> PromptRow:
@@ -310,10 +306,7 @@ def _take_domain(row: dict[str, Any]) -> str:
 def read_reasoning_gym(
     source: ReasoningGymSource, position: int, path: str
 ) -> tuple[list[PromptRow], list[ConfigProblem]]:
-    """Return the tasks of one procedural data set, with the entry itself as ground truth, and the problems.
-
-    ``position`` is the data set's place in the list.
-    """
+    """Return the tasks of the data set at ``position``, each entry as its own ground truth, and the problems."""
     problems = _reasoning_gym_problems(source, path)
     if problems:
         return [], problems
@@ -322,14 +315,8 @@ def read_reasoning_gym(
     try:
         entries = list(create_dataset(source.dataset, size=source.size, seed=source.seed, **source.config))
     except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
-        reason = f"{type(cause).__name__}: {cause}"
-        return [], [
-            ConfigProblem(
-                f"{path}.config",
-                f"`{source.dataset}` refuses its arguments ({reason})",
-                "use values that this data set accepts",
-            )
-        ]
+        message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
+        return [], [ConfigProblem(f"{path}.config", message, "use values that this data set accepts")]
     task_set = {"dataset": source.dataset, "config": dict(source.config)}
     return [
         PromptRow(
@@ -354,8 +341,6 @@ def _reasoning_gym_problems(source: ReasoningGymSource, path: str) -> list[Confi
         hint = nearest_name_hint(source.dataset, DATASETS)
         return [ConfigProblem(f"{path}.dataset", f"reasoning-gym has no data set `{source.dataset}`", hint)]
     problems = []
-    if source.size < 1:
-        problems.append(ConfigProblem(f"{path}.size", f"{source.size} tasks are no data set", "at least 1"))
     known = {each.name for each in dataclasses.fields(DATASETS[source.dataset][1])} - {"size", "seed"}
     for key in source.config:
         if key in ("size", "seed"):
@@ -364,61 +349,6 @@ def _reasoning_gym_problems(source: ReasoningGymSource, path: str) -> list[Confi
             message = f"`{source.dataset}` has no argument `{key}`"
             problems.append(ConfigProblem(f"{path}.config.{key}", message, nearest_name_hint(key, known)))
     return problems
-
-
-Message = dict[str, str]
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One prompt as its source has it: as text, as chat messages, or as both."""
-
-    prompt_id: str
-    origin: str
-    """Place it was read from, for error messages: ``data/train.jsonl:17``."""
-    text: str | None
-    messages: list[Message] | None
-    ground_truth: Any = None
-    domain: str = "default"
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-class RenderError(ValueError):
-    """Raised for a row that the template cannot render; the message is the reason."""
-
-
-def conversation(row: PromptRow, system_prompt: str | None = None) -> list[Message]:
-    """Return a prompt as messages; a text becomes one user message.
-
-    ``system_prompt`` comes first unless the row has a system message of its own.
-    """
-    messages = row.messages or [{"role": "user", "content": row.text or ""}]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
-
-
-def render_text(
-    row: PromptRow,
-    template: Literal["raw", "chat"],
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str | None = None,
-) -> str:
-    """Return the text of a prompt.
-
-    ``raw`` returns the row's text unchanged. ``chat`` passes the row's messages (or its text, as one user message) to
-    the tokenizer's chat template with a generation prompt; ``system_prompt`` comes first unless the row has a system
-    message of its own. Raises `RenderError`.
-    """
-    if template == "raw":
-        if row.text is None:
-            raise RenderError("the row has `messages` but no `prompt`, and `template: raw` needs text")
-        return row.text
-    messages = conversation(row, system_prompt)
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as cause:  # a template is a program and may raise anything
-        raise RenderError(f"the chat template refuses the messages ({type(cause).__name__}: {cause})") from cause
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -445,7 +375,7 @@ def load_tokenizer(
     """
     folder = Path(name_or_path)
     if not name_or_path:
-        raise _error(config_path, "no model is named", "give the folder or the hub name of a model")
+        raise problem(config_path, "no model is named", "give the folder or the hub name of a model")
     if not folder.is_dir():
         _require_on_hub(name_or_path, config_path)
     try:
@@ -458,15 +388,11 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except Exception as cause:  # the tokenizer libraries raise bare Exception for a broken file
         first_line = str(cause).strip().split("\n")[0]
-        raise _error(
+        raise problem(
             config_path,
             f"`{name_or_path}` has no tokenizer that can be read ({type(cause).__name__}: {first_line})",
             "name a model folder with `tokenizer.json` and `tokenizer_config.json`, as `save_pretrained` writes them",
         ) from cause
-
-
-def _error(path: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([ConfigProblem(path, message, remedy)])
 
 
 def _is_generic(folder: Path) -> bool:
@@ -486,7 +412,7 @@ def _require_on_hub(name: str, config_path: str) -> None:
             model_info(name, timeout=HUB_PROBE_SECONDS)
     except Exception as cause:  # no valid name, not found, not allowed or offline: each HTTP library has its own types
         first_line = str(cause).strip().split("\n")[0]
-        raise _error(
+        raise problem(
             config_path,
             f"`{name}` is no folder, and cannot be had from the hub ({type(cause).__name__}: {first_line})",
             "give an existing folder, or the name of a model on the hub that this machine can reach",

@@ -16,81 +16,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-_HEADER = struct.Struct("<Q")
-_ARRAYS = (
-    "token_ids",
-    "response_mask",
-    "behaviour_logprobs",
-    "versions",
-    "turns",
-    "turn_rewards",
-    "turn_states",
-)
-_PLAIN = ("finish_reason", "response_text", "score", "reward", "metrics", "episode")
+_SCORING_ONLY = ("ground_truth", "metadata", "messages")
+_SIZE_BYTES = 8
 
 
 def encode_group(group: Group) -> bytes:
     """Return the bytes of a finished group."""
     arrays: list[np.ndarray] = []
 
-    def place(array: np.ndarray | None) -> dict[str, Any] | None:
-        if array is None:
-            return None
-        arrays.append(np.ascontiguousarray(array))
-        return {"dtype": array.dtype.str, "length": len(array)}
+    def form(value: Any) -> Any:
+        """Return what the header has for an array, or for a number of numpy."""
+        if not isinstance(value, np.ndarray):
+            return float(value)
+        arrays.append(value)
+        return {"dtype": value.dtype.str, "length": len(value)}
 
-    prompt = group.prompt
-    header = {
-        "group_id": group.group_id,
-        "baseline_score": group.baseline_score,
-        "baseline_version": group.baseline_version,
-        "prompt": {
-            "prompt_id": prompt.prompt_id,
-            "domain": prompt.domain,
-            "token_ids": place(prompt.token_ids),
-            "text": prompt.text,
-        },
-        "samples": [
-            {name: place(getattr(sample, name)) for name in _ARRAYS} | {name: getattr(sample, name) for name in _PLAIN}
-            for sample in group.samples
-        ],
-    }
-    text = json.dumps(header, default=float).encode()  # `default` converts numpy's numbers
-    return b"".join([_HEADER.pack(len(text)), text, *(array.tobytes() for array in arrays)])
+    prompt = {name: value for name, value in vars(group.prompt).items() if name not in _SCORING_ONLY}
+    header = vars(group) | {"prompt": prompt, "samples": [vars(sample) for sample in group.samples]}
+    text = json.dumps(header, default=form).encode()
+    return b"".join([len(text).to_bytes(_SIZE_BYTES, "little"), text, *(array.tobytes() for array in arrays)])
 
 
 def decode_group(data: bytes) -> Group:
     """Return the group that `encode_group` received. Raises `ValueError` for other bytes."""
-    if len(data) < _HEADER.size:
+    if len(data) < _SIZE_BYTES:
         raise ValueError("these bytes are no group")
-    (size,) = _HEADER.unpack_from(data)
-    header = json.loads(data[_HEADER.size : _HEADER.size + size])
-    offset = _HEADER.size + size
+    offset = start = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
 
-    def take(form: dict[str, Any] | None) -> np.ndarray | None:
+    def take(fields: dict[str, Any]) -> Any:
+        """Return the next array if this is the form of one. They come in the order of their forms."""
         nonlocal offset
-        if form is None:
-            return None
-        array = np.frombuffer(data, dtype=np.dtype(form["dtype"]), count=form["length"], offset=offset).copy()
+        if not isinstance(fields.get("dtype"), str):
+            return fields
+        array = np.frombuffer(data, dtype=np.dtype(fields["dtype"]), count=fields["length"], offset=offset).copy()
         offset += array.nbytes
         return array
 
-    prompt = header["prompt"] | {"token_ids": take(header["prompt"]["token_ids"])}
-    samples = []
-    for sample in header["samples"]:
-        values: dict[str, Any] = {name: take(sample[name]) for name in _ARRAYS}
-        samples.append(Sample(**values, **{name: sample[name] for name in _PLAIN}))
+    header = json.loads(data[_SIZE_BYTES:start], object_hook=take)
     if offset != len(data):
         raise ValueError(f"a group of {offset} bytes cannot have {len(data)}")
-    baseline = {name: header[name] for name in ("baseline_score", "baseline_version")}
-    return Group(header["group_id"], Prompt(**prompt), samples, **baseline)
+    samples = [Sample(**sample) for sample in header["samples"]]
+    return Group(**header | {"prompt": Prompt(**header["prompt"]), "samples": samples})
 
 
 @dataclass(frozen=True)

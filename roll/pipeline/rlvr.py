@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import GeneratingArguments
-from roll.configs.run import PipelineConfig, RLVRConfig
+from roll.configs.run import RLVRConfig
 from roll.data.records import Group, Prompt
 from roll.data.stream import PromptStream
 from roll.pipeline.rollout_function import RolloutFunction, sampling_params
@@ -39,18 +40,16 @@ if TYPE_CHECKING:
 class Rewards:
     """All rewards of a run, by the domains they judge."""
 
-    def __init__(self, routes: Mapping[str, str], verifiers: RewardPool, models: Mapping[str, ScorePool]) -> None:
-        """Keep the pools. ``routes``: domain tag -> reward's name; ``models``: role -> pool of a reward model."""
+    def __init__(self, routes: Mapping[str, str], pools: Mapping[str, RewardPool | ScorePool]) -> None:
+        """Keep the pools. ``routes``: domain tag -> reward's name; ``pools``: reward's name -> its processes."""
         self._routes = routes
-        self._verifiers = verifiers
-        self._models = models
+        self._pools = pools
 
     async def start(self) -> None:
         """Start all processes. If one fails, `shutdown` ends those that have started."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._verifiers.start())
-            for role, model in self._models.items():
-                tasks.create_task(_start(role, model))
+            for name, pool in self._pools.items():
+                tasks.create_task(_start(name, pool))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
@@ -58,39 +57,35 @@ class Rewards:
         Raises `RewardFailed` if one of them cannot be judged.
         """
         name = self._routes[domain]
-        model = self._models.get(f"{REWARD_MODEL}{name}")
-        if model is not None:
-            with waiting(f"{REWARD_MODEL}{name}", "scores"):
-                return await model.score(records)
-        with waiting(f"rewards/{name}", "a verdict"):
-            return await self._verifiers.score(name, records)
+        pool = self._pools[name]
+        is_model = isinstance(pool, ScorePool)
+        with waiting(f"{REWARD_MODEL}{name}", "scores") if is_model else waiting(f"rewards/{name}", "a verdict"):
+            return await pool.score(records)
 
     def handles(self) -> list[WorkerHandle]:
-        """Return the current processes of reward models. The pool of the verifiers looks after its own."""
-        return [handle for model in self._models.values() for handle in model.handles()]
+        """Return the current processes of reward models. The pools of verifiers look after their own."""
+        return [handle for pool in self._pools.values() if isinstance(pool, ScorePool) for handle in pool.handles()]
 
     def metrics(self) -> dict[str, float]:
         """Return totals as ``rewards/<name>/<count>``: those of `ScoreCounts` (models) or `RewardCounts` (others)."""
-        models = {role.removeprefix(REWARD_MODEL): asdict(model.counts) for role, model in self._models.items()}
         return {
             f"rewards/{reward}/{name}": float(value)
-            for reward, counts in {**self._verifiers.counts(), **models}.items()
-            for name, value in counts.items()
+            for reward, pool in self._pools.items()
+            for name, value in asdict(pool.counts).items()
         }
 
     def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
         """Return, by reward, the spans in which at least one of its processes worked; see `BusySpans`."""
-        models = {role: model.busy.recent() for role, model in self._models.items()}
-        return {**self._verifiers.busy_spans(), **models}
+        return {f"rewards.{name}": pool.busy.recent() for name, pool in self._pools.items()}
 
     async def shutdown(self) -> None:
         """End all processes."""
-        await asyncio.gather(self._verifiers.shutdown(), *(model.shutdown() for model in self._models.values()))
+        await asyncio.gather(*(pool.shutdown() for pool in self._pools.values()))
 
 
-async def _start(role: str, model: ScorePool) -> None:
-    with part(role):
-        await model.start()
+async def _start(name: str, pool: RewardPool | ScorePool) -> None:
+    with part(f"{REWARD_MODEL}{name}") if isinstance(pool, ScorePool) else nullcontext():
+        await pool.start()
 
 
 def build_rewards(
@@ -99,12 +94,15 @@ def build_rewards(
     """Build the rewards that the configuration names. Starts nothing."""
     config = derived.rlvr(prepared.config)
     models = derived.reward_models(config)
-    verifiers = {name: each for name, each in config.rewards.items() if f"{REWARD_MODEL}{name}" not in models}
-    pools = {
-        role: _score_pool(prepared, role, reward, str(run.logs.absolute()), on_event, devices)
-        for role, reward in models.items()
-    }
-    return Rewards(route_domains(config.rewards), RewardPool(verifiers), pools)
+    log_dir = str(run.logs.absolute())
+    pools: dict[str, RewardPool | ScorePool] = {}
+    for name, reward in config.rewards.items():
+        role = f"{REWARD_MODEL}{name}"
+        if role in models:
+            pools[name] = _score_pool(prepared, role, reward, log_dir, on_event, devices)
+        else:
+            pools[name] = RewardPool(name, reward)
+    return Rewards(route_domains(config.rewards), pools)
 
 
 def _score_pool(
@@ -129,27 +127,18 @@ def _score_pool(
             log_dir=log_dir,
         )
 
-    settings = score_settings(prepared.config, reward)
-    return ScorePool(role, start, len(numbers), settings, devices.locks[role], on_event)
-
-
-def score_settings(config: PipelineConfig, reward: RewardConfig) -> ScoreSettings:
-    """Return the settings of a reward model from the configuration."""
-    return ScoreSettings(
-        strategy_name=reward.strategy_args.strategy_name,
-        setup=ScorerSetup(
-            model_path=derived.reward_model_path(config, reward),
-            model_args=reward.model_args,
-            config=reward.reward_model,
-            batch_size=reward.infer_batch_size,
-            device=config.cluster.device,
-        ),
-        wait_seconds=derived.batch_wait_seconds(config, reward),
-        call_timeout_seconds=derived.reward_timeout(reward),
-        start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
-        max_retries=reward.max_retries,
-        strategy_cls=reward.strategy_args.strategy_cls,
+    config = prepared.config
+    setup = ScorerSetup(
+        model_path=derived.reward_model_path(config, reward),
+        model_args=reward.model_args,
+        config=reward.reward_model,
+        batch_size=reward.infer_batch_size,
+        device=config.cluster.device,
     )
+    settings = ScoreSettings(
+        reward, setup, derived.batch_wait_seconds(config, reward), config.cluster.worker_start_timeout_seconds
+    )
+    return ScorePool(role, start, len(numbers), settings, devices.locks[role], on_event)
 
 
 class RLVRSide:

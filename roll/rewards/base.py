@@ -25,18 +25,8 @@ class RewardInput:
 
     def fields(self) -> dict[str, Any]:
         """Return the values by the parameter names through which a verifier asks for them (see `VERIFIER_FIELDS`)."""
-        return {
-            "prompt": self.prompt_text,
-            "response": self.response_text,
-            "ground_truth": self.ground_truth,
-            "domain": self.domain,
-            "metadata": self.metadata,
-            "finish_reason": self.finish_reason,
-            "prompt_id": self.prompt_id,
-            "prompt_tokens": self.prompt_tokens,
-            "response_tokens": self.response_tokens,
-            "messages": self.messages,
-        }
+        values = dict(vars(self))
+        return {"prompt": values.pop("prompt_text"), "response": values.pop("response_text"), **values}
 
 
 VERIFIER_FIELDS = tuple(RewardInput("", "", "").fields())

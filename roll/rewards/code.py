@@ -14,14 +14,13 @@ import os
 import secrets
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from roll.rewards.base import PreparedVerifier, VerifierUnavailable
-from roll.rewards.code_harness import asserting, calling, plain, sections
 from roll.sandbox.sandbox import GRACE_SECONDS, Limits, Sandbox, SandboxResult, SandboxUnavailable, default_sandbox
 
 _MEBIBYTE = 2**20
@@ -105,11 +104,9 @@ class CodeVerifier(PreparedVerifier):
         )
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        """See `PreparedVerifier`."""
         read_tests(ground_truth, self._max_tests)
 
     def check_machine(self) -> None:
-        """See `PreparedVerifier`."""
         try:
             self._sandbox.check()
         except SandboxUnavailable as error:
@@ -142,121 +139,161 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# The code that runs a program inside the sandbox. The questions wait unread in a pipe until their turn, so the program
+# can find them neither in a file nor in a stack frame. This does not make the process trustworthy: a program that reads
+# the pipe, or whose objects are equal to everything, can make an assertion hold. docs/rewards.md says what is protected
+# and what is not.
+_HEAD = """
+import builtins, os, sys, types
+builtins.exit = builtins.quit = sys.exit  # the bare interpreter has neither
+PROGRAM = {program}
+"""
+
+_PLAIN = """
+def main(program):
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(program, "program.py", "exec", dont_inherit=True), vars(module))
+
+main(PROGRAM)
+"""
+
+# The harness binds everything that the program could replace (builtins, module functions, its own names) before it runs
+# the program.
+_ASKED = """
+import json
+
+def main(program, run=exec, compiled=compile, read=os.read, write=os.write, load=json.loads, dump=json.dumps,
+         base=BaseException, number=int, length=len, mutable=bytearray):
+    questions, answers, nothing = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+
+    def taken(size):
+        data = mutable()
+        while length(data) < size:
+            chunk = read(questions, size - length(data))
+            if not chunk:
+                break
+            data += chunk
+        return data.decode()
+
+    def section():
+        size = taken(16)
+        return taken(number(size, 16)) if size else None
+
+    def tell(text):
+        data = text.encode()
+        while data:
+            data = data[write(answers, data):]
+
+    module = sys.modules["program"] = types.ModuleType("program")
+    names = vars(module)
+    run(compiled(program, "program.py", "exec", dont_inherit=True), names)
+"""
+
+# A function that the program does not define is looked up in its class `Solution`.
+_CALLING = (
+    _ASKED
+    + """
+    name, arguments = load(section())
+    owner = names["Solution"]() if name not in names and "Solution" in names else None
+    function = names[name] if owner is None else getattr(owner, name)
+    returned = dump(function(*arguments))
+    tell("\\n" + section() + returned + "\\n")
+
+main(PROGRAM)
+"""
+)
+
+_ASSERTING = (
+    _ASKED
+    + """
+    while (question := section()) is not None:
+        try:
+            run(compiled(question, "asserts.py", "exec", dont_inherit=True), names)
+        except base as error:
+            os.write(2, (type(error).__name__ + "\\n").encode())
+            section()
+        else:
+            tell("\\n" + section() + "\\n")
+
+main(PROGRAM)
+"""
+)
+
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute tolerance where a call should return a float."""
 
 _FORMS = 'write {"inputs": [...], "outputs": [...]}, the same with "fn_name", {"asserts": ...}, or a list of assertions'
 
 
-class Run(Protocol):
+@dataclass(frozen=True)
+class Run:
     """One run of a program, which decides one or several tests."""
 
-    @property
-    def tests(self) -> int:
-        """Number of tests that the run decides."""
-
-    @property
-    def stdin(self) -> str:
-        """Standard input of the process."""
-
-    @property
-    def expected_bytes(self) -> int:
-        """Approximate length of a correct output, in bytes."""
-
-    def code(self, program: str) -> str:
-        """Return the code that the process runs."""
-
-    def passed(self, result: SandboxResult) -> int:
-        """Return the number of tests passed, judged by the output of the process."""
-
-
-@dataclass(frozen=True)
-class InputRun:
-    """A text for standard input, and the expected standard output."""
-
+    harness: str
+    """Code that runs the program."""
     stdin: str
-    expected: str
+    """Standard input of the process."""
+    passed: Callable[[SandboxResult], int]
+    """Returns the number of tests passed, judged by the output of the process."""
     tests: int = 1
-
-    @property
-    def expected_bytes(self) -> int:
-        """See `Run`."""
-        return len(self.expected.encode("utf-8", "replace"))
+    expected_bytes: int = 0
+    """Approximate length of a correct output."""
 
     def code(self, program: str) -> str:
-        """See `Run`."""
-        return plain(program)
+        """Return the code that the process runs.
 
-    def passed(self, result: SandboxResult) -> int:
-        """Return 1 if the program ended by itself with status 0 and printed the expected text, else 0."""
+        The program is embedded as a string literal, so its lines keep their numbers and it cannot swallow the code
+        after it.
+        """
+        return _HEAD.format(program=ascii(program)) + self.harness
+
+
+def _input_run(stdin: str, expected: str) -> Run:
+    """Return a run with a text for standard input, and the expected standard output."""
+
+    def passed(result: SandboxResult) -> int:
         ended_well = result.killed_because is None and result.returncode == 0
-        return int(ended_well and _lines(result.stdout) == _lines(self.expected))
+        return int(ended_well and _lines(result.stdout) == _lines(expected))
+
+    return Run(_PLAIN, stdin, passed, expected_bytes=len(expected.encode("utf-8", "replace")))
 
 
-@dataclass(frozen=True)
-class CallRun:
-    """One function call and its expected return value, as JSON (a tuple becomes a list)."""
+def _call_run(function: str, arguments: list[Any], expected: Any) -> Run:
+    """Return a run of one function call, whose result follows a marker on standard output, as a line of JSON."""
+    marker = secrets.token_hex(16)
 
-    function: str
-    arguments: list[Any]
-    expected: Any
-    marker: str = field(default_factory=lambda: secrets.token_hex(16))
-    tests: int = 1
-
-    @property
-    def stdin(self) -> str:
-        """See `Run`."""
-        return sections(json.dumps([self.function, self.arguments]), self.marker)
-
-    @property
-    def expected_bytes(self) -> int:
-        """See `Run`."""
-        return len(json.dumps(self.expected))
-
-    def code(self, program: str) -> str:
-        """See `Run`."""
-        return calling(program)
-
-    def passed(self, result: SandboxResult) -> int:
-        """Return 1 if the call returned the expected value, else 0."""
-        _, marker, after = result.stdout.rpartition(self.marker)
-        if not marker:
+    def passed(result: SandboxResult) -> int:
+        _, found, after = result.stdout.rpartition(marker)
+        if not found:
             return 0
         try:
             returned = json.loads(after.split("\n", 1)[0])
         except (ValueError, RecursionError):  # cut off, or a number or nesting beyond what can be parsed
             return 0
-        return int(_equal(returned, self.expected))
+        return int(_equal(returned, expected))
+
+    stdin = _sections(json.dumps([function, arguments]), marker)
+    return Run(_CALLING, stdin, passed, expected_bytes=len(json.dumps(expected)))
 
 
-@dataclass(frozen=True)
-class AssertRun:
-    """Assertions that run one after the other in the program's process.
+def _assert_run(asserts: list[str]) -> Run:
+    """Return a run of assertions, one after the other in the program's process.
 
-    Each one has its own proof, a random text that the process gets only after the assertion has held.
+    Each one has its own proof, a random text that the process gets only after the assertion has held, and prints.
     """
+    proofs = [secrets.token_hex(16) for _ in asserts]
 
-    asserts: tuple[str, ...]
-    proofs: tuple[str, ...]
-    expected_bytes: int = 0
+    def passed(result: SandboxResult) -> int:
+        return sum(proof in result.stdout for proof in proofs)
 
-    @property
-    def tests(self) -> int:
-        """See `Run`."""
-        return len(self.asserts)
+    stdin = _sections(*(each for pair in zip(asserts, proofs, strict=True) for each in pair))
+    return Run(_ASSERTING, stdin, passed, tests=len(asserts))
 
-    @property
-    def stdin(self) -> str:
-        """See `Run`."""
-        return sections(*(each for pair in zip(self.asserts, self.proofs, strict=True) for each in pair))
 
-    def code(self, program: str) -> str:
-        """See `Run`."""
-        return asserting(program)
-
-    def passed(self, result: SandboxResult) -> int:
-        """Return the number of assertions whose proof was printed."""
-        return sum(proof in result.stdout for proof in self.proofs)
+def _sections(*texts: str) -> str:
+    """Return texts that a process can read from a pipe one by one, each preceded by its length in bytes."""
+    return "".join(f"{len(text.encode('utf-8', 'replace')):016x}{text}" for text in texts)
 
 
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
@@ -286,16 +323,11 @@ def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
         raise ValueError("`asserts` must be Python code, or a list of such texts with at least one")
     kept = asserts[:max_tests]
     for text in kept:
-        _check_code(text)
-    return [AssertRun(tuple(kept), tuple(secrets.token_hex(16) for _ in kept))]
-
-
-def _check_code(text: str) -> None:
-    """Raise `ValueError` if an assertion does not compile: it would fail every program."""
-    try:
-        compile(text, "asserts", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
+        try:
+            compile(text, "asserts", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:  # it would fail every program
+            raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
+    return [_assert_run(kept)]
 
 
 def _runs(tests: Mapping[str, Any]) -> list[Run]:
@@ -308,14 +340,14 @@ def _runs(tests: Mapping[str, Any]) -> list[Run]:
     pairs = list(zip(inputs, outputs, strict=True))
     names = [tests[key] for key in ("fn_name", "entry_point") if tests.get(key) is not None]
     if not names:
-        return [InputRun(_text(given), _text(expected)) for given, expected in pairs]
+        return [_input_run(_text(given), _text(expected)) for given, expected in pairs]
     name = names[0]
     if not isinstance(name, str) or not name.isidentifier() or len(set(names)) > 1:
         raise ValueError(f"{', '.join(map(repr, names))} is no name of a function")
     for given, _ in pairs:
         if not isinstance(given, list):
             raise ValueError(f"the input {str(given)[:80]!r} of `{name}` is no list of arguments")
-    return [CallRun(name, given, expected) for given, expected in pairs]
+    return [_call_run(name, given, expected) for given, expected in pairs]
 
 
 def _only(tests: Mapping[str, Any], *known: str) -> None:
@@ -341,20 +373,12 @@ def _lines(text: str) -> list[str]:
 def _equal(returned: Any, expected: Any) -> bool:
     """Compare as Python does, but allow rounding where a float is expected."""
     if isinstance(expected, float) and isinstance(returned, int | float):
-        return _close(returned, expected)
+        try:
+            return math.isclose(returned, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        except OverflowError:  # an integer too large for a float
+            return False
     if isinstance(expected, Mapping) and isinstance(returned, Mapping):
         return returned.keys() == expected.keys() and all(_equal(returned[key], expected[key]) for key in expected)
-    if _is_list(expected) and _is_list(returned):
+    if isinstance(expected, list | tuple) and isinstance(returned, list):
         return len(returned) == len(expected) and all(map(_equal, returned, expected))
     return bool(returned == expected)
-
-
-def _close(returned: float, expected: float) -> bool:
-    try:
-        return math.isclose(returned, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
-    except OverflowError:  # an integer too large for a float
-        return False
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)

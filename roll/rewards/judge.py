@@ -19,13 +19,12 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
 from roll.configs.rewards import JudgeConfig
 from roll.rewards.base import RewardGaveUp, RewardOutput
 
@@ -40,15 +39,6 @@ LONGEST_BODY = 4 * 1024 * 1024
 SHOWN_BODY = 300
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The model's answer."""
-
-    text: str
-    retries: int
-    """Number of failed requests before this answer."""
-
-
 class _Failed(Exception):
     """One request failed. ``passing``: a retry may succeed; ``wait``: seconds that the service asked for; ``status``:
     HTTP status of the answer, if there was one."""
@@ -61,43 +51,47 @@ class _Failed(Exception):
 
 
 class ChatClient:
-    """A connection pool to one address. Belongs to one event loop."""
+    """A connection pool to the judge's address. Belongs to one event loop."""
 
     def __init__(
         self,
-        base_url: str,
-        api_key: str | None,
+        config: JudgeConfig,
         *,
         timeout_seconds: float,
         retries: int,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ) -> None:
         """Open the connection pool. ``timeout_seconds`` limits one request."""
-        self._base_url = base_url.rstrip("/")
-        self._api_key = api_key
+        self._config = config
+        self._base_url = config.base_url.rstrip("/")
+        self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
+        self._timeout_seconds = timeout_seconds
         self._retries = retries
         self._sleep = sleep
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=aiohttp.ClientTimeout(total=timeout_seconds),
             connector=aiohttp.TCPConnector(limit=0),
         )
-        self._timeout_seconds = timeout_seconds
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
 
-    async def chat(self, body: Mapping[str, Any]) -> Reply:
-        """Send a chat request. Raises `RewardGaveUp` after the last attempt, or at the first permanent failure."""
+    async def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> tuple[str, int]:
+        """Return the model's answer, and the number of failed requests before it.
+
+        Raises `RewardGaveUp` after the last attempt, or at the first permanent failure.
+        """
         url = f"{self._base_url}/chat/completions"
+        body = {"model": self._config.model, "messages": messages, **settings, **self._config.extra_body}
         attempt = 0
         while True:
             try:
-                return Reply(self._text_of(await self._request("POST", url, body)), attempt)
+                return self._text_of(await self._request("POST", url, body)), attempt
             except _Failed as failed:
                 if not failed.passing or attempt == self._retries:
-                    times = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
+                    times = count(attempt + 1, "attempt")
                     raise RewardGaveUp(f"{url} gave no answer in {times}; the last one: {failed}") from None
                 await self._sleep(backoff(attempt) if failed.wait is None else failed.wait)
                 attempt += 1
@@ -163,10 +157,11 @@ class ChatClient:
 
     def _shown(self, text: str) -> str:
         # Redact before shortening: a key that is cut in two would not be found.
-        return _shortened_body(self._without_key(text))
+        text = " ".join(self._without_key(text).split())
+        return text if len(text) <= SHOWN_BODY else text[:SHOWN_BODY] + "..."
 
     def _without_key(self, text: str) -> str:
-        return text.replace(self._api_key, "***") if self._api_key else text
+        return text.replace(self._key, "***") if self._key else text
 
 
 def backoff(attempt: int) -> float:
@@ -195,11 +190,6 @@ def retry_after(value: str | None, now: float) -> float | None:
     if seconds != seconds:
         return None
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_SECONDS)
-
-
-def _shortened_body(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN_BODY else text[:SHOWN_BODY] + "..."
 
 
 DEFAULT_PATTERN = r"(?i)\bscore\b[\s*_`\"]*[:=][\s*_`\"]*(-?\d+(?:\.\d+)?)"
@@ -295,23 +285,23 @@ class Judge:
         self, prompt: str, messages: Sequence[dict[str, str]], response: str, ground_truth: Any
     ) -> RewardOutput:
         """Judge a response. Raises `RewardGaveUp` naming the address and the cause."""
+        config = self._config
         asked = self.question(conversation_text(prompt, messages), response, ground_truth)
         conversation, retries, problem = asked, 0, ""
-        for attempt in range(self._config.verdict_retries + 1):
-            reply = await self._ask(conversation)
-            retries += reply.retries
+        for attempt in range(config.verdict_retries + 1):
+            answer, failed = await self._ask(conversation)
+            retries += failed
             try:
-                raw = self.verdict(reply.text)
+                score = (self.verdict(answer) - config.score_min) / (config.score_max - config.score_min)
+                return _output(score, retries, attempt, fell_back=False)
             except NoVerdict as cause:
-                problem = f"{cause}: {_shortened(reply.text)}"
-                said = {"role": "assistant", "content": reply.text[-LONGEST_ANSWER:]}
+                problem = f"{cause}: {_shortened(answer)}"
+                said = {"role": "assistant", "content": answer[-LONGEST_ANSWER:]}
                 conversation = [*asked, said, {"role": "user", "content": REMINDER}]
-                continue
-            return self._output(self._scaled(raw), retries, attempt, fell_back=False)
-        if self._config.fallback_score is None:
-            asks = self._config.verdict_retries + 1
-            raise RewardGaveUp(f"the judge at {self._config.base_url} gave no verdict in {asks} answers; {problem}")
-        return self._output(self._config.fallback_score, retries, self._config.verdict_retries, fell_back=True)
+        if config.fallback_score is None:
+            asks = config.verdict_retries + 1
+            raise RewardGaveUp(f"the judge at {config.base_url} gave no verdict in {asks} answers; {problem}")
+        return _output(config.fallback_score, retries, config.verdict_retries, fell_back=True)
 
     def question(self, prompt: str, response: str, ground_truth: Any) -> list[dict[str, str]]:
         """Return the messages for the judge. Fields are filled in one pass, so no text can refer to another field."""
@@ -335,32 +325,17 @@ class Judge:
         if self._client is not None:
             await self._client.close()
 
-    async def _ask(self, conversation: list[dict[str, str]]) -> Reply:
+    async def _ask(self, conversation: list[dict[str, str]]) -> tuple[str, int]:
+        config = self._config
         if self._client is None:
-            config = self._config
-            key = os.environ.get(config.api_key_env) if config.api_key_env else None
-            self._client = ChatClient(
-                config.base_url,
-                key,
-                timeout_seconds=config.request_timeout_seconds,
-                retries=config.request_retries,
-                sleep=self._sleep,
-            )
-        body = {
-            "model": self._config.model,
-            "messages": conversation,
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-            **self._config.extra_body,
-        }
-        return await self._client.chat(body)
+            timeout, retries = config.request_timeout_seconds, config.request_retries
+            self._client = ChatClient(config, timeout_seconds=timeout, retries=retries, sleep=self._sleep)
+        return await self._client.chat(conversation, temperature=config.temperature, max_tokens=config.max_tokens)
 
-    def _scaled(self, raw: float) -> float:
-        return (raw - self._config.score_min) / (self._config.score_max - self._config.score_min)
 
-    def _output(self, score: float, retries: int, asked_again: int, fell_back: bool) -> RewardOutput:
-        counted = {"judge_retries": retries, "judge_asked_again": asked_again, "judge_fallback": fell_back}
-        return RewardOutput(score, {name: float(value) for name, value in counted.items()})
+def _output(score: float, retries: int, asked_again: int, fell_back: bool) -> RewardOutput:
+    counted = {"judge_retries": retries, "judge_asked_again": asked_again, "judge_fallback": fell_back}
+    return RewardOutput(score, {name: float(value) for name, value in counted.items()})
 
 
 def _shortened(answer: str) -> str:
@@ -381,13 +356,11 @@ def check_judge(config: JudgeConfig, path: str) -> None:
 
 
 async def _check(config: JudgeConfig, path: str) -> None:
-    key = os.environ.get(config.api_key_env) if config.api_key_env else None
-    client = ChatClient(config.base_url, key, timeout_seconds=PROBE_SECONDS, retries=0)
+    client = ChatClient(config, timeout_seconds=PROBE_SECONDS, retries=0)
     try:
         known = await client.models()
         if known is None:  # some services have no such list; then a one-token answer is the proof
-            question = [{"role": "user", "content": "Say yes."}]
-            await client.chat({"model": config.model, "messages": question, "max_tokens": 1, **config.extra_body})
+            await client.chat([{"role": "user", "content": "Say yes."}], max_tokens=1)
     except RewardGaveUp as cause:
         remedy = "start the server, or correct the address (and `api_key_env`, if it wants a key)"
         raise ConfigError([ConfigProblem(f"{path}.base_url", f"the judge cannot be asked: {cause}", remedy)]) from None

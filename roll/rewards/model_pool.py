@@ -12,17 +12,24 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from roll.configs.derived import reward_timeout
 from roll.configs.errors import count
+from roll.configs.rewards import RewardConfig
 from roll.configs.strategies import SCORERS, strategy_class
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Conversation, Scored, ScorerSetup, ScoreStrategy
 from roll.runtime.actors import Worker, WorkerDied, WorkerFailed, WorkerHandle, WorkerTimeout
+from roll.runtime.locks import DeviceLock
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import apart, holding
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 10.0
+"""Longest wait for a killed process to disappear."""
 
 
 class ScoreWorker(Worker):
@@ -51,43 +58,15 @@ class ScoreWorker(Worker):
         await self.in_thread(self._strategy.load_states)
 
 
-logger = logging.getLogger(__name__)
-
-EXIT_SECONDS = 10.0
-"""Longest wait for a killed process to disappear."""
-
-
-class ModelNotStarted(RewardFailed):
-    """A process did not start; the waiting responses are not to blame."""
-
-
-class Devices(Protocol):
-    """Devices that roles share in turns."""
-
-    @property
-    def contended(self) -> bool:
-        """True if another role is waiting for the devices."""
-
-    def hold(self, role: str) -> AbstractAsyncContextManager[None]:
-        """Hold the devices while the context is open, with the role's states loaded onto them."""
-
-    def register(self, role: str, resident: ScorePool) -> None:
-        """Register the object that loads and offloads the role's states."""
-
-
 @dataclass(frozen=True)
 class ScoreSettings:
     """Settings of a reward model."""
 
-    strategy_name: str
+    reward: RewardConfig
     setup: ScorerSetup
     wait_seconds: float
     """Longest wait of a batch for responses of other groups, in seconds. With 0 a batch never mixes groups."""
-    call_timeout_seconds: float
     start_timeout_seconds: float
-    max_retries: int
-    strategy_cls: str | None = None
-    """A class of the user's own, used instead of the named strategy's."""
 
 
 @dataclass
@@ -112,10 +91,6 @@ class _Request:
     alone: bool = False
     """True if it must not share a batch, because it may be the one that made its last batch fail."""
 
-    @property
-    def conversations(self) -> list[Conversation]:
-        return [[*given(record), {"role": "assistant", "content": record.response_text}] for record in self.records]
-
 
 @dataclass
 class _Replica:
@@ -133,6 +108,14 @@ class _Queue:
     requests: deque[_Request] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     full: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def batch(self, wait_seconds: float) -> None:
+        """Return when work is waiting and either fills a batch or has waited long enough for more."""
+        await self.arrived.wait()
+        if wait_seconds > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_seconds):
+                    await self.full.wait()
 
     def put(self, request: _Request) -> None:
         self.requests.append(request)
@@ -177,7 +160,7 @@ class ScorePool:
         start: Callable[[int], WorkerHandle],
         replicas: int,
         settings: ScoreSettings,
-        devices: Devices,
+        devices: DeviceLock,
         on_event: Callable[[str], None],
     ) -> None:
         """Prepare the pool without starting anything.
@@ -215,7 +198,7 @@ class ScorePool:
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Return outputs in the order of the responses, which usually belong to one group. Raises `RewardFailed`."""
         if self._failure is not None or self._closed:
-            cause = f": {describe(self._failure)}" if self._failure is not None else ""
+            cause = f": {type(self._failure).__name__}: {self._failure}" if self._failure is not None else ""
             raise RewardFailed(f"{self._role} is no longer running{cause}") from self._failure
         request = _Request(records, asyncio.get_running_loop().create_future())
         self.counts.samples += len(records)
@@ -227,7 +210,13 @@ class ScorePool:
                     f"{self._role} could not score a response to prompt {record.prompt_id}: {scored.problem}"
                 )
         self.counts.truncated += sum(scored.cut_tokens > 0 for scored in results)
-        return [_output(scored) for scored in results]
+        return [
+            RewardOutput(
+                scored.score,
+                {"scored_tokens": float(scored.tokens), "truncated_left": float(scored.cut_tokens > 0)},
+            )
+            for scored in results
+        ]
 
     async def shutdown(self) -> None:
         """Kill the processes and cancel running scores. May be called twice."""
@@ -265,44 +254,34 @@ class ScorePool:
 
     async def _serve(self, replica: _Replica) -> None:
         """Score batches until cancelled."""
+        wait_seconds = self._settings.wait_seconds
         try:
             with holding(self._role, "to score"):
-                await self._serve_batches(replica)
+                while True:
+                    await self._queue.batch(wait_seconds)
+                    async with self._devices.hold(self._role):
+                        while requests := self._queue.take(together=wait_seconds > 0):
+                            await self._score(replica, requests)
+                            if self._devices.contended:
+                                break
         except Exception as failure:
             # Nothing here is expected to fail, but if it does, waiting callers must not hang.
             logger.error("%s broke down", self._role, exc_info=failure)
             self._failure = failure
+            message = f"{self._role} broke down: {type(failure).__name__}: {failure}"
             while requests := self._queue.take(together=True):
-                self._fail(requests, self._broke_down(failure))
-
-    async def _serve_batches(self, replica: _Replica) -> None:
-        while True:
-            await self._batch_waits()
-            async with self._devices.hold(self._role):
-                while requests := self._queue.take(together=self._settings.wait_seconds > 0):
-                    await self._score(replica, requests)
-                    if self._devices.contended:
-                        break
-
-    async def _batch_waits(self) -> None:
-        """Return when work is waiting and either fills a batch or has waited long enough for more."""
-        await self._queue.arrived.wait()
-        if self._settings.wait_seconds > 0:
-            try:
-                async with asyncio.timeout(self._settings.wait_seconds):
-                    await self._queue.full.wait()
-            except TimeoutError:
-                return
+                for request in requests:
+                    request.answer.set_exception(RewardFailed(message))
 
     async def _score(self, replica: _Replica, requests: list[_Request]) -> None:
         """Score one batch, and deliver, retry or fail its requests."""
-        conversations = [conversation for request in requests for conversation in request.conversations]
+        conversations = [_conversation(record) for request in requests for record in request.records]
         try:
             handle = await self._fill(replica)
             self.counts.calls += 1
             with self.busy.working():
-                results = await handle.call("score", conversations, timeout=self._settings.call_timeout_seconds)
-        except ModelNotStarted as failure:
+                results = await handle.call("score", conversations, timeout=reward_timeout(self._settings.reward))
+        except RewardFailed as failure:  # the process did not start; the requests are not to blame
             self._score_again(requests, failure, each_failed=True)
         except (WorkerDied, WorkerTimeout) as failure:
             self._score_again(requests, failure)
@@ -312,11 +291,8 @@ class ScorePool:
             if len(requests) == 1:
                 # After an error the device may stay unusable in this process (CUDA errors do that).
                 await self._lose(replica, failure)
-        except Exception as failure:
-            self._fail(requests, self._broke_down(failure))
-            raise
         except BaseException:
-            self._cancel(requests)
+            self._queue.put_back(requests)  # which fails them if the pool breaks down, and cancels them at a shutdown
             raise
         else:
             for request in requests:
@@ -334,44 +310,32 @@ class ScorePool:
         for request in requests:
             request.failures += each_failed or len(requests) == 1
             request.alone = request.alone or not each_failed
-            if request.failures <= self._settings.max_retries:
+            if request.failures <= self._settings.reward.max_retries:
                 kept.append(request)
-                continue
-            self._fail(
-                [request],
-                RewardFailed(
+            elif not request.answer.done():
+                message = (
                     f"{self._role} could not score the responses to prompt {request.records[0].prompt_id} in "
                     f"{count(request.failures, 'attempt')}; the last one ended with: {failure}"
-                ),
-            )
+                )
+                request.answer.set_exception(RewardFailed(message))
         self._queue.put_back(kept)
 
-    def _fail(self, requests: list[_Request], failure: RewardFailed) -> None:
-        for request in requests:
-            if not request.answer.done():
-                request.answer.set_exception(failure)
-
-    def _broke_down(self, failure: Exception) -> RewardFailed:
-        return RewardFailed(f"{self._role} broke down: {describe(failure)}")
-
-    def _cancel(self, requests: list[_Request]) -> None:
-        for request in requests:
-            request.answer.cancel()
-
     async def _fill(self, replica: _Replica) -> WorkerHandle:
-        """Return the process of this slot, starting a new one and loading the model if there is none."""
+        """Return the process of this slot, starting a new one and loading the model if there is none.
+
+        Raises `RewardFailed` if it does not start.
+        """
         if replica.handle is not None:
             return replica.handle
         replica.handle = self._start_process(replica.index)
-        settings = self._settings
-        timeout = settings.start_timeout_seconds
+        engine, timeout = self._settings.reward.strategy_args, self._settings.start_timeout_seconds
         try:
             await replica.handle.create(timeout)
-            strategy = settings.strategy_name, settings.setup, settings.strategy_cls
+            strategy = engine.strategy_name, self._settings.setup, engine.strategy_cls
             await replica.handle.call("start", *strategy, timeout=timeout)
         except (WorkerDied, WorkerFailed, WorkerTimeout) as failure:
             await self._end(replica)
-            raise ModelNotStarted(f"a process of {self._role} did not start: {failure}") from failure
+            raise RewardFailed(f"a process of {self._role} did not start: {failure}") from failure
         except BaseException:
             self._kill(replica)
             raise
@@ -400,16 +364,7 @@ class ScorePool:
             replica.handle = None
 
 
-def describe(failure: BaseException) -> str:
-    """Return the type and the message of an exception."""
-    return f"{type(failure).__name__}: {failure}"
-
-
-def _output(scored: Scored) -> RewardOutput:
-    metrics = {"scored_tokens": scored.tokens, "truncated_left": scored.cut_tokens > 0}
-    return RewardOutput(scored.score, {name: float(value) for name, value in metrics.items()})
-
-
-def given(record: RewardInput) -> list[dict[str, str]]:
-    """Return the prompt as messages; a prompt without messages becomes one user message of its text."""
-    return list(record.messages) or [{"role": "user", "content": record.prompt_text}]
+def _conversation(record: RewardInput) -> Conversation:
+    """Return prompt and response as messages; a prompt without messages becomes one user message of its text."""
+    prompt = record.messages or [{"role": "user", "content": record.prompt_text}]
+    return [*prompt, {"role": "assistant", "content": record.response_text}]

@@ -1,18 +1,27 @@
-"""The reward workers seen from the driver: they judge responses, whatever happens to the processes.
+"""Verifiers in processes of their own: they judge responses, whatever happens to the processes.
 
 Every call ends before a deadline in one of three ways: an output for every response, `RewardFailed` naming reward,
 prompt and cause, or cancellation. A process that dies or hangs is replaced. The responses it held are judged again, one
 by one if needed, so a response that kills its process does not fail the others.
+
+In its process a plain verifier runs in the main thread, one response after the other, under an alarm. This suits
+verifiers that compute or use signals themselves. An async verifier judges all its responses concurrently. This suits
+verifiers that wait. If no alarm can interrupt a call (a long C call), the driver replaces the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+import signal
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -21,32 +30,123 @@ from ray.exceptions import RayError, RayTaskError
 from roll.configs.derived import reward_timeout
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
-from roll.rewards.registry import Verifier, resolve_verifier
-from roll.rewards.worker import AsyncRewardWorker, RewardWorker, Verdict
+from roll.rewards.base import RewardFailed, RewardGaveUp, RewardInput, RewardOutput
+from roll.rewards.registry import Verifier, checked_output, resolve_verifier
 from roll.runtime.actors import ACTOR_GONE, memory_death
-from roll.runtime.process import driver_folders
+from roll.runtime.process import DriverFolders, driver_folders
 from roll.tracking.timeline import BusySpans
 
 logger = logging.getLogger(__name__)
 
+ALARM_REPEAT_SECONDS = 1.0
+"""Interval of repeated alarms, for a verifier that swallows the first one."""
 ASYNC_CALLS_PER_WORKER = 256
 """Number of calls that one process of an async verifier handles at a time; each may have many responses."""
-
+START_TIMEOUT_SECONDS = 120.0
+KILL_GRACE_SECONDS = 5.0
+"""Extra time after a limit before an unresponsive process is killed."""
 EXIT_TIMEOUT_SECONDS = 10.0
 
 Result = TypeVar("Result")
+VerdictKind = Literal["judged", "error", "gave_up", "timeout", "unjudged"]
 
 
 @dataclass(frozen=True)
-class PoolSettings:
-    """Settings that all reward workers of a run share."""
+class Verdict:
+    """Outcome of judging one response."""
 
-    actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
-    start_timeout_seconds: float = 120.0
-    kill_grace_seconds: float = 5.0
-    """Extra time after a limit before an unresponsive process is killed."""
+    kind: VerdictKind
+    """``gave_up``: an error that a retry would not cure; ``unjudged``: the call ended before this response's turn."""
+    output: RewardOutput | None = None
+    cause: str = ""
+    seconds: float = 0.0
+
+
+class _TimeIsUp(BaseException):
+    """Raised by the alarm. Not an `Exception`, because verifiers and the libraries they use catch those."""
+
+
+def _ring(signal_number: int, frame: FrameType | None) -> None:
+    raise _TimeIsUp
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    signal.signal(signal.SIGALRM, _ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, ALARM_REPEAT_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class _Process:
+    """Body of a worker process (a Ray actor)."""
+
+    def __init__(self, config: RewardConfig, path: str, folders: DriverFolders, secrets: Mapping[str, str]) -> None:
+        folders.enter()
+        os.environ.update(secrets)
+        self._verifier = resolve_verifier(config, path)
+        for module in self._verifier.requires:
+            importlib.import_module(module)
+        self._timeout_seconds = reward_timeout(config)
+
+    def _failed(self, error: BaseException, timed_out: bool) -> Verdict:
+        if timed_out:
+            return Verdict("timeout", cause=f"no answer within {self._timeout_seconds:g} s")
+        kind: VerdictKind = "gave_up" if isinstance(error, RewardGaveUp) else "error"
+        return Verdict(kind, cause=f"{type(error).__name__}: {error}")
+
+
+class RewardWorker(_Process):
+    """Body of a plain verifier's worker process; its methods run in the main thread, whose alarm they use."""
+
+    def ready(self) -> None:
+        """Return once the verifier is loaded."""
+
+    def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
+        """Judge responses one after the other, and return one verdict per response.
+
+        No response is begun later than its limit after the first. So a call never lasts longer than two limits, however
+        many responses it has, and the driver can tell a stuck process from a long list.
+        """
+        started = time.perf_counter()
+        verdicts = []
+        for record in records:
+            in_time = time.perf_counter() - started <= self._timeout_seconds
+            verdicts.append(self._judge_one(record) if in_time else Verdict("unjudged"))
+        return verdicts
+
+    def _judge_one(self, record: RewardInput) -> Verdict:
+        started = time.perf_counter()
+        try:
+            with _alarm(self._timeout_seconds):
+                verdict = Verdict("judged", checked_output(self._verifier.name, self._verifier(record)))
+        except (_TimeIsUp, Exception) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have rung just as it was being switched off
+            verdict = self._failed(error, timed_out=isinstance(error, _TimeIsUp))
+        return replace(verdict, seconds=time.perf_counter() - started)
+
+
+class AsyncRewardWorker(_Process):
+    """Body of an async verifier's worker process (an async Ray actor: any number of calls at once)."""
+
+    async def ready(self) -> None:
+        """Return once the verifier is loaded."""
+
+    async def judge(self, records: Sequence[RewardInput]) -> list[Verdict]:
+        """Judge all responses concurrently, and return one verdict per response."""
+        return await asyncio.gather(*map(self._judge_one, records))
+
+    async def _judge_one(self, record: RewardInput) -> Verdict:
+        started = time.perf_counter()
+        limit = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with limit:
+                verdict = Verdict("judged", checked_output(self._verifier.name, await self._verifier(record)))
+        except Exception as error:
+            verdict = self._failed(error, timed_out=limit.expired())
+        return replace(verdict, seconds=time.perf_counter() - started)
 
 
 @dataclass
@@ -64,60 +164,15 @@ class RewardCounts:
     """Time that verifiers spent on samples."""
 
 
-class RewardPool:
-    """The workers of all rewards of a run."""
-
-    def __init__(
-        self, rewards: Mapping[str, RewardConfig], *, path: str = "rewards", settings: PoolSettings | None = None
-    ) -> None:
-        """Resolve the verifiers without starting anything.
-
-        ``path`` is the configuration path of ``rewards``. Raises `ConfigError` if a verifier cannot be resolved.
-        """
-        self._workers = {
-            name: RewardWorkers(
-                name, config, resolve_verifier(config, f"{path}.{name}"), f"{path}.{name}", settings or PoolSettings()
-            )
-            for name, config in rewards.items()
-        }
-
-    async def start(self) -> None:
-        """Start all worker processes. If one does not start, stop the others and raise `RewardFailed`."""
-        try:
-            await _all_or_none(workers.start() for workers in self._workers.values())
-        except BaseException:
-            await self.shutdown()
-            raise
-
-    async def score(self, name: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Judge responses, usually those of one group, with one reward, and return outputs in the same order.
-
-        Raises `RewardFailed` if one of them cannot be judged after all retries.
-        """
-        return await self._workers[name].score(records)
-
-    def busy_spans(self) -> dict[str, list[tuple[float, float]]]:
-        """Return, by reward, the spans in which at least one of its processes was judging; see `BusySpans`."""
-        return {f"rewards.{name}": workers.busy.recent() for name, workers in self._workers.items()}
-
-    def counts(self) -> dict[str, dict[str, float]]:
-        """Return the totals of `RewardCounts` by reward name."""
-        return {name: asdict(workers.counts) for name, workers in self._workers.items()}
-
-    async def shutdown(self) -> None:
-        """Kill all worker processes and cancel running calls. May be called twice."""
-        await asyncio.gather(*(workers.shutdown() for workers in self._workers.values()))
-
-
 class _WorkerLost(Exception):
-    """A process died or hung during a call. ``timed_out``: it hung."""
+    """A process died or hung during a call. ``verdict`` is that on a response which it held alone."""
 
-    def __init__(self, cause: str, timed_out: bool) -> None:
+    def __init__(self, kind: VerdictKind, cause: str) -> None:
         super().__init__(cause)
-        self.verdict = Verdict("timeout" if timed_out else "error", cause=cause)
+        self.verdict = Verdict(kind, cause=cause)
 
 
-class _Worker:
+class _Slot:
     """A slot for one process; the process in it may be replaced."""
 
     def __init__(self) -> None:
@@ -126,33 +181,45 @@ class _Worker:
         self.changing = asyncio.Lock()
 
 
-class RewardWorkers:
+class RewardPool:
     """The processes of one reward."""
 
-    def __init__(self, name: str, config: RewardConfig, verifier: Verifier, path: str, settings: PoolSettings) -> None:
+    def __init__(self, name: str, config: RewardConfig, *, actor_options: Mapping[str, Any] | None = None) -> None:
+        """Resolve the verifier without starting anything.
+
+        ``actor_options`` are options of the Ray actors besides `num_cpus=0`. Raises `ConfigError` if the verifier
+        cannot be resolved.
+        """
         self.counts = RewardCounts()
         self.busy = BusySpans()
         self._name = name
         self._config = config
-        self._verifier = verifier
-        self._path = path
-        self._settings = settings
+        self._path = f"rewards.{name}"
+        self._verifier: Verifier = resolve_verifier(config, self._path)
+        self._actor_options = actor_options or {}
         self._timeout_seconds = reward_timeout(config)
-        self._workers = [_Worker() for _ in range(config.num_workers)]
-        calls_per_worker = ASYNC_CALLS_PER_WORKER if verifier.is_async else 1
-        calls = verifier.max_concurrency or config.num_workers * calls_per_worker
-        self._slots = asyncio.Semaphore(calls)  # first come, first served
-        self._quarantine = _Worker()
+        self._slots = [_Slot() for _ in range(config.num_workers)]
+        calls_per_worker = ASYNC_CALLS_PER_WORKER if self._verifier.is_async else 1
+        calls = self._verifier.max_concurrency or config.num_workers * calls_per_worker
+        self._free_calls = asyncio.Semaphore(calls)  # first come, first served
+        self._quarantine = _Slot()
         self._one_suspect = asyncio.Lock()
         self._tasks: set[asyncio.Task[list[Verdict]]] = set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start the processes and load the verifier in each."""
-        await _all_or_none(self._fill(worker) for worker in self._workers)
+        """Start the processes and load the verifier in each. Raises `RewardFailed` if one does not start."""
+        try:
+            await _all_or_none(self._fill(slot) for slot in self._slots)
+        except BaseException:
+            await self.shutdown()
+            raise
 
     async def score(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        """See `RewardPool.score`."""
+        """Judge responses, usually those of one group, and return outputs in the same order.
+
+        Raises `RewardFailed` if one of them cannot be judged after all retries.
+        """
         if self._verifier.max_concurrency is None or len(records) < 2:
             return await self._score_together(records)
         # The limit counts responses, so each response becomes a call of its own.
@@ -160,51 +227,47 @@ class RewardWorkers:
         return [output for (output,) in outputs]
 
     async def _score_together(self, records: Sequence[RewardInput]) -> list[RewardOutput]:
-        outputs: list[RewardOutput | None] = [None] * len(records)
+        outputs: dict[int, RewardOutput] = {}
         failures = [0] * len(records)
-        pending = list(range(len(records)))
         self.counts.samples += len(records)
-        while pending:
+        while pending := [index for index in range(len(records)) if index not in outputs]:
             verdicts = await self._attempt([records[index] for index in pending])
             for index, verdict in zip(pending, verdicts, strict=True):
-                self._count(verdict)
-                outputs[index] = self._output(verdict)
-                if outputs[index] is None and verdict.kind != "unjudged":
+                output = self._counted(verdict)
+                if output is not None:
+                    outputs[index] = output
+                elif verdict.kind != "unjudged":
                     failures[index] += 1
                     if verdict.kind == "gave_up" or failures[index] > self._config.max_retries:
-                        raise self._failure(records[index], verdict, failures[index])
-            pending = [index for index in pending if outputs[index] is None]
-        return [output for output in outputs if output is not None]
+                        raise RewardFailed(
+                            f"reward `{self._name}` (verifier `{self._verifier.name}`) could not judge a response to "
+                            f"prompt {records[index].prompt_id} in {count(failures[index], 'attempt')}; the last one "
+                            f"ended with: {verdict.cause}"
+                        )
+        return [outputs[index] for index in range(len(records))]
 
     async def shutdown(self) -> None:
-        """See `RewardPool.shutdown`."""
+        """Kill the processes and cancel running calls. May be called twice."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        places = [*self._workers, self._quarantine]
-        handles = [place.handle for place in places if place.handle is not None]
-        for place in places:
-            place.handle = None
+        slots = [*self._slots, self._quarantine]
+        handles = [slot.handle for slot in slots if slot.handle is not None]
+        for slot in slots:
+            slot.handle = None
         await asyncio.gather(*(_kill(handle) for handle in handles))
 
-    def _count(self, verdict: Verdict) -> None:
+    def _counted(self, verdict: Verdict) -> RewardOutput | None:
+        """Count a verdict and return its output; None if it has none."""
         self.counts.errors += verdict.kind in ("error", "gave_up")
         self.counts.timeouts += verdict.kind == "timeout"
         self.counts.seconds += verdict.seconds
-
-    def _output(self, verdict: Verdict) -> RewardOutput | None:
         if verdict.kind == "timeout" and self._verifier.timeout_score is not None:
             return RewardOutput(self._verifier.timeout_score, {"timeout": 1.0})
         return verdict.output
-
-    def _failure(self, record: RewardInput, verdict: Verdict, attempts: int) -> RewardFailed:
-        return RewardFailed(
-            f"reward `{self._name}` (verifier `{self._verifier.name}`) could not judge a response to prompt "
-            f"{record.prompt_id} in {count(attempts, 'attempt')}; the last one ended with: {verdict.cause}"
-        )
 
     async def _attempt(self, records: list[RewardInput]) -> list[Verdict]:
         """Judge each response once. Responses that the call had no time for stay `unjudged`."""
@@ -214,22 +277,21 @@ class RewardWorkers:
         # of them may be at fault. So a second attempt together comes before judging each in quarantine, which is slow.
         for _ in range(2 if self._verifier.is_async else 1):
             try:
-                return await self._run(self._judge_in_slot(records))
+                return await self._judge(records)
             except _WorkerLost:
                 continue
-        return await asyncio.gather(*(self._judge_alone(record) for record in records))
+        return await asyncio.gather(*map(self._judge_alone, records))
 
     async def _judge_alone(self, record: RewardInput) -> Verdict:
         """Judge a response in a process that holds no other one. If the process is lost, this response is at fault."""
-        judge = self._judge_in_quarantine if self._verifier.is_async else self._judge_in_slot
         try:
-            return (await self._run(judge([record])))[0]
+            return (await self._judge([record], in_quarantine=self._verifier.is_async))[0]
         except _WorkerLost as lost:
             return lost.verdict
 
-    async def _run(self, call: Coroutine[Any, Any, list[Verdict]]) -> list[Verdict]:
-        """Await a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken."""
-        task = asyncio.create_task(call)
+    async def _judge(self, records: list[RewardInput], *, in_quarantine: bool = False) -> list[Verdict]:
+        """Make a call that continues if the caller is cancelled: its process stays busy, so its slot stays taken."""
+        task = asyncio.create_task(self._call(records, in_quarantine))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
@@ -239,73 +301,68 @@ class RewardWorkers:
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved: the caller has seen it, or was cancelled
 
-    async def _judge_in_slot(self, records: list[RewardInput]) -> list[Verdict]:
-        async with self._slots:
-            worker = min(self._workers, key=lambda each: each.calls)
-            return await self._call(worker, records)
-
-    async def _judge_in_quarantine(self, records: list[RewardInput]) -> list[Verdict]:
-        async with self._one_suspect:
-            return await self._call(self._quarantine, records)
-
-    async def _call(self, worker: _Worker, records: list[RewardInput]) -> list[Verdict]:
-        """Make one remote call within its deadline. Raises `_WorkerLost` once the process has been replaced."""
-        worker.calls += 1
-        try:
-            handle = await self._fill(worker)
-            self.counts.calls += 1
+    async def _call(self, records: list[RewardInput], in_quarantine: bool) -> list[Verdict]:
+        async with self._one_suspect if in_quarantine else self._free_calls:
+            slot = self._quarantine if in_quarantine else min(self._slots, key=lambda each: each.calls)
+            slot.calls += 1
             try:
-                with self.busy.working():
-                    return await asyncio.wait_for(handle.judge.remote(records), self._deadline(len(records)))
-            except RayTaskError as cause:
-                return [Verdict("error", cause=_first_line(cause.cause or cause)) for _ in records]
-            except ACTOR_GONE as cause:
-                because = memory_death(cause) or _first_line(cause)
-                lost = _WorkerLost(f"the worker process died ({because})", timed_out=False)
-            except RayError as cause:
-                lost = _WorkerLost(f"the worker process cannot be reached ({_first_line(cause)})", timed_out=False)
-            except TimeoutError:
-                limit = self._timeout_seconds
-                lost = _WorkerLost(f"no answer within {limit:g} s, and the process had to be killed", timed_out=True)
-            await self._replace(worker, handle)
-            raise lost
-        finally:
-            worker.calls -= 1
+                return await self._call_in(slot, records)
+            finally:
+                slot.calls -= 1
 
-    def _deadline(self, samples: int) -> float:
-        """Return the seconds after which a call must be stuck (`judge_all` explains the two limits of a long call)."""
-        limits = 1 if samples == 1 or self._verifier.is_async else 2
-        return limits * self._timeout_seconds + self._settings.kill_grace_seconds
+    async def _call_in(self, slot: _Slot, records: list[RewardInput]) -> list[Verdict]:
+        """Make one remote call within its deadline. Raises `_WorkerLost` once the process has been replaced."""
+        handle = await self._fill(slot)
+        self.counts.calls += 1
+        # A call of several responses may last two limits, see `RewardWorker.judge`; after that it is stuck.
+        limits = 1 if len(records) == 1 or self._verifier.is_async else 2
+        deadline = limits * self._timeout_seconds + KILL_GRACE_SECONDS
+        try:
+            with self.busy.working():
+                return await asyncio.wait_for(handle.judge.remote(records), deadline)
+        except RayTaskError as cause:
+            return [Verdict("error", cause=_first_line(cause.cause or cause)) for _ in records]
+        except ACTOR_GONE as cause:
+            lost = _WorkerLost("error", f"the worker process died ({memory_death(cause) or _first_line(cause)})")
+        except RayError as cause:
+            lost = _WorkerLost("error", f"the worker process cannot be reached ({_first_line(cause)})")
+        except TimeoutError:
+            limit = f"no answer within {self._timeout_seconds:g} s"
+            lost = _WorkerLost("timeout", f"{limit}, and the process had to be killed")
+        await self._replace(slot, handle)
+        raise lost
 
-    async def _fill(self, worker: _Worker) -> ActorHandle:
+    async def _fill(self, slot: _Slot) -> ActorHandle:
         """Return the process of this slot, starting a new one if there is none."""
-        async with worker.changing:
-            if worker.handle is None:
-                worker.handle = await self._started()
-            return worker.handle
+        async with slot.changing:
+            if slot.handle is None:
+                slot.handle = await self._started()
+            return slot.handle
 
-    async def _replace(self, worker: _Worker, lost: ActorHandle) -> None:
+    async def _replace(self, slot: _Slot, lost: ActorHandle) -> None:
         """Replace a lost process, unless another call already did."""
-        async with worker.changing:
-            if worker.handle is not lost:
+        async with slot.changing:
+            if slot.handle is not lost:
                 return
-            worker.handle = None
+            slot.handle = None
             self.counts.restarts += 1
             await _kill(lost)
-            worker.handle = await self._started()
+            slot.handle = await self._started()
 
     async def _started(self) -> ActorHandle:
         if self._closed:
             raise RewardFailed(f"reward `{self._name}` has been shut down")
         body = AsyncRewardWorker if self._verifier.is_async else RewardWorker
-        options = {"num_cpus": 0, **self._settings.actor_options}
         secrets = {name: os.environ[name] for name in self._verifier.secrets if name in os.environ}
-        handle = ray.remote(body).options(**options).remote(self._config, self._path, driver_folders(), secrets)
+        actor = ray.remote(body).options(**{"num_cpus": 0, **self._actor_options})
+        handle = actor.remote(self._config, self._path, driver_folders(), secrets)
         try:
-            await asyncio.wait_for(handle.ready.remote(), self._settings.start_timeout_seconds)
+            await asyncio.wait_for(handle.ready.remote(), START_TIMEOUT_SECONDS)
         except (RayError, TimeoutError) as cause:
             await _kill(handle)
-            reason = f"{type(cause).__name__}: {_last_lines(cause)}"
+            # The end of a remote traceback is the error itself, at most two lines.
+            error = " ".join(line.strip() for line in str(cause).strip().split("\n")[-2:])
+            reason = f"{type(cause).__name__}: {error}"
             raise RewardFailed(f"a worker process of reward `{self._name}` did not start ({reason})") from cause
         except asyncio.CancelledError:
             ray.kill(handle)
@@ -338,8 +395,3 @@ async def _kill(handle: ActorHandle) -> None:
 
 def _first_line(cause: BaseException) -> str:
     return str(cause).strip().split("\n")[0]
-
-
-def _last_lines(cause: BaseException) -> str:
-    """Return the end of a remote traceback: the error itself, at most two lines."""
-    return " ".join(line.strip() for line in str(cause).strip().split("\n")[-2:])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.configs.derived import reward_timeout
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.errors import ConfigProblem, nearest_name_hint
 from roll.configs.plugins import (
     checked_arguments,
     parameters_of,
@@ -80,8 +80,6 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
     Imports nothing heavy except the module that a user names. Raises `ConfigError` with every problem.
     """
     name = config.verifier
-    if not name:
-        raise problem(f"{path}.verifier", "no verifier is named", nearest_name_hint("", VERIFIERS.names()))
     if config.judge is not None:
         return _judge(config.judge, path)
     record = VERIFIERS.find(name, f"{path}.verifier")
@@ -158,10 +156,7 @@ def _judge(config: JudgeConfig, path: str) -> Verifier:
 def checked_output(verifier_name: str, value: Any) -> RewardOutput:
     """Convert a verifier's result to a `RewardOutput`. Raises `RewardNonsense` if a value is not a finite number."""
     if isinstance(value, RewardOutput):
-        return RewardOutput(
-            _number(verifier_name, value.score, value),
-            {key: _number(verifier_name, each, value) for key, each in value.metrics.items()},
-        )
+        value = {**value.metrics, "score": value.score}
     if not isinstance(value, Mapping):
         return RewardOutput(_number(verifier_name, value, value))
     if "score" not in value:
@@ -170,19 +165,9 @@ def checked_output(verifier_name: str, value: Any) -> RewardOutput:
     return RewardOutput(numbers.pop("score"), numbers)
 
 
-def route_domains(rewards: Mapping[str, RewardConfig], path: str = "rewards") -> dict[str, str]:
-    """Return domain tag -> name of the reward that judges it. Raises `ConfigError` if two rewards claim a domain."""
-    routes: dict[str, str] = {}
-    problems = []
-    for name, config in rewards.items():
-        for domain in config.tag_included or [name]:
-            owner = routes.setdefault(domain, name)
-            if owner != name:
-                message = f"the domain `{domain}` already belongs to the reward `{owner}`"
-                problems.append(ConfigProblem(f"{path}.{name}.tag_included", message, "name each domain once"))
-    if problems:
-        raise ConfigError(problems)
-    return routes
+def route_domains(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
+    """Return domain tag -> name of the reward that judges it."""
+    return {domain: name for name, config in rewards.items() for domain in config.tag_included or [name]}
 
 
 def check_prompts(
@@ -215,9 +200,8 @@ def check_prompts(
 
 def _number(verifier_name: str, value: Any, answer: Any) -> float:
     """Return ``value`` as a float. Numpy's numbers are accepted, text is not."""
-    is_number = isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
     try:
-        number = float(value) if is_number else math.nan
+        number = float(value) if hasattr(value, "__float__") else math.nan
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

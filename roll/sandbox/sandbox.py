@@ -14,18 +14,17 @@ import functools
 import logging
 import marshal
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from roll.sandbox.jail.folders import remove_folder
+from roll.sandbox.filesystem import remove_folder
 
 Level = Literal["namespaces", "own_user", "same_user"]
 LEVELS: tuple[Level, ...] = ("namespaces", "own_user", "same_user")
@@ -37,9 +36,10 @@ GRACE_SECONDS = 10.0
 """Time that the supervisor may take to clean up after the program's limit, on a busy machine."""
 _MEBIBYTE = 2**20
 _PACKAGES = str(Path(__file__).resolve().parents[2])
-_START = "import sys; sys.path.append(sys.argv[1]); from roll.sandbox.jail.supervisor import main; main()"
-_SHOWN = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache")
+_START = "import sys; sys.path.append(sys.argv[1]); from roll.sandbox.supervisor import main; main()"
+_VISIBLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache")
 _logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class Sandbox:
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
         """Run a program to its end. Raises `SandboxUnavailable` and `SandboxFailed`, but never for the program's own
         errors."""
-        return _run(self._interpreter, self._strongest_level(), code, stdin, limits or Limits())
+        return _from_outside(self.run_async(code, stdin=stdin, limits=limits))
 
     async def run_async(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
         """Run a program like `run`, without blocking the event loop. Cancelling ends the program."""
         level = self._level if self._level is not None else await asyncio.to_thread(self._strongest_level)
-        return await _run_async(self._interpreter, level, code, stdin, limits or Limits())
+        return await _run(self._interpreter, level, code, stdin, limits or Limits())
 
     def check(self) -> None:
         """Raise `SandboxUnavailable` if no program can be run here. The first call takes a moment."""
@@ -176,20 +176,10 @@ class Sandbox:
         if level == "same_user" and not self._accept_weak:
             return "code could read the secrets of this user's processes (`accept_weak` allows it)"
         try:
-            result = _run(self._interpreter, level, "print(6 * 7)", "", Limits())
+            result = _from_outside(_run(self._interpreter, level, "print(6 * 7)", "", Limits()))
         except (SandboxFailed, OSError) as error:
             return str(error)
         return None if result.stdout == "42\n" else f"a first program ended so: {result}"
-
-
-def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-    """Run a program in this process' sandbox (see `Sandbox.run`)."""
-    return default_sandbox().run(code, stdin=stdin, limits=limits)
-
-
-async def run_python_async(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-    """Run a program like `run_python`, without blocking the event loop. Cancelling ends the program."""
-    return await default_sandbox().run_async(code, stdin=stdin, limits=limits)
 
 
 @functools.cache
@@ -198,138 +188,84 @@ def default_sandbox() -> Sandbox:
     return Sandbox()
 
 
-class _Call:
-    """The common part of both ways to run: the folder, the task, and the reading of the answer."""
-
-    def __init__(self, interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> None:
-        self._level = level
-        self.command = [interpreter, "-I", "-S", "-c", _START, _PACKAGES]
-        self.seconds = limits.wall_seconds + GRACE_SECONDS
-        shown = _shown_paths(interpreter)
-        self.folder = tempfile.mkdtemp(prefix="roll-sandbox-")
-        task = vars(limits) | {
-            "code": code.encode("utf-8", "replace"),
-            "stdin": stdin.encode("utf-8", "replace"),
-            "interpreter": interpreter,
-            "folder": self.folder,
-            "level": level,
-            "shown": shown,
-        }
-        message = marshal.dumps(task)
-        self.message = len(message).to_bytes(8, "little") + message
-
-    def result(self, answer: bytes) -> SandboxResult:
-        if not answer:
-            raise SandboxFailed("the supervisor of the sandbox ended without an answer")
-        fields: dict[str, Any] = ast.literal_eval(answer.decode())
-        if fields["failed"] is not None:
-            raise SandboxFailed(fields["failed"])
-        because = fields["killed_because"]
-        namespaces = self._level == "namespaces"
-        filtered = fields["unfiltered"] is None
-        return SandboxResult(
-            stdout=fields["stdout"].decode("utf-8", "replace"),
-            stderr=fields["stderr"].decode("utf-8", "replace"),
-            returncode=fields["returncode"],
-            timed_out=because in ("time", "cpu_time"),
-            killed_because=because,
-            seconds=fields["seconds"],
-            protections=Protections(
-                level=self._level,
-                network=namespaces or filtered,
-                files=namespaces,
-                processes=namespaces or fields["private_user"],
-                system_calls=filtered,
-                process_limit=fields["counted_apart"],
-            ),
-        )
-
-
-def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
-    call = _Call(interpreter, level, code, stdin, limits)
+def _from_outside(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end for a caller that is not asynchronous, whatever runs above it."""
     try:
-        with subprocess.Popen(
-            call.command,
-            env={},
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as supervisor:
-            try:
-                return call.result(_exchange(supervisor, call))
-            finally:
-                _dismiss(supervisor)
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+async def _run(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
+    """Run a program at a level. When this returns or is cancelled, neither the program nor its folder is left."""
+    visible = _visible_paths(interpreter)
+    folder = tempfile.mkdtemp(prefix="roll-sandbox-")
+    task = vars(limits) | {
+        "code": code.encode("utf-8", "replace"),
+        "stdin": stdin.encode("utf-8", "replace"),
+        "interpreter": interpreter,
+        "folder": folder,
+        "level": level,
+        "visible": visible,
+    }
+    pipe, seconds = asyncio.subprocess.PIPE, limits.wall_seconds + GRACE_SECONDS
+    command = [interpreter, "-I", "-S", "-c", _START, _PACKAGES]
+    try:
+        supervisor = await asyncio.create_subprocess_exec(
+            *command, env={}, start_new_session=True, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                return _result(level, await _answer(supervisor, marshal.dumps(task)))
+        except TimeoutError:
+            raise SandboxFailed(f"the supervisor of the sandbox did not answer within {seconds:g} s") from None
+        finally:
+            await _dismiss(supervisor)
     finally:
-        remove_folder(call.folder)
+        remove_folder(folder)
 
 
-def _exchange(supervisor: subprocess.Popen[bytes], call: _Call) -> bytes:
+async def _answer(supervisor: asyncio.subprocess.Process, task: bytes) -> bytes:
     """Return the supervisor's answer. Its standard input stays open meanwhile, as a sign that the caller waits."""
     if supervisor.stdin is None or supervisor.stdout is None:
         raise SandboxFailed("the supervisor of the sandbox has no pipes")
     try:
-        supervisor.stdin.write(call.message)
-        supervisor.stdin.flush()
-    except BrokenPipeError:
-        return b""
-    deadline = time.monotonic() + call.seconds
-    answer = bytearray()
-    poll = select.poll()
-    poll.register(supervisor.stdout, select.POLLIN)
-    while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        chunk = os.read(supervisor.stdout.fileno(), 65536)
-        if not chunk:
-            return bytes(answer)
-        answer += chunk
-    raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s")
-
-
-def _dismiss(supervisor: subprocess.Popen[bytes]) -> None:
-    """Close the supervisor's input so that it ends the program, and wait for it; kill it after the grace."""
-    try:
-        if supervisor.stdin is not None:
-            supervisor.stdin.close()
-        supervisor.wait(GRACE_SECONDS)
-    except (BrokenPipeError, subprocess.TimeoutExpired):
-        supervisor.kill()
-
-
-async def _run_async(interpreter: str, level: Level, code: str, stdin: str, limits: Limits) -> SandboxResult:
-    call = _Call(interpreter, level, code, stdin, limits)
-    try:
-        supervisor = await asyncio.create_subprocess_exec(
-            *call.command,
-            env={},
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            async with asyncio.timeout(call.seconds):
-                return call.result(await _exchange_async(supervisor, call))
-        except TimeoutError:
-            raise SandboxFailed(f"the supervisor of the sandbox did not answer within {call.seconds:g} s") from None
-        finally:
-            await _dismiss_async(supervisor)
-    finally:
-        remove_folder(call.folder)
-
-
-async def _exchange_async(supervisor: asyncio.subprocess.Process, call: _Call) -> bytes:
-    if supervisor.stdin is None or supervisor.stdout is None:
-        raise SandboxFailed("the supervisor of the sandbox has no pipes")
-    try:
-        supervisor.stdin.write(call.message)
+        supervisor.stdin.write(len(task).to_bytes(8, "little") + task)
         await supervisor.stdin.drain()
     except (BrokenPipeError, ConnectionResetError):
         return b""
     return await supervisor.stdout.read()
 
 
-async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
-    """End the supervisor like `_dismiss`."""
+def _result(level: Level, answer: bytes) -> SandboxResult:
+    if not answer:
+        raise SandboxFailed("the supervisor of the sandbox ended without an answer")
+    fields: dict[str, Any] = ast.literal_eval(answer.decode())
+    if fields["failed"] is not None:
+        raise SandboxFailed(fields["failed"])
+    because, filtered, namespaces = fields["killed_because"], fields["filtered"], level == "namespaces"
+    return SandboxResult(
+        stdout=fields["stdout"].decode("utf-8", "replace"),
+        stderr=fields["stderr"].decode("utf-8", "replace"),
+        returncode=fields["returncode"],
+        timed_out=because in ("time", "cpu_time"),
+        killed_because=because,
+        seconds=fields["seconds"],
+        protections=Protections(
+            level=level,
+            network=namespaces or filtered,
+            files=namespaces,
+            processes=namespaces or fields["private_user"],
+            system_calls=filtered,
+            process_limit=fields["counted_apart"],
+        ),
+    )
+
+
+async def _dismiss(supervisor: asyncio.subprocess.Process) -> None:
+    """Close the supervisor's input so that it ends the program, and wait for it; kill it after the grace."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     waiting = asyncio.ensure_future(supervisor.wait())
@@ -342,13 +278,13 @@ async def _dismiss_async(supervisor: asyncio.subprocess.Process) -> None:
 
 
 @functools.cache
-def _shown_paths(interpreter: str) -> tuple[str, ...]:
+def _visible_paths(interpreter: str) -> tuple[str, ...]:
     """Return the paths that a program must see: system libraries and the interpreter's installation."""
     code = "import sys; print(sys.base_prefix, sys.base_exec_prefix, sep='\\n')"
     asked = subprocess.run([interpreter, "-I", "-S", "-c", code], env={}, capture_output=True, text=True, check=True)
     own = [os.path.realpath(each) for each in asked.stdout.splitlines()] + [interpreter]
-    shown = list(_SHOWN)
+    visible = list(_VISIBLE)
     for path in dict.fromkeys(own):
-        if path != "/" and not any(path == each or path.startswith(each + "/") for each in shown):
-            shown.append(path)
-    return tuple(each for each in shown if os.path.lexists(each))
+        if path != "/" and not any(path == each or path.startswith(each + "/") for each in visible):
+            visible.append(path)
+    return tuple(each for each in visible if os.path.lexists(each))

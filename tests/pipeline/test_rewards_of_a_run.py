@@ -10,6 +10,7 @@ from roll.configs.rewards import RewardConfig, RewardModelConfig
 from roll.configs.roles import ModelArguments
 from roll.doctor.graph import wait_graph
 from roll.pipeline.rlvr import Rewards
+from roll.rewards.base import RewardInput
 from roll.rewards.model import ScorerSetup
 from roll.rewards.model_pool import ScorePool, ScoreSettings
 from roll.rewards.pool import RewardPool
@@ -38,10 +39,9 @@ def lock() -> DeviceLock:
 @pytest.fixture
 def rewards(machine: Machine, lock: DeviceLock) -> Rewards:
     setup = ScorerSetup("model", ModelArguments(), RewardModelConfig(), 4, "cpu")
-    model = ScorePool(
-        ROLE, machine.start, 1, ScoreSettings("hf_infer", setup, 0, 1.0, 1.0, 1), lock, lambda event: None
-    )
-    return Rewards({"talk": "chat", "chat": "chat"}, RewardPool({}), {ROLE: model})
+    settings = ScoreSettings(RewardConfig(verifier="reward_model", timeout_seconds=1.0), setup, 0, 1.0)
+    model = ScorePool(ROLE, machine.start, 1, settings, lock, lambda event: None)
+    return Rewards({"talk": "chat", "chat": "chat"}, {"chat": model})
 
 
 def test_a_domain_is_judged_by_the_model_of_its_reward_which_counts(rewards, machine):
@@ -58,9 +58,26 @@ def test_a_domain_is_judged_by_the_model_of_its_reward_which_counts(rewards, mac
                        {"samples": 4, "calls": 2, "restarts": 0, "truncated": 0}.items()}  # fmt: skip
 
 
+def test_each_domain_is_judged_by_the_verifier_of_its_reward(local_ray):
+    verifiers = {"exact": "exact", "length": "tests.rewards.sample_verifiers:length"}
+    pools = {name: RewardPool(name, RewardConfig(verifier=verifier)) for name, verifier in verifiers.items()}
+    rewards = Rewards({"sums": "exact", "essays": "length"}, pools)
+    judged = [RewardInput("p:1", "prompt", "xyz", "xyz")]
+
+    async def scenario():
+        async with asyncio.timeout(100):
+            await rewards.start()
+            try:
+                return [scores(await rewards.score(domain, judged)) for domain in ("sums", "essays")]
+            finally:
+                await rewards.shutdown()
+
+    assert asyncio.run(scenario()) == [[1.0], [3.0]]
+
+
 def test_verdicts_of_verifiers_are_counted_too_for_they_are_signs_of_movement():
-    pool = RewardPool({"sums": RewardConfig(verifier="exact")})
-    metrics = Rewards({"sums": "sums"}, pool, {}).metrics()
+    pool = RewardPool("sums", RewardConfig(verifier="exact"))
+    metrics = Rewards({"sums": "sums"}, {"sums": pool}).metrics()
     names = {"calls", "samples", "errors", "timeouts", "restarts", "seconds"}
     assert metrics == {f"rewards/sums/{name}": 0.0 for name in names}
 

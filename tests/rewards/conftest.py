@@ -8,14 +8,13 @@ import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.base import RewardInput
-from roll.rewards.pool import PoolSettings, RewardPool
+from roll.rewards.pool import RewardPool
 
 
 @pytest.fixture
 def make_pool(local_ray: None) -> Callable[..., RewardPool]:
     def make(verifier: str, **settings) -> RewardPool:
-        config = RewardConfig(verifier=verifier, tag_included=["test"], **settings)
-        return RewardPool({"test": config}, settings=PoolSettings(kill_grace_seconds=5.0))
+        return RewardPool("test", RewardConfig(verifier=verifier, **settings))
 
     return make
 

@@ -203,8 +203,8 @@ def test_a_result_nested_beyond_all_bounds_is_wrong_and_no_fault():
     program = "def f():\n    x = []\n    for _ in range(900): x = [x]\n    return x"
     truth = {"fn_name": "f", "inputs": [[]], "outputs": [[]]}
     assert score(program, truth) == 0.0
-    [called] = read_tests(truth)
-    forged = asyncio.run(default_sandbox().run_async(f"print({called.marker!r} + '[' * 60_000)"))
+    [called] = read_tests(truth)  # its marker comes last on its standard input
+    forged = asyncio.run(default_sandbox().run_async(f"print({called.stdin[-32:]!r} + '[' * 60_000)"))
     assert called.passed(forged) == 0
 
 

@@ -255,14 +255,14 @@ def test_a_judge_in_its_process_keeps_to_its_limit_has_the_key_and_is_not_retrie
     script = [GOOD] * 6 + [Answer(status=400, body="no")]
     with chat_server(*script, on_chat=on_chat) as server:
         judge = JudgeConfig(base_url=server.base_url, model="m", api_key_env="JUDGE_KEY", max_concurrency=3)
-        pool = RewardPool({"essay": RewardConfig(verifier="judge", judge=judge)})
+        pool = RewardPool("essay", RewardConfig(verifier="judge", judge=judge))
 
         async def main() -> list[RewardOutput]:
             await pool.start()
             try:
-                outputs = await pool.score("essay", records)
+                outputs = await pool.score(records)
                 with pytest.raises(RewardFailed, match="1 attempt;.*400"):
-                    await pool.score("essay", records[:3])
+                    await pool.score(records[:3])
                 return outputs
             finally:
                 await pool.shutdown()

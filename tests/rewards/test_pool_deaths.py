@@ -11,8 +11,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOf
 from roll.configs.rewards import RewardConfig
 from roll.rewards import pool as pool_module
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
-from roll.rewards.pool import PoolSettings, RewardPool
-from roll.rewards.worker import Verdict
+from roll.rewards.pool import RewardCounts, RewardPool, Verdict
 
 MEMORY = OutOfMemoryError("Memory on the node was 15.28GB used / 16.00GB limit (0.955)\nGeneral advice")
 
@@ -65,8 +64,7 @@ def judged(response: str) -> RewardInput:
 
 def run(use):
     async def main():
-        config = RewardConfig(verifier="exact", tag_included=["test"], num_workers=2, max_retries=1)
-        pool = RewardPool({"test": config}, settings=PoolSettings())
+        pool = RewardPool("test", RewardConfig(verifier="exact", num_workers=2, max_retries=1))
         async with asyncio.timeout(60):
             await pool.start()
             try:
@@ -85,17 +83,17 @@ def test_a_process_that_is_gone_is_replaced_and_takes_no_later_call(death, monke
     monkeypatch.setattr(pool_module, "ray", simulated)
     simulated.deadly = ["deadly"]
 
-    async def use(pool: RewardPool) -> dict[str, float]:
-        outputs = await pool.score("test", [judged("a"), judged("deadly")])
+    async def use(pool: RewardPool) -> RewardCounts:
+        outputs = await pool.score([judged("a"), judged("deadly")])
         assert [output.score for output in outputs] == [1.0, 1.0]
         lost = next(actor for actor in simulated.actors if actor.is_dead)
         calls = lost.calls
         for _ in range(4):
-            await asyncio.gather(*(pool.score("test", [judged("a"), judged("b")]) for _ in range(4)))
+            await asyncio.gather(*(pool.score([judged("a"), judged("b")]) for _ in range(4)))
         assert lost.calls == calls, "the place of the dead process is the one that looks idle"
-        return pool.counts()["test"]
+        return pool.counts
 
-    assert run(use)["restarts"] == 1
+    assert run(use).restarts == 1
     assert all(actor.is_dead for actor in simulated.actors)
 
 
@@ -106,8 +104,8 @@ def test_a_response_that_takes_all_memory_fails_alone_and_is_told_why(monkeypatc
 
     async def use(pool: RewardPool) -> str:
         with pytest.raises(RewardFailed) as failed:
-            await pool.score("test", [judged("deadly")])
-        assert (await pool.score("test", [judged("a")]))[0].score == 1.0
+            await pool.score([judged("deadly")])
+        assert (await pool.score([judged("a")]))[0].score == 1.0
         return str(failed.value)
 
     assert "ran low on memory (15.28GB used / 16.00GB)" in run(use)

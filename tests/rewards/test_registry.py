@@ -78,7 +78,6 @@ def test_every_built_in_verifier_judges_by_a_ground_truth():
 @pytest.mark.parametrize(
     ("verifier", "arguments", "path", "words"),
     [
-        ("", {}, ".verifier", "no verifier is named"),
         ("maths", {}, ".verifier", "did you mean `math`?"),
         ("no_such_module:judge", {}, ".verifier", "no_such_module"),
         (USER + "no_such_function", {}, ".verifier", "no_such_function"),
@@ -149,11 +148,6 @@ def test_nonsense_is_named_with_its_verifier(value):
 def test_domains_belong_to_their_own_name_or_to_the_tags():
     rewards = {"math": RewardConfig(verifier="math"), "other": RewardConfig(verifier="exact", tag_included=["a", "b"])}
     assert route_domains(rewards) == {"math": "math", "a": "other", "b": "other"}
-
-
-def test_a_domain_with_two_rewards_is_a_problem():
-    with pytest.raises(ConfigError, match="already belongs to the reward `math`"):
-        route_domains({"math": RewardConfig(), "other": RewardConfig(tag_included=["math"])})
 
 
 def test_prompts_that_no_reward_can_judge_are_problems_once_per_domain():

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from roll.configs.rewards import RewardModelConfig
+from roll.configs.rewards import RewardConfig, RewardModelConfig
 from roll.configs.roles import ModelArguments
 from roll.rewards.base import RewardFailed, RewardInput, RewardOutput
 from roll.rewards.model import Scored, ScorerSetup
@@ -133,7 +133,8 @@ def run(
         machine, lock = Machine(), DeviceLock([ROLE, "actor_train"])
         machine.failed_starts = failed_starts
         setup = ScorerSetup("model", ModelArguments(), RewardModelConfig(), batch, "cpu")
-        settings = ScoreSettings("hf_infer", setup, wait, 1.0, 1.0, retries)
+        reward = RewardConfig(verifier="reward_model", timeout_seconds=1.0, max_retries=retries)
+        settings = ScoreSettings(reward, setup, wait, 1.0)
         pool = ScorePool(ROLE, machine.start, replicas, settings, lock, lambda event: None)
         async with asyncio.timeout(10):
             try:

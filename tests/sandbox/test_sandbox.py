@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.sandbox.sandbox import Limits, Sandbox, SandboxUnavailable, run_python, run_python_async
+from roll.sandbox.sandbox import Limits, Sandbox, SandboxUnavailable, default_sandbox
 from tests.sandbox.sandboxes import Kind, kinds, needs_sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made for Linux")
@@ -360,13 +360,13 @@ def test_long_input_arrives_whole(kind):
 @needs_sandbox
 @pytest.mark.parametrize("code", ["", "\x00", "\ud800", "def", "print('" + "ä" * 200_000 + "'[:1])"])
 def test_odd_code_is_just_code(code):
-    result = run_python(code)
+    result = default_sandbox().run(code)
     assert result.killed_because is None
 
 
 @needs_sandbox
 def test_a_signal_of_its_own_is_reported():
-    assert run_python("import os; os.kill(os.getpid(), 11)").returncode == -11
+    assert default_sandbox().run("import os; os.kill(os.getpid(), 11)").returncode == -11
 
 
 def test_limits_must_be_positive():
@@ -378,15 +378,23 @@ def test_limits_must_be_positive():
 def test_an_event_loop_is_not_blocked_and_calls_run_side_by_side():
     async def both():
         code = "import sys; print(sys.stdin.readline())"
-        return await asyncio.gather(*(run_python_async(code, stdin=f"{number}\n") for number in range(4)))
+        return await asyncio.gather(*(default_sandbox().run_async(code, stdin=f"{number}\n") for number in range(4)))
 
     assert [int(result.stdout) for result in asyncio.run(both())] == [0, 1, 2, 3]
 
 
 @needs_sandbox
+def test_it_may_be_called_by_what_runs_on_an_event_loop_but_is_not_asynchronous():
+    async def called():
+        return Sandbox().run("print(1)")
+
+    assert asyncio.run(called()).stdout == "1\n"
+
+
+@needs_sandbox
 def test_cancelling_ends_the_program(marker):
     async def cancelled():
-        running = asyncio.create_task(run_python_async(named(marker, "import time; time.sleep(10 ** 6)")))
+        running = asyncio.create_task(default_sandbox().run_async(named(marker, "import time; time.sleep(10 ** 6)")))
         while not processes_named(marker):
             await asyncio.sleep(0.01)
         running.cancel()
@@ -402,7 +410,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
     code = named(marker, "import time; time.sleep(10 ** 6)")
     # Where the tests run as a job in the background of a shell, SIGINT is ignored, and programs inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    script = f"{heard}\nfrom roll.sandbox.sandbox import run_python; run_python({code!r})"
+    script = f"{heard}\nfrom roll.sandbox.sandbox import Sandbox; Sandbox().run({code!r})"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE)
     wait_until(lambda: processes_named(marker) != [])
     asking.send_signal(signal.SIGINT)
@@ -413,7 +421,7 @@ def test_interrupting_the_caller_ends_the_program(marker):
 @needs_sandbox
 def test_a_program_ends_with_the_process_that_asked_for_it(marker, programs):
     code = named(marker, "import time; time.sleep(10 ** 6)")
-    script = f"from roll.sandbox.sandbox import run_python; run_python({code!r})"
+    script = f"from roll.sandbox.sandbox import Sandbox; Sandbox().run({code!r})"
     environment = os.environ | {"TMPDIR": str(programs)}
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment)
     try:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import resource
 
-from roll.sandbox.jail import filesystem, kernel, seccomp
-from roll.sandbox.jail.processes import FIRST_PRIVATE_UID, tasks_of_user
+from roll.sandbox import filesystem, kernel
 
 TYPE_CHECKING = False  # not from `typing`, which takes longer to load than all of this
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FIRST_PRIVATE_UID = 2_000_000_000
+"""A program started by root gets a user of its own: this number plus the process id of its supervisor."""
 INSIDE_ID = 1000
 """User and group of a program in a user namespace, as the program sees them."""
 NOBODY = 65534
@@ -36,7 +37,7 @@ class Setup:
     """Mount point of the new root; without namespaces the folder that the program runs in."""
     level: str
     """`namespaces`, `own_user` or `same_user`."""
-    shown: tuple[str, ...]
+    visible: tuple[str, ...]
     wall_seconds: float
     cpu_seconds: int
     memory_bytes: int
@@ -131,8 +132,8 @@ def _build(setup: Setup, identity: Identity, streams: Streams, supervisor: int) 
         _enter_user_namespace(flags)
     else:
         kernel.unshare(flags)
-    owner = (identity.uid, identity.gid)
-    filesystem.enter(setup.folder, setup.shown, setup.code, setup.disk_bytes, owner)
+    owner = identity.uid, identity.gid
+    filesystem.enter(setup.folder, setup.visible, setup.code, setup.disk_bytes, owner)
     first = os.fork()
     if first == 0:
         _guarded(streams, lambda: _be_first_process(setup, identity, streams))
@@ -179,16 +180,12 @@ def _become_program(setup: Setup, identity: Identity, streams: Streams) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if not os.access(setup.interpreter, os.X_OK):
         raise PermissionError(f"{setup.interpreter} cannot be run by the user of the program")
-    _filter_system_calls(setup, streams)
-    command = [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file]
-    os.execve(setup.interpreter, command, {})
-
-
-def _filter_system_calls(setup: Setup, streams: Streams) -> None:
     try:
-        seccomp.install(signal_only_self=setup.level == "same_user")
+        kernel.filter_system_calls(signal_only_self=setup.level == "same_user")
     except OSError as error:
         os.write(streams.status, f"unfiltered {error}\n".encode())
+    command = [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file]
+    os.execve(setup.interpreter, command, {})
 
 
 def _become_user(identity: Identity) -> None:
@@ -213,13 +210,25 @@ def _limit(setup: Setup, identity: Identity) -> None:
         first_process = 1 if setup.level == "namespaces" else 0
         limits[resource.RLIMIT_NPROC] = setup.processes + first_process
     elif setup.level != "namespaces":
-        limits[resource.RLIMIT_NPROC] = setup.processes + tasks_of_user(identity.uid)
+        limits[resource.RLIMIT_NPROC] = setup.processes + _tasks_of_user(identity.uid)
     for which, value in limits.items():
         soft, hard = value if isinstance(value, tuple) else (value, value)
         allowed = resource.getrlimit(which)[1]
         if allowed != resource.RLIM_INFINITY:
             soft, hard = min(soft, allowed), min(hard, allowed)
         resource.setrlimit(which, (soft, hard))
+
+
+def _tasks_of_user(uid: int) -> int:
+    """Return the number of processes and threads of a user, for limits that count all of them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
 
 
 def _first_victim() -> None:

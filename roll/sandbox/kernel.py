@@ -1,8 +1,12 @@
-"""A filter of system calls: the program cannot make calls that it has no use for.
+"""What the kernel does for the sandbox: namespaces, mounts, prctl, and a filter of system calls.
 
-It closes the ways around the other isolation: sockets (without a network namespace), memory that no limit counts
-(memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that had most
-of its faults. Anything else is allowed. Call numbers are known for x86-64 and AArch64; elsewhere there is no filter.
+Python 3.11 has no functions for them. Linux only. Each function raises `OSError` with the name of the call that was
+refused.
+
+The filter closes the ways around the other isolation: sockets (without a network namespace), memory that no limit
+counts (memfd, System V shared memory), other processes' memory, new user namespaces, and the parts of the kernel that
+had most of its faults. Anything else is allowed. Call numbers are known for x86-64 and AArch64; elsewhere there is no
+filter.
 """
 
 from __future__ import annotations
@@ -12,7 +16,76 @@ import errno
 import os
 import struct
 
-from roll.sandbox.jail import kernel
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_NOATIME = 1024
+MS_NODIRATIME = 2048
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MS_RELATIME = 1 << 21
+MNT_DETACH = 2
+
+SIGKILL = 9
+SIGXCPU = 24
+"""Declared here because the `signal` module takes longer to load than the program takes to start."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces in ``flags`` for new ones (the new process namespace applies to the children)."""
+    _check(_libc.unshare(ctypes.c_int(flags)), "new namespaces")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Call mount(2)."""
+    texts = [None if each is None else os.fsencode(each) for each in (source, target, kind, options)]
+    result = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _check(result, f"mounting {target}")
+
+
+def pivot_root(root: str) -> None:
+    """Make ``root``, a mount point, the root of this mount namespace and forget the old one."""
+    machine = os.uname().machine
+    if machine not in _PIVOT_ROOT:
+        raise OSError(f"no number of pivot_root is known for {machine}")
+    os.chdir(root)
+    _check(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[machine]), b".", b"."), "changing the root")
+    _check(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "leaving the old root")
+    os.chdir("/")
+
+
+def prctl(option: int, value: int, pointer: ctypes.c_void_p | None = None) -> None:
+    """Call prctl(2) with one value, and a pointer if the option takes one."""
+    zero = ctypes.c_ulong(0)
+    result = _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), pointer or zero, zero, zero)
+    _check(result, f"prctl {option}")
+
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -51,7 +124,7 @@ _SIGNALS = {
 }
 
 
-def install(*, signal_only_self: bool) -> None:
+def filter_system_calls(*, signal_only_self: bool) -> None:
     """Filter the calls of this process and its descendants. Needs ``PR_SET_NO_NEW_PRIVS`` first.
 
     ``signal_only_self``: signals reach neither other processes of the user nor the program's own children. It is for
@@ -63,7 +136,7 @@ def install(*, signal_only_self: bool) -> None:
     code = b"".join(_filter(machine, os.getpid() if signal_only_self else None))
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(instructions)))
-    kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.cast(program, ctypes.c_void_p))
+    prctl(PR_SET_SECCOMP, 2, ctypes.cast(program, ctypes.c_void_p))
 
 
 def _filter(machine: str, own_pid: int | None) -> list[bytes]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from roll.sandbox.jail.folders import folder_bytes, remove_folder
+from roll.sandbox.filesystem import folder_bytes, remove_folder
 
 
 def deep(folder: str, levels: int) -> None:
