@@ -56,7 +56,7 @@ COMMANDS = {
     "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check"),
     "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init"),
     "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check_env"),
-    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.cli.doctor"),
+    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis"),
     "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page"),
     "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion"),
 }

@@ -26,14 +26,14 @@ TRACKERS = Kind(
     "tracker",
     "roll.trackers",
     {
-        "swanlab": PlugIn("roll.tracking.plugins.swanlab:SwanlabPlugIn"),
-        "trackio": PlugIn("roll.tracking.plugins.trackio:TrackioPlugIn"),
-        "wandb": PlugIn("roll.tracking.plugins.wandb:WandbPlugIn"),
+        "swanlab": PlugIn("roll.tracking.plugins.libraries:SwanlabPlugIn"),
+        "trackio": PlugIn("roll.tracking.plugins.libraries:TrackioPlugIn"),
+        "wandb": PlugIn("roll.tracking.plugins.libraries:WandbPlugIn"),
     },
     PlugIn,
     "package.module:Class",
 )
-"""Trackers with a process of their own; see `roll.tracking.plugins.process.PlugIn`."""
+"""Trackers with a process of their own; see `roll.tracking.plugins.process.TrackerPlugIn`."""
 
 
 @dataclass

@@ -33,25 +33,17 @@ OTHER_GROUPS = "other groups"
 """Node for groups that a status does not list, or that wait for nothing: they continue."""
 _WHO_LIFTS = {"budget": TRAIN, "version": PUBLISHER, "paused": PUBLISHER}
 """The stage that must act, by the reason why no group starts."""
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Edge of the graph: ``who`` cannot continue without ``on``."""
-
-    who: str
-    on: str
-    what: str
-    since: float
+HOLDER = "who has it"
+"""Beginning of the description of an edge from a thing to the actor that holds it."""
 
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """All edges, by the node where they begin."""
+    """All edges, by the node where they begin. An edge is a `Wait`: ``who`` cannot continue without ``on``."""
 
-    edges: Mapping[str, Sequence[Edge]]
+    edges: Mapping[str, Sequence[Wait]]
 
-    def of(self, node: str) -> Sequence[Edge]:
+    def of(self, node: str) -> Sequence[Wait]:
         """Return the edges of what a node waits for; none if the node waits for nothing."""
         return self.edges.get(node, ())
 
@@ -66,10 +58,10 @@ class WaitGraph:
             stuck -= free
         return stuck
 
-    def cycle(self) -> list[Edge]:
+    def cycle(self) -> list[Wait]:
         """Return a ring of deadlocked nodes; empty if there is none."""
         stuck = self.deadlocked()
-        path: list[Edge] = []
+        path: list[Wait] = []
         seen: list[str] = []
         node = next((waiter for waiter in self.waiters() if waiter in stuck), None)
         while node is not None and node not in seen:
@@ -79,15 +71,23 @@ class WaitGraph:
             node = edge.on
         return [] if node is None else path[seen.index(node) :]
 
-    def chain(self, node: str) -> list[Edge]:
+    def chain(self, node: str) -> list[Wait]:
         """Follow the longest wait from a node to the last node. A ring is followed once."""
-        path: list[Edge] = []
+        path: list[Wait] = []
         seen = set()
         while node not in seen and self.of(node):
             seen.add(node)
             path.append(min(self.of(node), key=lambda edge: edge.since))
             node = path[-1].on
         return path
+
+    def waiting_for(self, node: str) -> set[str]:
+        """Return the nodes that wait for a node, directly or through others."""
+        found, before = {node}, 0
+        while len(found) > before:
+            before = len(found)
+            found |= {edge.who for edges in self.edges.values() for edge in edges if edge.on in found}
+        return found - {node}
 
     def _may_go_on(self, node: str, stuck: set[str]) -> bool:
         open_ends = [edge.on not in stuck for edge in self.of(node)]
@@ -104,10 +104,10 @@ def _any_will_do(node: str) -> bool:
 
 def wait_graph(status: RunStatus) -> WaitGraph:
     """Build the graph of a status."""
-    edges: dict[str, list[Edge]] = defaultdict(list)
+    edges: dict[str, list[Wait]] = defaultdict(list)
     for wait in status.waits:
         if status.loop_beat - wait.since >= YOUNG_SECONDS:
-            edges[wait.who].append(Edge(wait.who, wait.on, wait.what, wait.since))
+            edges[wait.who].append(wait)
     ahead = {edge.on: edge.since for each in edges.values() for edge in each}
     answered: set[str] = set()
     while ahead:
@@ -120,48 +120,47 @@ def wait_graph(status: RunStatus) -> WaitGraph:
     return WaitGraph(dict(edges))
 
 
-def _answerable(status: RunStatus, node: str, since: float) -> list[Edge]:
+def _answerable(status: RunStatus, node: str, since: float) -> list[Wait]:
     """Return the edges from a node that is waited for to its holders or makers."""
     held = [wait for wait in status.holdings if wait.on == node]
     if held:
-        return [Edge(node, wait.who, wait.what, since) if _any_will_do(node) else _held(wait) for wait in held]
-    kind, _, name = node.partition("/")
-    if kind in ("items", "room"):
-        ends = {channel.name: channel for channel in status.channels}
-        if name not in ends:
-            return []
-        channel = ends[name]
-        maker = channel.producer if kind == "items" else channel.consumer
-        return [Edge(node, maker, "to put an item" if kind == "items" else "to take an item", since)]
+        if _any_will_do(node):
+            return [Wait(node, wait.who, wait.what, since) for wait in held]
+        return [Wait(node, wait.who, f"{HOLDER}, {wait.what}", wait.since) for wait in held]
+    for channel in status.channels:
+        if node == f"items/{channel.name}":
+            return [Wait(node, channel.producer, "to put an item", since)]
+        if node == f"room/{channel.name}":
+            return [Wait(node, channel.consumer, "to take an item", since)]
     if node == SCHEDULER:
         return _scheduler_waits(status, since)
     if node == NEEDED_GROUPS and status.scheduler is not None:
-        return [Edge(node, group, "to finish", since) for group in status.scheduler.holding_up]
+        return [Wait(node, group, "to finish", since) for group in status.scheduler.holding_up]
     if node == PUBLICATION_MEMORY:
         return _memory_waits(status, since)
     if node == REPLICAS:
-        return [Edge(node, maker, "to bring weights", since) for maker in (_publisher(status), ENGINE)]
+        return [Wait(node, maker, "to bring weights", since) for maker in (_publisher(status), ENGINE)]
     return []
 
 
-def _memory_waits(status: RunStatus, since: float) -> list[Edge]:
+def _memory_waits(status: RunStatus, since: float) -> list[Wait]:
     node, holders = PUBLICATION_MEMORY, status.memory_holders
-    publishing = [Edge(node, _publisher(status), "to publish what lies there", since)] if PUBLISHING in holders else []
-    taking = [Edge(node, each, "to take newer weights", since) for each in holders if each.startswith(WORKER)]
+    publishing = [Wait(node, _publisher(status), "to publish what lies there", since)] if PUBLISHING in holders else []
+    taking = [Wait(node, each, "to take newer weights", since) for each in holders if each.startswith(WORKER)]
     return publishing + taking
 
 
-def _scheduler_waits(status: RunStatus, since: float) -> list[Edge]:
+def _scheduler_waits(status: RunStatus, since: float) -> list[Wait]:
     scheduler = status.scheduler
     if scheduler is None:
         return []
     if scheduler.in_flight and scheduler.holding_up:
-        return [Edge(SCHEDULER, NEEDED_GROUPS, "to finish", since)]
+        return [Wait(SCHEDULER, NEEDED_GROUPS, "to finish", since)]
     if scheduler.in_flight:
-        return [Edge(SCHEDULER, group, "to finish", since) for group in _groups(status)]
+        return [Wait(SCHEDULER, group, "to finish", since) for group in _groups(status)]
     if scheduler.refusal in _WHO_LIFTS:
         lifts = _WHO_LIFTS[scheduler.refusal]
-        return [Edge(SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)]
+        return [Wait(SCHEDULER, lifts, f"so that groups may start ({scheduler.refusal})", since)]
     return []
 
 
@@ -178,7 +177,3 @@ def _groups(status: RunStatus) -> list[str]:
 def _publisher(status: RunStatus) -> str:
     """Return the node that publishes weights: the stage, or the start of the roles if the stages do not run yet."""
     return PUBLISHER if any(stage.name == PUBLISHER for stage in status.stages) else START
-
-
-def _held(wait: Wait) -> Edge:
-    return Edge(wait.on, wait.who, f"who has it, {wait.what}", wait.since)

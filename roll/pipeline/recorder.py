@@ -14,7 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -38,7 +38,7 @@ from roll.tracking.plugins.process import Ending, PlugIns, open_plug_ins
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, Summary
 from roll.tracking.timeline import Timeline
-from roll.tracking.trackers import MetricsLog, TensorBoardTracker, Trackers, read_metrics
+from roll.tracking.trackers import MetricsLog, TensorBoardTracker, read_metrics
 from roll.tracking.waits import WaitBoard
 
 SAID = {True: "success", False: "no success", None: "success not told"}
@@ -268,8 +268,7 @@ class RunRecorder:
             self.console.resume({name: value for name, value in record.items() if value is not None}, record["step"])
         self.ledger: dict[str, int] = {}
         self._metrics = MetricsLog(run.metrics)
-        events = [TensorBoardTracker(run.tensorboard, after_step=after_step)] if tracker_list(config) else []
-        self._trackers = Trackers([self._metrics, *events])
+        self._events = TensorBoardTracker(run.tensorboard, after_step=after_step) if tracker_list(config) else None
         plug_ins = open_plug_ins(
             tracker_classes(config), config.tracker_kwargs, run, config.exp_name, redacted_config(config)
         )
@@ -355,7 +354,8 @@ class RunRecorder:
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
         for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
-            self._trackers.picture(picture.name, picture.path, result.version)
+            if self._events is not None:
+                self._events.picture(picture.name, picture.path, result.version)
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> None:
         """Record how the run has ended, before everything is closed: closing may fail or hang."""
@@ -368,9 +368,10 @@ class RunRecorder:
         """
         self._log_watch.close()
         try:
-            self.timeline.close()
-            self._samples.close()
-            self._trackers.close()
+            with ExitStack() as files:
+                for file in (self.timeline, self._samples, self._metrics, self._events):
+                    if file is not None:
+                        files.callback(file.close)
         except OSError as unwritten:
             status, error = "failed", error or unwritten
         if not self._finish(status, error) and status == "success":
@@ -393,7 +394,9 @@ class RunRecorder:
         return True
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        self._trackers.log(metrics, step)
+        self._metrics.log(metrics, step)
+        if self._events is not None:
+            self._events.log(metrics, step)
         self._plug_ins.log(metrics, step)
         self.summary.update(metrics, step, self.ledger)
         self.console.step(metrics, step)

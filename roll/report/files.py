@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,16 +28,6 @@ _Content = TypeVar("_Content")
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """Facts of a file from the file system."""
-
-    name: str
-    bytes: int
-    modified: float
-    """Time of the last change, in seconds since the epoch."""
-
-
-@dataclass(frozen=True)
 class RunFiles:
     """All content that a report is made of."""
 
@@ -51,7 +40,8 @@ class RunFiles:
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     log_tail: str = ""
-    files: tuple[FileFacts, ...] = ()
+    files: list[dict[str, Any]] = field(default_factory=list)
+    """Name, bytes and time of the last change (seconds since the epoch) of each file."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Name of a file -> why its part of the report is empty."""
     held: bool = False
@@ -71,8 +61,8 @@ def read_run(root: Path) -> RunFiles:
     """Read the files that exist. Raises `NoRun` if the folder holds none of the files of a run."""
     run = RunDirectory(root)
     parts = (run.metrics, run.timeline, run.samples, run.summary, run.config)
-    facts = tuple(_facts(path) for path in parts if path.is_file())
-    if not facts:
+    found = [(path.name, path.stat()) for path in parts if path.is_file()]
+    if not found:
         wanted = ", ".join(path.name for path in parts)
         raise NoRun(f"{root} holds no run: name a folder with {wanted} (or some of them)")
     absent: dict[str, str] = {}
@@ -86,7 +76,7 @@ def read_run(root: Path) -> RunFiles:
         config_text=config_text,
         config=_parse_config(config_text, absent),
         log_tail=_read(run.logs / "driver.log", _read_tail, "", absent),
-        files=facts,
+        files=[{"name": name, "bytes": facts.st_size, "modified": facts.st_mtime} for name, facts in found],
         absent=absent,
         held=_is_held(root / ".lock"),
     )
@@ -158,26 +148,16 @@ def _parse_config(text: str, absent: dict[str, str]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _facts(path: Path) -> FileFacts:
-    status = path.stat()
-    return FileFacts(path.name, status.st_size, status.st_mtime)
-
-
 def _is_held(lock: Path) -> bool:
     """Return True if a process has claimed the run (`RunDirectory.held`).
 
     The lock is tested with a shared lock that is released at once.
     """
     try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return False

@@ -64,40 +64,48 @@ def idle_shares(run: RunFiles) -> dict[str, float]:
 def _waiting(run: RunFiles) -> Iterator[Finding]:
     """Yield the finding on which role waits for which."""
     idle = idle_shares(run)
-    if "actor_infer" not in idle or "actor_train" not in idle:
-        return
-    engine, trainer = idle["actor_infer"], idle["actor_train"]
-    numbers = f"idle on average: {_list(f'{role} {_percent(share)}' for role, share in idle.items())} of a step"
-    evidence = f"idle/*, steps {_steps(run)}"
-    if max(engine, trainer) < LARGE_IDLE:
-        yield Finding(max(engine, trainer), f"Generation and training keep each other busy; {numbers}.", "", evidence)
-    elif _share_devices(run):
-        yield Finding(
-            max(engine, trainer),
-            f"Engine and trainer share their devices and take turns, so each is idle while the other works; {numbers}.",
-            "Give them devices of their own (`device_mapping`) and let generation run ahead "
-            "(`async_generation_ratio`).",
-            evidence,
+    if {"actor_infer", "actor_train"} <= idle.keys():
+        share, text, remedy, lane = _who_waits(run, idle["actor_infer"], idle["actor_train"])
+        numbers = ", ".join(f"{role} {_percent(share)}" for role, share in idle.items())
+        evidence = f"idle/*, steps {_steps(run)}{lane}"
+        yield Finding(share, f"{text}; idle on average: {numbers} of a step.", remedy, evidence)
+
+
+def _who_waits(run: RunFiles, engine: float, trainer: float) -> tuple[float, str, str, str]:
+    """Return the lost share, who waits for whom, the remedy and further evidence, from the idle shares."""
+    larger, smaller = max(engine, trainer), min(engine, trainer)
+    if larger < LARGE_IDLE:
+        return larger, "Generation and training keep each other busy", "", ""
+    if _share_devices(run):
+        text = "Engine and trainer share their devices and take turns, so each is idle while the other works"
+        remedy = (
+            "Give them devices of their own (`device_mapping`) and let generation run ahead (`async_generation_ratio`)."
         )
-    elif engine >= LARGE_IDLE and trainer >= LARGE_IDLE:
-        yield _both_wait(run, numbers, evidence, engine, trainer)
-    elif engine > trainer:
-        yield Finding(
-            engine,
-            f"The engine waits for the trainer: training is the slower side; {numbers}.",
+        return larger, text, remedy, ""
+    if smaller < LARGE_IDLE and engine > trainer:
+        remedy = (
             "Give the trainer more devices (`actor_train.device_mapping`) or the engine fewer, larger micro-batches "
             "(`max_tokens_per_microbatch_in_train`, where a step has several) or packed ones (`use_sequence_packing`). "
-            f"What the engine has to spare can go into more samples per prompt.{_too_far_ahead(run)}",
-            evidence,
+            f"What the engine has to spare can go into more samples per prompt.{_too_far_ahead(run)}"
         )
-    else:
-        yield Finding(
-            trainer,
-            f"The trainer waits for rollouts: generation is the slower side; {numbers}.",
+        return engine, "The engine waits for the trainer: training is the slower side", remedy, ""
+    if smaller < LARGE_IDLE:
+        remedy = (
             "Give the engine more devices or replicas, let generation run further ahead (`async_generation_ratio`), or "
-            "shorten responses.",
-            evidence,
+            "shorten responses."
         )
+        return trainer, "The trainer waits for rollouts: generation is the slower side", remedy, ""
+    if run.config.get("async_generation_ratio") == 0:
+        text = "Engine and trainer take turns, because nothing is generated ahead (ratio 0)"
+        remedy = "`async_generation_ratio: 1` lets them work at the same time, with tokens at most one version old."
+        return smaller, text, remedy, ""
+    judge, busy = _busiest_judge(run)
+    if busy > max(LARGE_IDLE, 1 - engine):
+        text = f"Engine and trainer both wait, while {judge} worked {_percent(busy)} of the time, more than the engine"
+        return smaller, text, "Give it more workers, or make it faster.", f"; timeline, lane {judge}"
+    text = "Both wait at times, for something that is neither generation nor training"
+    remedy = "Look at the lanes: validation, weight publication, or a driver without a core of its own."
+    return smaller, text, remedy, ""
 
 
 def _too_far_ahead(run: RunFiles) -> str:
@@ -106,32 +114,6 @@ def _too_far_ahead(run: RunFiles) -> str:
     if not isinstance(ratio, int | float) or ratio <= 1:
         return ""
     return f" Generating {ratio:g} steps ahead only makes tokens older here: `async_generation_ratio: 1` is enough."
-
-
-def _both_wait(run: RunFiles, numbers: str, evidence: str, engine: float, trainer: float) -> Finding:
-    share = min(engine, trainer)
-    if run.config.get("async_generation_ratio") == 0:
-        return Finding(
-            share,
-            f"Engine and trainer take turns, because nothing is generated ahead (ratio 0); {numbers}.",
-            "`async_generation_ratio: 1` lets them work at the same time, with tokens at most one version old.",
-            evidence,
-        )
-    judge, busy = _busiest_judge(run)
-    if busy > max(LARGE_IDLE, 1 - engine):
-        return Finding(
-            share,
-            f"Engine and trainer both wait, while {judge} worked {_percent(busy)} of the time, more than the engine; "
-            f"{numbers}.",
-            "Give it more workers, or make it faster.",
-            f"{evidence}; timeline, lane {judge}",
-        )
-    return Finding(
-        share,
-        f"Both wait at times, for something that is neither generation nor training; {numbers}.",
-        "Look at the lanes: validation, weight publication, or a driver without a core of its own.",
-        evidence,
-    )
 
 
 def _busiest_judge(run: RunFiles) -> tuple[str, float]:
@@ -146,7 +128,8 @@ def _busiest_judge(run: RunFiles) -> tuple[str, float]:
 
 
 def _validation(run: RunFiles) -> Iterator[Finding]:
-    share = _lane_share(run, "validation", "running")
+    lane = run.trace.lane("validation") if run.trace is not None else None
+    share = lane.busy_share(run.trace.training_window) if run.trace is not None and lane is not None else 0.0
     if share > SMALL:
         pause = _settings(run, "validation").get("mode") == "pause"
         effect = "no training group starts meanwhile (`validation.mode: pause`)" if pause else "beside the training"
@@ -159,13 +142,11 @@ def _validation(run: RunFiles) -> Iterator[Finding]:
 
 
 def _publication(run: RunFiles) -> Iterator[Finding]:
-    records = settled(run)
-    seconds = sum(record.get("time/step") or 0.0 for record in records)
-    stalled = sum(record.get("weights/stall_seconds") or 0.0 for record in records)
-    if seconds and stalled / seconds > SMALL:
+    share = _share_of_time(run, "weights/stall_seconds")
+    if share > SMALL:
         yield Finding(
-            stalled / seconds,
-            f"Engines stand still for new weights {_percent(stalled / seconds)} of the time.",
+            share,
+            f"Engines stand still for new weights {_percent(share)} of the time.",
             "Publish less often (`weight_update.interval_steps`), or over a faster transport.",
             f"weights/stall_seconds, steps {_steps(run)}",
         )
@@ -173,17 +154,22 @@ def _publication(run: RunFiles) -> Iterator[Finding]:
 
 def _beside_training(run: RunFiles) -> Iterator[Finding]:
     """Yield findings on the stages of a step other than rollouts and the policy's training."""
-    records = settled(run)
-    seconds = sum(record.get("time/step") or 0.0 for record in records)
     for stage in ("reference", "value", "advantage", "critic"):
-        worked = sum(record.get(f"time/{stage}") or 0.0 for record in records)
-        if seconds and worked / seconds > LARGE_IDLE:
+        share = _share_of_time(run, f"time/{stage}")
+        if share > LARGE_IDLE:
             yield Finding(
-                worked / seconds / 2,
-                f"The stage {stage} works for {_percent(worked / seconds)} of a step's time.",
+                share / 2,
+                f"The stage {stage} works for {_percent(share)} of a step's time.",
                 "Give its role more devices, or larger micro-batches; stages overlap as long as they share no devices.",
                 f"time/{stage}, steps {_steps(run)}",
             )
+
+
+def _share_of_time(run: RunFiles, name: str) -> float:
+    """Return the seconds of a metric per second of training."""
+    records = settled(run)
+    seconds = sum(record.get("time/step") or 0.0 for record in records)
+    return sum(record.get(name) or 0.0 for record in records) / seconds if seconds else 0.0
 
 
 def _start(run: RunFiles) -> Iterator[Finding]:
@@ -203,7 +189,7 @@ def _drops(run: RunFiles) -> Iterator[Finding]:
     dropped = {name.removeprefix("dropped/"): count for name, count in ledger.items() if name.startswith("dropped/")}
     share = sum(dropped.values()) / issued if issued else 0.0
     if share > SMALL:
-        reasons = _list(f"{reason} {count:g}" for reason, count in dropped.items() if count)
+        reasons = ", ".join(f"{reason} {count:g}" for reason, count in dropped.items() if count)
         yield Finding(
             share,
             f"{_percent(share)} of the groups were generated for nothing: {reasons}.",
@@ -256,14 +242,6 @@ def ledger_of(run: RunFiles) -> dict[str, float]:
     return {name.removeprefix("ledger/"): value for name, value in last.items() if name.startswith("ledger/")}
 
 
-def _lane_share(run: RunFiles, name: str, state: str) -> float:
-    lane = run.trace.lane(name) if run.trace is not None else None
-    if lane is None or run.trace is None:
-        return 0.0
-    start, end = run.trace.training_window
-    return lane.seconds((start, end)).get(state, 0.0) / ((end - start) / 1e6) if end > start else 0.0
-
-
 def _share_devices(run: RunFiles) -> bool:
     """Return True if trainer and engine have a device in common."""
     mappings = [_settings(run, role).get("device_mapping") for role in ("actor_train", "actor_infer")]
@@ -279,10 +257,6 @@ def _settings(run: RunFiles, name: str) -> Mapping[str, Any]:
 def _steps(run: RunFiles) -> str:
     records = settled(run)
     return f"{records[0]['step']} to {records[-1]['step']}" if records else "none"
-
-
-def _list(items: Iterator[str]) -> str:
-    return ", ".join(items)
 
 
 def _percent(share: float) -> str:

@@ -1,8 +1,7 @@
-"""The timeline as lanes (states of each stage and worker over time) of bounded size, and the samples that fit.
+"""The timeline as lanes (states of each stage and worker over time) of bounded size.
 
 Shares are taken from all spans. The latest spans are drawn exactly, as many as fit. For the time before them, each lane
-gives the share of each state in each short interval. Samples are taken from steps spread over the run, long texts
-cut.
+gives the share of each state in each short interval.
 """
 
 from __future__ import annotations
@@ -12,68 +11,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-from roll.report.embedding import embedded
-
-MAX_BYTES = 700_000
-LONGEST_TEXT = 4_000
-"""Most characters of a prompt or a response."""
-
-
-def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
-    """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
-    for sample in samples:
-        by_step.setdefault(sample["step"], []).append(sample)
-    steps = sorted(by_step)
-    of_step = cache(lambda step: [_sized(sample) for sample in by_step[step]])
-    chosen = steps
-    while len(chosen) > 2 and not _fit((size for step in chosen for size, _ in of_step(step)), max_bytes):
-        chosen = spread(steps, len(chosen) * 3 // 4)
-    room, kept = max_bytes, []
-    for size, sample in (each for step in chosen for each in of_step(step)):
-        room -= size
-        if room > 0:
-            kept.append(sample)
-    return kept
-
-
-def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the bytes of a sample on the page, and the sample in its form there."""
-    shortened = _shortened(sample)
-    return len(embedded(shortened).encode(errors="backslashreplace")), shortened
-
-
-def _fit(sizes: Iterable[int], room: int) -> bool:
-    """Return True if all sizes fit; stop at the first that does not."""
-    return all(total <= room for total in accumulate(sizes))
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` (at least 2) of the items, evenly spread, with the first and the last among them."""
-    count = max(2, count)
-    if len(items) <= count:
-        return list(items)
-    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
-
-
-def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample in its form on the page. If it has all its tokens, the response is not repeated."""
-    tokens = sample.get("tokens")
-    response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
-    return {**sample, "prompt": _cut(sample["prompt"]), "response": response}
-
-
-def _cut(text: str) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    half = LONGEST_TEXT // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
-
 
 MAX_SPANS = 16_000
 """Most spans drawn exactly."""
@@ -109,21 +48,19 @@ class Lane:
         """Name as it is shown."""
         return self.name.removeprefix("stage/").removesuffix("/all")
 
-    def seconds(self, window: tuple[int, int]) -> dict[str, float]:
-        """Return the seconds of a window by state."""
+    def shares(self, window: tuple[int, int]) -> dict[str, float]:
+        """Return the share of a window in each state that occurs in it."""
         start, end = window
         total: dict[str, float] = defaultdict(float)
         for span in self.spans:
             inside = min(span.end, end) - max(span.start, start)
             if inside > 0:
-                total[span.state] += inside / 1e6
+                total[span.state] += inside / (end - start)
         return dict(total)
 
     def busy_share(self, window: tuple[int, int]) -> float:
         """Return the share of a window in which the lane worked."""
-        start, end = window
-        worked = sum(seconds for state, seconds in self.seconds(window).items() if state in BUSY_STATES)
-        return worked / ((end - start) / 1e6) if end > start else 0.0
+        return sum(share for state, share in self.shares(window).items() if state in BUSY_STATES)
 
 
 @dataclass(frozen=True)
@@ -223,8 +160,6 @@ def drawn_lanes(trace: Trace, first_step: int = 1, max_spans: int = MAX_SPANS, b
 
 def _drawn(lane: Lane, states: Sequence[str], window: tuple[int, int], detail_from: int, bins: int) -> dict[str, Any]:
     exact = [span for span in lane.spans if span.end > detail_from]
-    length = (window[1] - window[0]) / 1e6
-    seconds = lane.seconds(window)
     return {
         "kind": lane.kind,
         "name": lane.name,
@@ -232,7 +167,7 @@ def _drawn(lane: Lane, states: Sequence[str], window: tuple[int, int], detail_fr
         "start": [span.start / 1e3 for span in exact],
         "length": [(span.end - span.start) / 1e3 for span in exact],
         "state": [states.index(span.state) for span in exact],
-        "shares": {state: value / length for state, value in seconds.items()} if length else {},
+        "shares": lane.shares(window),
         "busy": lane.busy_share(window),
         "bins": _binned(lane, states, detail_from, bins) if detail_from else {},
     }

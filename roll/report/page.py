@@ -11,17 +11,19 @@ import argparse
 import base64
 import hashlib
 import html
+import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roll.report.embedding import embedded
 from roll.report.files import NoRun, RunFiles, read_run
 from roll.report.findings import findings, idle_shares, ledger_of, settled
-from roll.report.lanes import drawn_lanes, excerpts
+from roll.report.lanes import drawn_lanes
 from roll.report.panels import sections_of, series_of
 from roll.tracking.files import write_atomically
 
@@ -144,8 +146,78 @@ def page_data(run: RunFiles, now: float) -> dict[str, Any]:
         "config": run.config_text[:LONGEST_CONFIG],
         "config_characters": len(run.config_text),
         "log": run.log_tail[-20_000:],
-        "files": [asdict(facts) for facts in run.files],
+        "files": run.files,
     }
+
+
+_UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+
+def embedded(data: Any) -> str:
+    """Return compact JSON for the inside of a `<script>` element.
+
+    The characters with which markup could begin or end become JSON escapes. The text therefore holds no ``</script>``
+    and no ``<!--``, and parses to exactly the same data. Numbers are written so that they read back to the same bits.
+    Raises `ValueError` for a number that is not finite.
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_UNSAFE)
+
+
+MAX_BYTES = 700_000
+LONGEST_TEXT = 4_000
+"""Most characters of a prompt or a response."""
+
+
+def excerpts(samples: Sequence[Mapping[str, Any]], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+    """Return samples of as many steps as fit into ``max_bytes``: the first, the last, and evenly between."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    of_step = cache(lambda step: [_sized(sample) for sample in by_step[step]])
+    chosen = steps
+    while len(chosen) > 2 and not _fit((size for step in chosen for size, _ in of_step(step)), max_bytes):
+        chosen = spread(steps, len(chosen) * 3 // 4)
+    room, kept = max_bytes, []
+    for size, sample in (each for step in chosen for each in of_step(step)):
+        room -= size
+        if room > 0:
+            kept.append(sample)
+    return kept
+
+
+def _sized(sample: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the bytes of a sample on the page, and the sample in its form there."""
+    shortened = _shortened(sample)
+    return len(embedded(shortened).encode(errors="backslashreplace")), shortened
+
+
+def _fit(sizes: Iterable[int], room: int) -> bool:
+    """Return True if all sizes fit; stop at the first that does not."""
+    return all(total <= room for total in accumulate(sizes))
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """Return ``count`` (at least 2) of the items, evenly spread, with the first and the last among them."""
+    count = max(2, count)
+    if len(items) <= count:
+        return list(items)
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
+def _shortened(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample in its form on the page. If it has all its tokens, the response is not repeated."""
+    tokens = sample.get("tokens")
+    response = "" if tokens and not tokens["left_out"] else _cut(sample["response"])
+    return {**sample, "prompt": _cut(sample["prompt"]), "response": response}
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
 
 
 def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_NUMBERS = 42_000
@@ -19,20 +19,21 @@ FEWEST_POINTS = 60
 
 
 @dataclass(frozen=True)
-class PanelKind:
-    """A picture that is drawn if any of its metrics was recorded."""
+class Panel:
+    """A picture of the metrics whose whole names match a pattern; drawn if any of them was recorded."""
 
     title: str
     pattern: str
-    """Regular expression that matches whole names."""
     help: str = ""
     unit: str = ""
     """Unit of the values. ``share`` is shown in per cent; other units follow the number."""
     scale: str = "linear"
+    metrics: list[str] = field(default_factory=list)
+    """Names found in a run."""
 
 
 @dataclass(frozen=True)
-class SectionKind:
+class Section:
     """Panels under one heading.
 
     ``rest``: pattern of metrics without a panel anywhere else; those with the same first and last name share a panel.
@@ -40,128 +41,110 @@ class SectionKind:
     """
 
     title: str
-    panels: tuple[PanelKind, ...] = ()
+    panels: Sequence[Panel] = ()
     rest: str = ""
     folded: bool = False
 
 
 SECTIONS = (
-    SectionKind(
+    Section(
         "Learning",
         (
-            PanelKind("Reward", r"reward/mean|reward/[^/]+/mean", "Mean score of a step's samples, all and by domain."),
-            PanelKind("Validation accuracy", r"val/.+/accuracy", "Held-out prompts, one pinned version.", "share"),
-            PanelKind("Validation, best of its group", r"val/.+/best_of_group", unit="share"),
-            PanelKind("Validation score", r"val/.+/score"),
-            PanelKind("Spread of rewards", r"reward/(std|min|max)"),
-            PanelKind(
+            Panel("Reward", r"reward/mean|reward/[^/]+/mean", "Mean score of a step's samples, all and by domain."),
+            Panel("Validation accuracy", r"val/.+/accuracy", "Held-out prompts, one pinned version.", "share"),
+            Panel("Validation, best of its group", r"val/.+/best_of_group", unit="share"),
+            Panel("Validation score", r"val/.+/score"),
+            Panel("Spread of rewards", r"reward/(std|min|max)"),
+            Panel(
                 "Samples that teach little",
                 r"reward/zero_variance_groups|response/truncated_share",
                 "Groups whose samples all score the same have no advantage; truncated responses met the length limit.",
                 "share",
             ),
-            PanelKind("Response length", r"response/length_(mean|max)|val/.+/response_length", unit="tokens"),
-            PanelKind("Response tokens", r"response/tokens", "Trained on in a step.", "tokens"),
-            PanelKind("Advantages", r"advantage/(mean|std|min|max)"),
+            Panel("Response length", r"response/length_(mean|max)|val/.+/response_length", unit="tokens"),
+            Panel("Response tokens", r"response/tokens", "Trained on in a step.", "tokens"),
+            Panel("Advantages", r"advantage/(mean|std|min|max)"),
         ),
     ),
-    SectionKind(
+    Section(
         "Policy and optimizer",
         (
-            PanelKind("Loss", r"actor/(loss|[^/]*_loss)"),
-            PanelKind("Entropy", r"actor/entropy", "Mean over response tokens.", "nats"),
-            PanelKind("KL to the behaviour policy", r"actor/(kl|k1)", "k3 (kl) and k1, per token.", "nats"),
-            PanelKind("Clip fraction", r"actor/[^/]*clip[^/]*", "Tokens whose gradient the loss cut.", "share"),
-            PanelKind(
+            Panel("Loss", r"actor/(loss|[^/]*_loss)"),
+            Panel("Entropy", r"actor/entropy", "Mean over response tokens.", "nats"),
+            Panel("KL to the behaviour policy", r"actor/(kl|k1)", "k3 (kl) and k1, per token.", "nats"),
+            Panel("Clip fraction", r"actor/[^/]*clip[^/]*", "Tokens whose gradient the loss cut.", "share"),
+            Panel(
                 "Effective sample size",
                 r"actor/(lag_[^/]+/)?ess",
                 "1: on-policy; low: few tokens carry the update.",
                 "share",
             ),
-            PanelKind("Ratio current / behaviour", r"actor/ratio_(mean|max)", scale="log"),
-            PanelKind("Gradient norm", r"actor/grad_norm", "Before clipping.", scale="log"),
-            PanelKind("Learning rate", r"actor/learning_rate"),
+            Panel("Ratio current / behaviour", r"actor/ratio_(mean|max)", scale="log"),
+            Panel("Gradient norm", r"actor/grad_norm", "Before clipping.", scale="log"),
+            Panel("Learning rate", r"actor/learning_rate"),
         ),
         rest=r"actor/.+|kl_penalty/.+",
     ),
-    SectionKind(
+    Section(
         "Freshness",
         (
-            PanelKind("Lag", r"lag/(mean|max)", "Training step minus the version of a token.", "versions"),
-            PanelKind("Tokens by lag", r"actor/lag_[^/]+/share", unit="share"),
-            PanelKind("Groups on their way", r"ledger/(in_flight|buffered)", "At the end of a step.", "groups"),
+            Panel("Lag", r"lag/(mean|max)", "Training step minus the version of a token.", "versions"),
+            Panel("Tokens by lag", r"actor/lag_[^/]+/share", unit="share"),
+            Panel("Groups on their way", r"ledger/(in_flight|buffered)", "At the end of a step.", "groups"),
         ),
     ),
-    SectionKind(
+    Section(
         "Speed",
         (
-            PanelKind("Time of a step", r"time/step", "Wall clock, from the end of the last step.", "s"),
-            PanelKind("Idle", r"idle/.+", "Share of the step in which a role computed nothing.", "share"),
-            PanelKind("Tokens per second", r"tokens_per_second/.+", unit="tokens/s"),
-            PanelKind("Time by stage", r"time/(?!step$).+", "Working, waiting not counted.", "s", "log"),
-            PanelKind("Weight publication", r"weights/.+_seconds", unit="s", scale="log"),
-            PanelKind("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals over the run."),
+            Panel("Time of a step", r"time/step", "Wall clock, from the end of the last step.", "s"),
+            Panel("Idle", r"idle/.+", "Share of the step in which a role computed nothing.", "share"),
+            Panel("Tokens per second", r"tokens_per_second/.+", unit="tokens/s"),
+            Panel("Time by stage", r"time/(?!step$).+", "Working, waiting not counted.", "s", "log"),
+            Panel("Weight publication", r"weights/.+_seconds", unit="s", scale="log"),
+            Panel("Engine repairs", r"engine/(restarts|reissued|resumed_tokens)", "Totals over the run."),
         ),
     ),
-    SectionKind(
+    Section(
         "Groups",
-        (PanelKind("Ledger", r"ledger/(issued|consumed|dropped/.+)", "Totals over the run.", "groups"),),
+        (Panel("Ledger", r"ledger/(issued|consumed|dropped/.+)", "Totals over the run.", "groups"),),
         folded=True,
     ),
-    SectionKind("Critic", rest=r"critic/.+", folded=True),
-    SectionKind("Corrections and mismatch", rest=r"(correction|mismatch|canary|canaries)/.+", folded=True),
-    SectionKind("Environments", rest=r"(env|env_workers|environments)/.+", folded=True),
-    SectionKind("Everything else", rest=r".+", folded=True),
+    Section("Critic", rest=r"critic/.+", folded=True),
+    Section("Corrections and mismatch", rest=r"(correction|mismatch|canary|canaries)/.+", folded=True),
+    Section("Environments", rest=r"(env|env_workers|environments)/.+", folded=True),
+    Section("Everything else", rest=r".+", folded=True),
 )
-
-
-@dataclass
-class Panel:
-    """A picture of some metrics."""
-
-    title: str
-    metrics: list[str]
-    help: str = ""
-    unit: str = ""
-    scale: str = "linear"
-
-
-@dataclass
-class Section:
-    """Panels under one heading."""
-
-    title: str
-    panels: list[Panel] = field(default_factory=list)
-    folded: bool = False
 
 
 def sections_of(names: Iterable[str]) -> list[Section]:
     """Return the sections that have something to show; each name is in exactly one panel."""
-    left = dict.fromkeys(name for name in names if name != "step")
-    sections = [Section(kind.title, [_take(panel, left) for panel in kind.panels], kind.folded) for kind in SECTIONS]
-    for kind, section in zip(SECTIONS, sections, strict=True):
-        section.panels = [panel for panel in section.panels if panel.metrics] + _rest(kind.rest, left)
+    left = [name for name in names if name != "step"]
+    found = [[replace(panel, metrics=_take(panel.pattern, left)) for panel in section.panels] for section in SECTIONS]
+    sections = [
+        replace(section, panels=[panel for panel in panels if panel.metrics] + _rest(section.rest, left))
+        for section, panels in zip(SECTIONS, found, strict=True)
+    ]
     return [section for section in sections if section.panels]
 
 
-def _take(kind: PanelKind, left: dict[str, None]) -> Panel:
-    names = [name for name in left if re.fullmatch(kind.pattern, name)]
-    for name in names:
-        del left[name]
-    return Panel(kind.title, names, kind.help, kind.unit, kind.scale)
+def _take(pattern: str, left: list[str]) -> list[str]:
+    """Remove the names that match from ``left`` and return them."""
+    taken = [name for name in left if re.fullmatch(pattern, name)]
+    left[:] = [name for name in left if name not in taken]
+    return taken
 
 
-def _rest(pattern: str, left: dict[str, None]) -> list[Panel]:
+def _rest(pattern: str, left: list[str]) -> list[Panel]:
     """Return panels of the metrics that match, one for those with the same first and last name (``env/*/turns``)."""
-    if not pattern:
-        return []
     by_title: dict[str, list[str]] = {}
-    for name in [name for name in left if re.fullmatch(pattern, name)]:
-        del left[name]
+    for name in _take(pattern, left):
         first, *between, last = name.split("/") if "/" in name else ("", name)
         title = f"{first}/…/{last}" if between else name
         by_title.setdefault(title, []).append(name)
-    return [Panel(title if len(names) > 1 else names[0], names) for title, names in sorted(by_title.items())]
+    return [
+        Panel(title if len(names) > 1 else names[0], pattern, metrics=names)
+        for title, names in sorted(by_title.items())
+    ]
 
 
 def series_of(records: Sequence[Mapping[str, Any]], max_numbers: int = MAX_NUMBERS) -> dict[str, Any]:

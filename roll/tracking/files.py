@@ -60,16 +60,16 @@ def sync_file(path: Path, on_synced: Callable[[int], None]) -> None:
     with naming(path):
         size = path.stat().st_size
         synced = _sync_pieces(path, size, on_synced) if size > SYNC_PIECE else 0
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
     on_synced(size - synced)
 
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk: a new file that is synced may still lose its name."""
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

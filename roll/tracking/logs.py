@@ -57,8 +57,10 @@ def native_output_kept(log_dir: Path, role: str) -> Iterator[None]:
     try:
         _flush(before.values())
         # Only a stream that ends at the descriptor has to bypass it: tests and notebooks have installed other streams.
-        sys.stdout = _led_to(kept[STDOUT], STDOUT, before[STDOUT])
-        sys.stderr = _led_to(kept[STDERR], STDERR, before[STDERR])
+        if _descriptor(sys.stdout) == STDOUT:
+            sys.stdout = _stream(kept[STDOUT], sys.stdout)
+        if _descriptor(sys.stderr) == STDERR:
+            sys.stderr = _stream(kept[STDERR], sys.stderr)
         for descriptor in before:
             os.dup2(target, descriptor)
         with _stream(target, None) as file, _library_handlers_led_to(file, [*before.values(), sys.stdout, sys.stderr]):
@@ -84,10 +86,6 @@ def _stream(descriptor: int, like: TextIO | None) -> TextIO:
     return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
-def _led_to(descriptor: int, around: int, stream: TextIO) -> TextIO:
-    return _stream(descriptor, stream) if _descriptor(stream) == around else stream
-
-
 def _descriptor(stream: TextIO | None) -> int | None:
     try:
         return None if stream is None else stream.fileno()
@@ -102,10 +100,10 @@ def _library_handlers_led_to(file: TextIO, terminal: Collection[TextIO | None]) 
     The root logger's handlers are the program's own and stay. Handlers are replaced, not redirected, because the stream
     of some (`logging.lastResort`) is fixed.
     """
-    loggers = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
     replaced = [
         (logger, handler, _like(handler, file))
-        for logger in loggers
+        for logger in logging.root.manager.loggerDict.values()
+        if isinstance(logger, logging.Logger)
         for handler in logger.handlers
         if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
     ]
@@ -219,8 +217,8 @@ class LogWatch:
         Trackers' files are left out unless everything is shown, since the driver reports their failures.
         """
         paths = sorted([*self._folder.glob("*.log"), *self._folder.glob("*.out")])
-        told = [path for path in paths if path.name != "driver.log"]
-        return told if self._shown == "all" else [path for path in told if not path.name.startswith("tracker_")]
+        hidden = ("driver.log",) if self._shown == "all" else ("driver.log", "tracker_")
+        return [path for path in paths if not path.name.startswith(hidden)]
 
     def _new_lines(self, file: _Grown) -> Iterator[str]:
         size = file.path.stat().st_size
@@ -241,14 +239,9 @@ class LogWatch:
             return _PRINTED_ERROR.match(line) is not None
         record = _RECORD.match(line)
         if record is not None:
-            file.showing = _matters(record["level"], record["logger"])
+            ours = record["logger"].partition(".")[0] == "roll"
+            file.showing = record["level"] in ("ERROR", "CRITICAL") or (record["level"] == "WARNING" and ours)
         return file.showing and bool(line.strip())
-
-
-def _matters(level: str, logger: str) -> bool:
-    if level in ("ERROR", "CRITICAL"):
-        return True
-    return level == "WARNING" and (logger == "roll" or logger.startswith("roll."))
 
 
 MASK = "***"
@@ -342,24 +335,18 @@ def configure_logging(log_dir: Path | None, role: str, console: bool = False) ->
         terminal.setLevel(logging.WARNING)
         terminal.addFilter(lambda record: record.name != "py.warnings")
         handlers.append(terminal)
-    for handler in handlers:
-        handler.setFormatter(_RedactingFormatter(_FORMAT))
-    _replace_handlers(handlers)
-    logging.getLogger("roll").setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    return file_path
-
-
-def _replace_handlers(handlers: list[logging.Handler]) -> None:
-    """Replace our handlers, which are known by their formatter. Handlers of other code stay."""
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if isinstance(handler.formatter, _RedactingFormatter):
+        if isinstance(handler.formatter, _RedactingFormatter):  # ours; handlers of other code stay
             root.removeHandler(handler)
             handler.close()
     for handler in handlers:
+        handler.setFormatter(_RedactingFormatter(_FORMAT))
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
+    logging.getLogger("roll").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return file_path
 
 
 def role_file(log_dir: Path, role: str, suffix: str) -> Path:

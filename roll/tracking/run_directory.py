@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
 
@@ -27,11 +26,43 @@ class RunUnusable(OSError):
     """The folder of a run cannot be worked in."""
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        """The resolved configuration, secrets redacted."""
+        self.metrics = root / "metrics.jsonl"
+        """One JSON object per training step."""
+        self.timeline = root / "timeline.json"
+        """States of stages and workers over time; opens in Perfetto."""
+        self.samples = root / "samples.jsonl"
+        """Readable rollouts."""
+        self.summary = root / "summary.json"
+        """End and results of the run."""
+        self.status = root / "status.json"
+        """Present activity of the run."""
+        self.chaos = root / "chaos.jsonl"
+        """Record of the injected faults."""
+        self.checkpoints = root / "checkpoints"
+        """Folder of checkpoints."""
+        self.journal = root / "journal"
+        """Folder of the rollout journal."""
+        self.weights = root / "weights"
+        """Folder of published weights on their way to the engines, if they travel as files."""
+        self.weights_note = root / "weights.json"
+        """Note that names the other folder of published weights, if the configuration sets one."""
+        self.tensorboard = root / "tensorboard"
+        """Folder of TensorBoard's events."""
+        self.trackers = root / "trackers"
+        """Folder with one folder per plug-in tracker."""
+        self.tracker_ids = self.trackers / "ids.json"
+        """The run's id in each plug-in tracker."""
+        self.episodes = root / "episodes"
+        """Validation episodes to look at."""
+        self.logs = root / "logs"
+        """Folder of the logs of driver and workers."""
 
     @classmethod
     def create(
@@ -93,86 +124,6 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration, secrets redacted."""
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per training step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """States of stages and workers over time; opens in Perfetto."""
-        return self.root / "timeline.json"
-
-    @property
-    def samples(self) -> Path:
-        """Readable rollouts."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """End and results of the run."""
-        return self.root / "summary.json"
-
-    @property
-    def status(self) -> Path:
-        """Present activity of the run."""
-        return self.root / "status.json"
-
-    @property
-    def chaos(self) -> Path:
-        """Record of the injected faults."""
-        return self.root / "chaos.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        """Folder of the rollout journal."""
-        return self.root / "journal"
-
-    @property
-    def weights(self) -> Path:
-        """Folder of published weights on their way to the engines, if they travel as files."""
-        return self.root / "weights"
-
-    @property
-    def weights_note(self) -> Path:
-        """Note that names the other folder of published weights, if the configuration sets one."""
-        return self.root / "weights.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's events."""
-        return self.root / "tensorboard"
-
-    @property
-    def trackers(self) -> Path:
-        """Folder with one folder per plug-in tracker."""
-        return self.root / "trackers"
-
-    @property
-    def tracker_ids(self) -> Path:
-        """The run's id in each plug-in tracker."""
-        return self.trackers / "ids.json"
-
-    @property
-    def episodes(self) -> Path:
-        """Validation episodes to look at."""
-        return self.root / "episodes"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the logs of driver and workers."""
-        return self.root / "logs"
 
     def write_config(self, text: str) -> None:
         """Save the resolved configuration, whose secrets are already redacted."""

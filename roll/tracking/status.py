@@ -23,9 +23,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal
 
@@ -123,6 +124,7 @@ def _answers(pid: int) -> bool:
 
 
 _POOL_THREAD = "concurrent/futures/thread.py"
+_FRAME_AND_AWAITED = (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom"))
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -132,54 +134,40 @@ def thread_place(ident: int) -> str | None:
     inner = sys._current_frames().get(ident)
     if inner is None or inner.f_code.co_filename.endswith(_POOL_THREAD):
         return None
-    outwards = []
-    frame: FrameType | None = inner
-    while frame is not None:
-        outwards.append(frame)
-        frame = frame.f_back
-    return _place(outwards)
+    return _place([frame for frame, _ in walk_stack(inner)])
 
 
 def busy_threads() -> list[str]:
     """Return each thread that is busy and that the process waits for at exit, with its line."""
-    threads = [each for each in threading.enumerate() if not each.daemon]
-    places = {each.name: thread_place(each.ident) for each in threads if each.ident is not None}
-    return [f"{name} in {place}" for name, place in places.items() if place is not None]
+    threads = (thread for thread in threading.enumerate() if not thread.daemon)
+    return [f"{name} in {place}" for name, place in _busy_places(threads)]
 
 
 def working_place(thread_name: str) -> str | None:
     """Return the line of a busy thread whose name begins with ``thread_name``; None if all of them are idle."""
-    idents = [thread.ident for thread in threading.enumerate() if thread.name.startswith(thread_name)]
-    places = (thread_place(ident) for ident in idents if ident is not None)
-    return next((place for place in places if place is not None), None)
+    threads = (thread for thread in threading.enumerate() if thread.name.startswith(thread_name))
+    return next((place for _, place in _busy_places(threads)), None)
+
+
+def _busy_places(threads: Iterable[threading.Thread]) -> Iterator[tuple[str, str]]:
+    for thread in threads:
+        if thread.ident is not None and (place := thread_place(thread.ident)) is not None:
+            yield thread.name, place
 
 
 def task_place(task: asyncio.Task[object]) -> str | None:
     """Return the line in which a task waits; None if that cannot be seen."""
-    return _place(list(_frames_of(task))[::-1])
-
-
-def _frames_of(task: asyncio.Task[object]) -> Iterator[FrameType]:
-    """Yield the frames of the coroutines that await each other, the outermost first."""
+    frames: list[FrameType] = []
     awaited: object = task.get_coro()
     while awaited is not None:
-        coroutine = _awaiting(awaited)
-        if coroutine is None:
-            return
-        frame, awaited = coroutine
+        # A coroutine, an asynchronous generator or a generator names its frame and what it awaits in its own way.
+        names = next((pair for pair in _FRAME_AND_AWAITED if hasattr(awaited, pair[0])), None)
+        if names is None:
+            break
+        frame, awaited = (getattr(awaited, name) for name in names)
         if frame is not None:
-            yield frame
-
-
-def _awaiting(awaited: object) -> tuple[FrameType | None, object] | None:
-    """Return the frame of a coroutine or generator, and what it awaits; None for anything else."""
-    if hasattr(awaited, "cr_frame") and hasattr(awaited, "cr_await"):
-        return awaited.cr_frame, awaited.cr_await
-    if hasattr(awaited, "ag_frame") and hasattr(awaited, "ag_await"):
-        return awaited.ag_frame, awaited.ag_await
-    if hasattr(awaited, "gi_frame") and hasattr(awaited, "gi_yieldfrom"):
-        return awaited.gi_frame, awaited.gi_yieldfrom
-    return None
+            frames.insert(0, frame)
+    return _place(frames)
 
 
 def _place(outwards: list[FrameType]) -> str | None:
@@ -317,7 +305,7 @@ def read_status(path: Path) -> RunStatus | None:
 
 
 class StatusFile:
-    """Keeper of the file: writes what `update` last received, until `close`."""
+    """Keeper of the file: writes what `update` last received, until its `with` block ends."""
 
     def __init__(
         self,
@@ -366,9 +354,6 @@ class StatusFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Write that the run has ended; the last known state stays."""
         self._closed.set()
         self._changed.set()

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,8 @@ class ReadableSample:
     """One response as text, with its score and advantage."""
 
     step: int
+    split: Literal["train", "val"]
+    domain: str
     group_id: int
     prompt: str
     response: str
@@ -52,26 +54,17 @@ class ReadableSample:
     versions: tuple[int, int]
     """Oldest and newest policy version among the sampled tokens."""
     finish_reason: str
-    domain: str = ""
-    split: Literal["train", "val"] = "train"
     tokens: ReadableTokens | None = None
     """Tokens of the sample. For an episode whose turns are separate samples: of all of them, in order."""
 
 
-class SampleLog:
+class SampleLog(JsonLines):
     """Writer of readable samples, one JSON object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
 
     def write(self, samples: Iterable[ReadableSample]) -> None:
         """Append samples. Raises `OSError` with the path."""
         for sample in samples:
-            self._lines.append(_as_record(sample))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+            self.append(_as_record(sample))
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -80,40 +73,29 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _as_record(sample: ReadableSample) -> dict[str, Any]:
-    oldest, newest = sample.versions
     record = {
-        "step": int(sample.step),
-        "split": sample.split,
-        "domain": sample.domain,
-        "group_id": int(sample.group_id),
-        "prompt": sample.prompt,
-        "response": sample.response,
+        **vars(sample),
         "score": json_number(sample.score),
         "advantage": None if sample.advantage is None else json_number(sample.advantage),
-        "versions": [int(oldest), int(newest)],
-        "finish_reason": sample.finish_reason,
     }
-    return record if sample.tokens is None else {**record, "tokens": _tokens_record(sample.tokens)}
+    tokens = record.pop("tokens")
+    return record if tokens is None else {**record, "tokens": _tokens_record(tokens)}
 
 
 def _tokens_record(tokens: ReadableTokens) -> dict[str, Any]:
     """Return the tokens with versions, advantages and turns as pairs of run length and value."""
     advantages = [None if value is None else json_number(value) for value in tokens.advantages]
     return {
-        "texts": list(tokens.texts),
+        **vars(tokens),
         "versions": _run_lengths(tokens.versions),
         "advantages": _run_lengths(advantages),
         "turns": _run_lengths(tokens.turns),
-        "left_out": tokens.left_out,
-        "left_out_after": tokens.left_out_after,
     }
 
 
 def _run_lengths(values: Sequence[Any]) -> list[list[Any]]:
     return [[len(list(equal)), value] for value, equal in groupby(values)]
 
-
-Status = Literal["running", "success", "failed", "interrupted"]
 
 _ACCURACY = re.compile(r"val/(?P<domain>.+)/accuracy")
 
@@ -143,19 +125,6 @@ def fail_unfinished(path: Path, reason: str) -> None:
         write_atomically(path, text + "\n")
 
 
-@dataclass
-class _State:
-    status: Status = "running"
-    steps: int = 0
-    first_step_seconds: float | None = None
-    first_accuracy: dict[str, float] = field(default_factory=dict)
-    last_accuracy: dict[str, float] = field(default_factory=dict)
-    lag_max: float | None = None
-    ledger: dict[str, Any] = field(default_factory=dict)
-    resumed_at: list[int] = field(default_factory=list)
-    error: str | None = None
-
-
 class Summary:
     """Writer of `summary.json`: at the start, at each update and at the end, each time as a whole.
 
@@ -177,20 +146,29 @@ class Summary:
         self._path = path
         self._clock = clock
         self._started = clock() if started is None else started
-        self._state = _State()
+        self._content: dict[str, Any] = {
+            "status": "running",
+            "steps": 0,
+            "seconds": 0.0,
+            "first_step_seconds": None,
+            "val/first": {},
+            "val/last": {},
+            "lag/max": None,
+            "ledger": {},
+            "resumed_at": [],
+            "error": None,
+        }
         if earlier is not None and path.exists():
             self._take_over(earlier)
         self._write()
 
     def _take_over(self, earlier: Sequence[Mapping[str, Any]]) -> None:
         before = json.loads(self._path.read_text())
-        state = self._state
-        state.first_step_seconds = before["first_step_seconds"]
         self._started -= before["seconds"]
         for record in earlier:
-            metrics = {name: value for name, value in record.items() if value is not None}
-            self._note(metrics, record["step"])
-        state.resumed_at = [*before["resumed_at"], state.steps]
+            self._note({name: value for name, value in record.items() if value is not None}, record["step"])
+        self._content["first_step_seconds"] = before["first_step_seconds"]
+        self._content["resumed_at"] = [*before["resumed_at"], self._content["steps"]]
 
     def update(self, metrics: Mapping[str, float], step: int, ledger: Mapping[str, Any] | None = None) -> None:
         """Update the summary from the metrics of a step: ``val/<domain>/accuracy`` and ``lag/max``.
@@ -198,22 +176,21 @@ class Summary:
         ``step`` is the number of training steps completed (0: the validation before the first one). ``ledger``, if
         given, replaces the previous one.
         """
-        state = self._state
-        if step > 0 and state.first_step_seconds is None:
-            state.first_step_seconds = self._elapsed()
+        if step > 0 and self._content["first_step_seconds"] is None:
+            self._content["first_step_seconds"] = self._elapsed()
         self._note(metrics, step)
         if ledger is not None:
-            state.ledger = dict(ledger)
+            self._content["ledger"] = dict(ledger)
         self._write()
 
     def _note(self, metrics: Mapping[str, float], step: int) -> None:
-        state = self._state
-        state.steps = max(state.steps, step)
-        accuracy = validation_accuracy(metrics)
-        state.first_accuracy = {**accuracy, **state.first_accuracy}
-        state.last_accuracy = {**state.last_accuracy, **accuracy}
+        content = self._content
+        content["steps"] = max(content["steps"], step)
+        accuracy = {domain: json_number(value) for domain, value in validation_accuracy(metrics).items()}
+        content["val/first"] = {**accuracy, **content["val/first"]}
+        content["val/last"] = {**content["val/last"], **accuracy}
         if "lag/max" in metrics:
-            state.lag_max = max(metrics["lag/max"], state.lag_max or 0)
+            content["lag/max"] = json_number(max(metrics["lag/max"], content["lag/max"] or 0))
 
     def finish(
         self,
@@ -222,33 +199,19 @@ class Summary:
         ledger: Mapping[str, Any] | None = None,
     ) -> None:
         """Record the end. The first failure or interruption stays; a success may still turn into a failure."""
-        state = self._state
-        if state.status in ("running", "success"):
-            state.status = status
+        if self._content["status"] in ("running", "success"):
             text = describe_error(error) if isinstance(error, BaseException) else error
-            state.error = None if text is None else redact(text)
+            self._content |= {"status": status, "error": None if text is None else redact(text)}
         if ledger is not None:
-            state.ledger = dict(ledger)
+            self._content["ledger"] = dict(ledger)
         self._write()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the file (``seconds`` up to now)."""
-        state = self._state
-        return {
-            "status": state.status,
-            "steps": state.steps,
-            "seconds": round(self._elapsed(), 3),
-            "first_step_seconds": None if state.first_step_seconds is None else round(state.first_step_seconds, 3),
-            "val/first": {domain: json_number(value) for domain, value in state.first_accuracy.items()},
-            "val/last": {domain: json_number(value) for domain, value in state.last_accuracy.items()},
-            "lag/max": None if state.lag_max is None else json_number(state.lag_max),
-            "ledger": state.ledger,
-            "resumed_at": state.resumed_at,
-            "error": state.error,
-        }
+        return {**self._content, "seconds": self._elapsed()}
 
     def _elapsed(self) -> float:
-        return self._clock() - self._started
+        return round(self._clock() - self._started, 3)
 
     def _write(self) -> None:
         write_atomically(self._path, json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

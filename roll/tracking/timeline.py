@@ -1,8 +1,8 @@
 """The timeline: one record of states over time, for the timeline file, idle shares and the present states.
 
 Actors (stages) are in exactly one state at a time; roles (workers) have intervals in which they were busy. Spans go to
-the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Only
-the recent past is kept in memory. Not thread-safe: the driver's event loop is the one writer.
+the file as they end. The file is whole, valid JSON after every write, so the file of a killed run can be opened. Memory
+holds only the present states and recent busy intervals. Not thread-safe: the driver's event loop is the one writer.
 
 A worker records its busy spans in wall-clock time, safe between threads, for a reader that asks once per step. If a
 step has more separate spans than are kept, its beginning is missing.
@@ -82,17 +82,6 @@ _SECONDS_PER_WRITE = 1.0
 
 
 @dataclass(frozen=True)
-class Span:
-    """An actor's stay in a state, with times in seconds of the timeline's clock."""
-
-    actor: str
-    state: str
-    start: float
-    end: float
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ActorState:
     """The present state of an actor."""
 
@@ -127,24 +116,23 @@ class BusyIntervals:
             self.forgotten_until = self._ends.pop(0)
         return uncovered
 
-    def seconds_within(self, start: float, end: float) -> float:
-        """Return the covered seconds of a window."""
+    def share_within(self, start: float, end: float) -> float:
+        """Return the covered share of a window, without its forgotten time."""
+        start = max(start, self.forgotten_until)
+        if start >= end:
+            return 0.0
         touched = slice(bisect_left(self._ends, start), bisect_right(self._starts, end))
         covered = zip(self._starts[touched], self._ends[touched], strict=True)
-        return sum(min(end, right) - max(start, left) for left, right in covered)
-
-    def items(self) -> list[tuple[float, float]]:
-        """Return (start, end) of each interval, in order."""
-        return list(zip(self._starts, self._ends, strict=True))
+        return sum(min(end, right) - max(start, left) for left, right in covered) / (end - start)
 
 
 class Timeline:
-    """Recorder of state changes and busy intervals, with queries for states, idle shares and spans.
+    """Recorder of state changes and busy intervals, with queries for present states and idle shares.
 
     ``path``: the Chrome trace file that spans are streamed to (opens in Perfetto); without it nothing is written.
     ``clock``: seconds. The default is the wall clock, because intervals measured by workers on other hosts must fit in.
-    A clock that is set back never gives negative or overlapping spans. ``remembered``: spans, and intervals of each
-    worker, that stay in memory.
+    A clock that is set back never gives negative or overlapping spans. ``remembered``: intervals of each worker that
+    stay in memory.
     """
 
     def __init__(
@@ -152,13 +140,11 @@ class Timeline:
     ) -> None:
         self._clock = clock
         self._remembered = remembered
-        self._origin = clock()
-        self._spans: deque[Span] = deque(maxlen=remembered)
         self._current: dict[str, ActorState] = {}
         self._busy: dict[str, dict[str, BusyIntervals]] = {}
-        self._path = path
-        self._trace = None if path is None else _TraceFile(path, self._origin)
-        self._last_write = self._origin
+        origin = clock()
+        self._trace = None if path is None else _TraceFile(path, origin)
+        self._last_write = origin
 
     def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
         """Record that the actor enters ``state`` at time ``at`` (default: now), which ends its previous span.
@@ -173,7 +159,7 @@ class Timeline:
             if (current.state, current.details) == (state, details):
                 return
             now = max(now, current.since)
-            self._finish(actor, current, now)
+            self._trace_stay(actor, current, now)
         self._current[actor] = ActorState(state, now, details)
         self._write_if_due(now)
 
@@ -188,69 +174,39 @@ class Timeline:
                 self._trace.add("roles", f"{role}/{worker}", "busy", left, right, {})
         self._write_if_due(end)
 
-    def idle_share(self, role: str, window: tuple[float, float], workers: int | None = None) -> float:
+    def idle_share(self, role: str, window: tuple[float, float]) -> float:
         """Return the share of a window, 0 to 1, in which the role's workers did not compute (mean over the workers).
 
-        ``workers`` is the number of the role's workers (default: those that were ever busy). A role that never was is
-        wholly idle. Forgotten time is left out of the window; an empty window has no idle time.
+        Only workers that were ever busy count; a role without any is wholly idle. Forgotten time is left out of the
+        window; an empty window has no idle time.
         """
         start, end = window
         if end <= start:
             return 0.0
         known = self._busy.get(role, {}).values()
-        total = max(len(known), 1) if workers is None else workers
-        return 1.0 - sum(_busy_share(intervals, start, end) for intervals in known) / total
-
-    def spans(self) -> list[Span]:
-        """Return the ended spans in memory, in the order in which they ended."""
-        return list(self._spans)
+        return 1.0 - sum(intervals.share_within(start, end) for intervals in known) / max(len(known), 1)
 
     def last_states(self) -> dict[str, ActorState]:
         """Return the present state of each actor, with its start."""
         return dict(self._current)
 
-    def write(self, path: Path) -> None:
-        """Write everything in memory, with the present states up to now, to a separate trace file.
-
-        Raises `ValueError` for the file that is being streamed to.
-        """
-        if path == self._path and self._trace is not None:
-            raise ValueError(f"{path} is being streamed to; `close` completes it")
-        trace = _TraceFile(path, self._origin)
-        now = self._clock()
-        for span in [*self._spans, *(_ended(actor, current, now) for actor, current in self._current.items())]:
-            trace.add_span(span)
-        for role, by_worker in self._busy.items():
-            for worker, intervals in by_worker.items():
-                for start, end in intervals.items():
-                    trace.add("roles", f"{role}/{worker}", "busy", start, end, {})
-        trace.close()
-
-    def flush(self) -> None:
-        """Bring the file up to date with all ended spans."""
-        if self._trace is not None:
-            self._trace.flush()
-
     def close(self, at: float | None = None) -> None:
         """End every open span and complete the file. Safe to call twice; later changes stay in memory."""
         now = self._clock() if at is None else at
         for actor, current in self._current.items():
-            self._finish(actor, current, max(now, current.since))
+            self._trace_stay(actor, current, max(now, current.since))
         self._current.clear()
         if self._trace is not None:
             self._trace.close()
             self._trace = None
 
-    def _finish(self, actor: str, current: ActorState, now: float) -> None:
-        span = _ended(actor, current, now)
-        self._spans.append(span)
+    def _trace_stay(self, actor: str, stay: ActorState, end: float) -> None:
         if self._trace is not None:
-            self._trace.add_span(span)
+            self._trace.add("stages", actor, stay.state, stay.since, end, stay.details)
 
     def _write_if_due(self, now: float) -> None:
-        if self._trace is None:
-            return
-        if self._trace.pending >= _EVENTS_PER_WRITE or now - self._last_write >= _SECONDS_PER_WRITE:
+        due = now - self._last_write >= _SECONDS_PER_WRITE
+        if self._trace is not None and (due or len(self._trace.pending) >= _EVENTS_PER_WRITE):
             self._trace.flush()
             self._last_write = now
 
@@ -268,20 +224,13 @@ class _TraceFile:
         self._origin = origin
         self._tracks: dict[tuple[str, str], tuple[int, int]] = {}
         self._processes: dict[str, int] = {}
-        self._pending: list[str] = []
+        self.pending: list[str] = []
         with naming(path):
             self._file = open(path, "wb", buffering=1 << 20)
             self._file.write(b"[\n]")
             self._file.flush()
         self._end = 1
         """Position of the next event: after the last one, or after the opening bracket."""
-
-    @property
-    def pending(self) -> int:
-        return len(self._pending)
-
-    def add_span(self, span: Span) -> None:
-        self.add("stages", span.actor, span.state, span.start, span.end, span.details)
 
     def add(self, process: str, thread: str, name: str, start: float, end: float, details: Mapping[str, Any]) -> None:
         pid, tid = self._track(process, thread)
@@ -291,16 +240,16 @@ class _TraceFile:
         self._push({**event, "args": args} if args else event)
 
     def flush(self) -> None:
-        if not self._pending:
+        if not self.pending:
             return
         separator = "\n" if self._end == 1 else ",\n"
-        events = (separator + ",\n".join(self._pending)).encode("utf-8", errors="backslashreplace")
+        events = (separator + ",\n".join(self.pending)).encode("utf-8", errors="backslashreplace")
         with naming(self._path):
             self._file.seek(self._end)
             self._file.write(events + b"\n]")
             self._file.flush()
         self._end += len(events)
-        self._pending.clear()
+        self.pending.clear()
 
     def close(self) -> None:
         self.flush()
@@ -321,19 +270,10 @@ class _TraceFile:
         self._push({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
 
     def _push(self, event: Mapping[str, Any]) -> None:
-        self._pending.append(json.dumps(event, ensure_ascii=False, allow_nan=False))
+        self.pending.append(json.dumps(event, ensure_ascii=False, allow_nan=False))
 
     def _microseconds(self, at: float) -> int:
         return round((at - self._origin) * 1e6)
-
-
-def _ended(actor: str, current: ActorState, now: float) -> Span:
-    return Span(actor, current.state, current.since, max(now, current.since), current.details)
-
-
-def _busy_share(intervals: BusyIntervals, start: float, end: float) -> float:
-    start = max(start, intervals.forgotten_until)
-    return intervals.seconds_within(start, end) / (end - start) if start < end else 0.0
 
 
 def _plain(value: Any) -> str | int | float | None:

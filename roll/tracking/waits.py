@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -67,6 +67,14 @@ class WaitBoard:
         """Return the holdings in the order in which they began."""
         return list(self._holdings.values())
 
+    def wait(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
+        """List a wait of an actor while this is open."""
+        return self._listed(self._waits, who, on, what)
+
+    def hold(self, who: str, on: str, what: str) -> AbstractContextManager[None]:
+        """List a holding of an actor while this is open."""
+        return self._listed(self._holdings, who, on, what)
+
     @contextmanager
     def _listed(self, entries: dict[int, Wait], who: str, on: str, what: str) -> Iterator[None]:
         number = next(self._numbers)
@@ -75,18 +83,6 @@ class WaitBoard:
             yield
         finally:
             del entries[number]
-
-    @contextmanager
-    def wait(self, who: str, on: str, what: str) -> Iterator[None]:
-        """List a wait of an actor while this is open."""
-        with self._listed(self._waits, who, on, what):
-            yield
-
-    @contextmanager
-    def hold(self, who: str, on: str, what: str) -> Iterator[None]:
-        """List a holding of an actor while this is open."""
-        with self._listed(self._holdings, who, on, what):
-            yield
 
 
 @dataclass(frozen=True)
@@ -98,14 +94,9 @@ class _Actor:
 _ACTING: ContextVar[_Actor | None] = ContextVar("acting", default=None)
 
 
-@contextmanager
-def acting(name: str, board: WaitBoard) -> Iterator[None]:
+def acting(name: str, board: WaitBoard) -> AbstractContextManager[None]:
     """Attribute the waits of this block, and of tasks started in it, to an actor."""
-    token = _ACTING.set(_Actor(name, board))
-    try:
-        yield
-    finally:
-        _ACTING.reset(token)
+    return _as_actor(_Actor(name, board))
 
 
 @contextmanager
@@ -114,53 +105,38 @@ def part(name: str) -> Iterator[None]:
 
     It is for one of several things that the present actor does at the same time.
     """
-    whole = _ACTING.get()
-    if whole is None:
-        yield
-        return
-    own = f"{whole.name}/{name}"
-    with whole.board.wait(whole.name, own, "a part of it"), acting(own, whole.board):
+    own = name if (whole := _ACTING.get()) is None else f"{whole.name}/{name}"
+    with waiting(own, "a part of it"), apart(own):
         yield
 
 
-@contextmanager
-def apart(name: str) -> Iterator[None]:
+def apart(name: str) -> AbstractContextManager[None]:
     """Make this block, and tasks started in it, an actor of its own, which the present actor does not wait for."""
-    whole = _ACTING.get()
-    if whole is None:
-        yield
-        return
-    with acting(name, whole.board):
-        yield
+    actor = _ACTING.get()
+    return nullcontext() if actor is None else acting(name, actor.board)
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Ignore the waits of this block, such as those of a task that always waits for the next event."""
+    return _as_actor(None)
+
+
+def waiting(on: str, what: str) -> AbstractContextManager[None]:
+    """List a wait of the present actor while this is open."""
+    actor = _ACTING.get()
+    return nullcontext() if actor is None else actor.board.wait(actor.name, on, what)
+
+
+def holding(on: str, what: str) -> AbstractContextManager[None]:
+    """List a holding of the present actor while this is open."""
+    actor = _ACTING.get()
+    return nullcontext() if actor is None else actor.board.hold(actor.name, on, what)
 
 
 @contextmanager
-def unobserved() -> Iterator[None]:
-    """Ignore the waits of this block, such as those of a task that always waits for the next event."""
-    token = _ACTING.set(None)
+def _as_actor(actor: _Actor | None) -> Iterator[None]:
+    token = _ACTING.set(actor)
     try:
         yield
     finally:
         _ACTING.reset(token)
-
-
-@contextmanager
-def waiting(on: str, what: str) -> Iterator[None]:
-    """List a wait of the present actor while this is open."""
-    actor = _ACTING.get()
-    if actor is None:
-        yield
-        return
-    with actor.board.wait(actor.name, on, what):
-        yield
-
-
-@contextmanager
-def holding(on: str, what: str) -> Iterator[None]:
-    """List a holding of the present actor while this is open."""
-    actor = _ACTING.get()
-    if actor is None:
-        yield
-        return
-    with actor.board.hold(actor.name, on, what):
-        yield

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from roll.agentic.episode import Episode, TurnRecord
 from roll.pipeline.recorder import as_text, chosen, hang_up
 from roll.tracking.run_directory import RunDirectory
-from roll.tracking.trackers import TensorBoardTracker, Trackers
+from roll.tracking.trackers import TensorBoardTracker
 
 
 def episode(tag, seed, score, *, success=False, turns=2, frames=True):
@@ -57,9 +57,9 @@ def test_pictures_are_where_there_are_frames_and_tensorboard_shows_them(tmp_path
         assert gif.n_frames == 3 and np.asarray(gif.convert("RGB")).std() > 0
         size = gif.size
     run = RunDirectory.create(str(tmp_path / "run"), "x")
-    trackers = Trackers([TensorBoardTracker(run.tensorboard)])
-    trackers.picture(pictures[0].name, pictures[0].path, 4)
-    trackers.close()
+    events = TensorBoardTracker(run.tensorboard)
+    events.picture(pictures[0].name, pictures[0].path, 4)
+    events.close()
     (file,) = run.tensorboard.iterdir()
     values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
     (shown,) = [value for value in values if value.tag == "val/lake/best_episode"]

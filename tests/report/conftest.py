@@ -51,7 +51,7 @@ def metrics_of(step: int) -> dict[str, float]:
 
 def sample_of(step: int, **changes) -> ReadableSample:
     tokens = ReadableTokens(["4", "6"], [step - 1, step - 1], [0.5, 0.5], [None, None])
-    sample = ReadableSample(step, 17, "12+34=", "46", 1.0, 0.5, (step - 1, step - 1), "stop", "sums", "train", tokens)
+    sample = ReadableSample(step, "train", "sums", 17, "12+34=", "46", 1.0, 0.5, (step - 1, step - 1), "stop", tokens)
     return replace(sample, **changes)
 
 

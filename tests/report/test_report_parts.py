@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from roll.report.files import RunFiles, read_run
 from roll.report.findings import findings
-from roll.report.lanes import drawn_lanes, excerpts, read_trace, spread
+from roll.report.lanes import drawn_lanes, read_trace
+from roll.report.page import excerpts, spread
 from roll.report.panels import sections_of, series_of, thin
 
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300)

@@ -6,11 +6,12 @@ import sqlite3
 import struct
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from roll.configs.run import TRACKERS
-from roll.tracking.plugins.process import Ending, PlugIns, flat_summary, open_plug_ins, plug_in_class
+from roll.tracking.plugins.process import Ending, PlugIns, flat_summary, open_plug_ins
 from roll.tracking.run_directory import RunDirectory
 
 SECONDS = 120.0
@@ -220,7 +221,7 @@ def test_a_run_without_plug_ins_makes_no_folder_for_them(run):
 def test_each_option_says_what_it_is(name):
     from dataclasses import fields
 
-    plug_in = plug_in_class(CLASSES[name])
+    plug_in = resolve_name(CLASSES[name])
     assert all(item.metadata["help"].endswith(".") for item in fields(plug_in.Options))
     assert f"roll[{name}]" in plug_in.install
 
@@ -239,7 +240,7 @@ def test_the_page_has_the_options(name):
     page = (Path(__file__).resolve().parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
     section = page.partition(f"#### `{name}`\n")[2].partition("\n#")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    options = fields(plug_in_class(CLASSES[name]).Options)
+    options = fields(resolve_name(CLASSES[name]).Options)
     defaults = [[] if item.default is MISSING else item.default for item in options]
     assert rows == [
         f"| `{item.name}` | `{json.dumps(default)}` | {item.metadata['help']} |"

@@ -91,7 +91,7 @@ def test_the_run_that_goes_on_is_the_named_or_the_latest_one(tmp_path):
     assert RunDirectory.latest("addition", base=tmp_path) is None
     first, second = (RunDirectory.create(None, "addition", now=NOON, base=tmp_path) for _ in range(2))
     assert RunDirectory.latest("addition", base=tmp_path).root == second.root.resolve()
-    assert RunDirectory.existing(first.root) == first
+    assert RunDirectory.existing(first.root).metrics == first.metrics
     with pytest.raises(FileNotFoundError, match="holds no run"):
         RunDirectory.existing(tmp_path)
 

@@ -8,7 +8,7 @@ from roll.tracking.summary import ReadableSample, ReadableTokens, SampleLog, rea
 def sample(**changes):
     values = {
         "step": 3, "group_id": 17, "prompt": "12+34=", "response": "46", "score": 1.0, "advantage": 0.7,
-        "versions": (1, 2), "finish_reason": "stop", "domain": "addition",
+        "versions": (1, 2), "finish_reason": "stop", "domain": "addition", "split": "train",
     }  # fmt: skip
     return ReadableSample(**{**values, **changes})
 

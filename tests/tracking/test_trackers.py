@@ -1,4 +1,4 @@
-"""TensorBoard reads back what was logged; several trackers act as one."""
+"""TensorBoard reads back what was logged."""
 
 import math
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from roll.tracking.trackers import TensorBoardTracker, Trackers
+from roll.tracking.trackers import TensorBoardTracker
 
 
 def scalars(folder):
@@ -52,31 +52,6 @@ def test_writing_events_loads_neither_torch_nor_tensorflow(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-
-
-class ListTracker:
-    def __init__(self, error_at_close=None):
-        self.logged = []
-        self.closed = False
-        self.error_at_close = error_at_close
-
-    def log(self, metrics, step):
-        self.logged.append((step, dict(metrics)))
-
-    def close(self):
-        self.closed = True
-        if self.error_at_close:
-            raise self.error_at_close
-
-
-def test_all_trackers_get_all_metrics_and_all_are_closed_though_one_fails():
-    first, failing, last = ListTracker(), ListTracker(OSError("disk full")), ListTracker()
-    trackers = Trackers([first, failing, last])
-    trackers.log({"a": 1.0}, 4)
-    assert first.logged == last.logged == [(4, {"a": 1.0})]
-    with pytest.raises(OSError, match="disk full"):
-        trackers.close()
-    assert first.closed and failing.closed and last.closed
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path):

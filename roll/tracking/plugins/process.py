@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Any, ClassVar, Literal, Protocol
 
 from roll.tracking.files import naming, write_atomically
@@ -76,6 +76,8 @@ class TrackerPlugIn(Protocol):
     """Package that must be installed; None: none."""
     install: ClassVar[str]
     """Command that installs it."""
+    where: str
+    """Address or folder where a user finds the metrics."""
 
     def __init__(self, run: TrackerRun, options: Any) -> None:
         """Begin or resume the run. Libraries are imported here and not before."""
@@ -88,10 +90,6 @@ class TrackerPlugIn(Protocol):
     def mode(options: Any) -> str:
         """Return where metrics go with these options, in a word or two: ``online``, ``offline``."""
 
-    @property
-    def where(self) -> str:
-        """Address or folder where a user finds the metrics."""
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of a step. Values may be NaN or infinite; a resumed run may report a step again."""
 
@@ -101,15 +99,13 @@ class TrackerPlugIn(Protocol):
 
 def flat_summary(summary: Mapping[str, Any], prefix: str = "summary") -> dict[str, Any]:
     """Return ``{"val/last": {"math": 0.5}}`` as ``{"summary/val/last/math": 0.5}``; None values are left out."""
-    return dict(_leaves(summary, prefix))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _leaves(below, f"{path}/{key}")
-    elif value is not None:
-        yield path, value
+    flat: dict[str, Any] = {}
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            flat |= flat_summary(value, f"{prefix}/{key}")
+        elif value is not None:
+            flat[f"{prefix}/{key}"] = value
+    return flat
 
 
 def made(folder: str) -> str:
@@ -145,7 +141,8 @@ def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
     incoming = iter(lines)
     beginning = json.loads(next(incoming))
     try:
-        plug_in = _begin(beginning)
+        kind = resolve_name(beginning["class_path"])
+        plug_in = kind(TrackerRun(**beginning["run"]), kind.Options(**beginning["options"]))
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         reply(failed=_words(error))
@@ -161,11 +158,6 @@ def serve(lines: Iterable[bytes], reply: Callable[..., None]) -> int:
             traceback.print_exc()
             reply(refused=_words(error), step=record["step"])
     return _finish(plug_in, Ending("failed", {}, "the process of the run ended without a word"), reply)
-
-
-def _begin(beginning: dict[str, Any]) -> TrackerPlugIn:
-    kind = plug_in_class(beginning["class_path"])
-    return kind(TrackerRun(**beginning["run"]), kind.Options(**beginning["options"]))
 
 
 def _finish(plug_in: TrackerPlugIn, ending: Ending, reply: Callable[..., None]) -> int:
@@ -190,10 +182,6 @@ def _end_as_an_orphan(driver: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_LETTERS = string.ascii_lowercase + string.digits
-_ID_LENGTH = 21
-
-
 def open_plug_ins(
     classes: Mapping[str, str],
     options: Mapping[str, Mapping[str, Any]],
@@ -208,7 +196,8 @@ def open_plug_ins(
     """
     if not classes:
         return []
-    known = _read_ids(run)
+    run.trackers.mkdir(exist_ok=True)
+    known = json.loads(run.tracker_ids.read_text()) if run.tracker_ids.exists() else {}
     ids = {**known, **{name: _new_id() for name in classes if name not in known}}
     write_atomically(run.tracker_ids, json.dumps(ids, indent=1) + "\n")
     return [
@@ -216,7 +205,7 @@ def open_plug_ins(
             name,
             path,
             TrackerRun(exp_name, ids[name], str((run.trackers / _file_name(name)).absolute()), name in known, config),
-            asdict(plug_in_class(path).Options(**options.get(name, {}))),
+            asdict(resolve_name(path).Options(**options.get(name, {}))),
             run.logs / f"tracker_{_file_name(name)}.out",
         )
         for name, path in classes.items()
@@ -228,14 +217,9 @@ def _file_name(name: str) -> str:
     return name.replace(":", ".")
 
 
-def _read_ids(run: RunDirectory) -> dict[str, str]:
-    run.trackers.mkdir(exist_ok=True)
-    return json.loads(run.tracker_ids.read_text()) if run.tracker_ids.exists() else {}
-
-
 def _new_id() -> str:
-    """Return an id that all of them accept: swanlab requires 21 such letters."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
+    """Return an id that all of them accept: swanlab requires 21 lower-case letters and digits."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
 
 
 _logger = logging.getLogger(__name__)
@@ -303,9 +287,11 @@ class TrackerProcess:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._give_up("was not done in time and is ended")
-            self._kill()
+            if self._process is not None and self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)  # and all that the library has started
             self._thread.join(_LAST_WORDS_SECONDS)
-        self._count_what_waits()
+        while not self._queue.empty():
+            self._leave_one_out()
         if self.dropped:
             self._warn(f"did not get {self.dropped} or more records of metrics; `metrics.jsonl` has them all")
 
@@ -326,20 +312,17 @@ class TrackerProcess:
         listener = threading.Thread(target=self._listen, args=(process, process.stdout), daemon=True)
         listener.start()
         try:
-            self._pour_into(process.stdin)
+            with process.stdin as pipe:
+                record: bytes | None = self._beginning
+                while record is not None:
+                    pipe.write(record)
+                    pipe.flush()
+                    record = self._queue.get()
+                pipe.write(self._ending)
         except OSError:
             # The process is gone; the listener reports why.
             self.dropped += 1
         listener.join()
-
-    def _pour_into(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            pipe.write(self._beginning)
-            pipe.flush()
-            while (record := self._queue.get()) is not None:
-                pipe.write(record)
-                pipe.flush()
-            pipe.write(self._ending)
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
         """Read the replies until the process ends, which may happen at any time."""
@@ -384,15 +367,6 @@ class TrackerProcess:
     def _warn(self, text: str) -> None:
         _logger.warning("tracker %s %s", self.name, redact(text))
 
-    def _kill(self) -> None:
-        """Kill the process and all that the library has started."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _count_what_waits(self) -> None:
-        while not self._queue.empty():
-            self._leave_one_out()
-
     def _leave_one_out(self) -> None:
         try:
             if self._queue.get_nowait() is not None:
@@ -432,9 +406,3 @@ def _line(record: Mapping[str, Any]) -> bytes:
 def _plain(value: float) -> float | int:
     """Convert numpy's numbers, which JSON does not know."""
     return value if type(value) in (int, float) else float(value)
-
-
-def plug_in_class(path: str) -> type[Any]:
-    """Return the class at ``package.module:Class``, a `TrackerPlugIn`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
