@@ -42,12 +42,6 @@ class FinishedGroup(Generic[Item, Result]):
     """The return value of the rollout."""
     start_version: int
     """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
-    attempts: int
-    """Attempts made, the successful one included."""
-    started_at: float
-    """Loop time at which the group was issued, seconds."""
-    finished_at: float
-    """Loop time at which the rollout returned, seconds."""
 
 
 class _InFlight:
@@ -186,11 +180,6 @@ class GroupBuffer(Generic[Item, Result]):
     def ready(self) -> int:
         """Finished groups that wait for a batch."""
         return len(self._ready)
-
-    @property
-    def oldest_in_flight(self) -> int | None:
-        """Id of the group in flight that was issued first."""
-        return self._in_flight.oldest()
 
     def has_room(self, version: int) -> bool:
         """Return True if the batches up to the deadline of a group that starts at ``version`` can take one more."""

@@ -80,14 +80,13 @@ class Router:
         state.incarnation += 1
         self._wake_waiting()
 
-    def mark_dead(self, replica_id: str, cause: str | BaseException, *, incarnation: int | None = None) -> None:
+    def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
         """Close a replica that is gone or failed to start: its leases are void, and its episodes will move.
 
-        Each request on a dead replica may report it. The first cause stays, and a report about another ``incarnation``
-        than the present one (`Lease.incarnation`) is ignored.
+        It may be reported several times; the first cause stays.
         """
         state = self.state(replica_id)
-        if state.cause is not None or (incarnation is not None and incarnation != state.incarnation):
+        if state.cause is not None:
             return
         state.live = False
         state.load = 0

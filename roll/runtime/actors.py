@@ -314,13 +314,12 @@ def start_worker(
     world_size: int,
     devices: Sequence[int],
     log_dir: str | None,
-    concurrency: int = 1000,
 ) -> WorkerHandle:
     """Start the actor of one rank; it is ready once `WorkerHandle.create` has returned."""
     place = placement.place(devices)
     identity = WorkerIdentity(role, rank, world_size, place, log_dir, driver_folders())
     options = {
-        "max_concurrency": concurrency,
+        "max_concurrency": 1000,
         "concurrency_groups": {HEALTH: 4},
         "max_restarts": 0,
         **placement.actor_options(place),

@@ -685,8 +685,9 @@ def test_clipped_advantages_stay_within_the_limit():
 def test_advantages_are_whitened_before_they_are_clipped():
     mask, rewards = torch.ones(4, 1, dtype=torch.bool), torch.tensor([0.0, 0.0, 0.0, 8.0]).double()
     estimator = make_advantage_estimator("reinforce")
-    white = estimate_advantages(estimator, rewards, mask, range(4), whitened=True)
-    both = estimate_advantages(estimator, rewards, mask, range(4), whitened=True, clip=1.0)
+    plain = estimate_advantages(estimator, rewards, mask, range(4))
+    white = shape_advantages(plain, mask, True, None)
+    both = shape_advantages(plain, mask, True, 1.0)
     assert white.max() > 1.5 and both.dtype == torch.float64
     assert torch.equal(both, white.clamp(-1, 1))
 

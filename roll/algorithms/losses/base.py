@@ -146,13 +146,9 @@ class PolicyLoss:
             raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
 
 
-def make_policy_loss(
-    name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("pg_variant", "pg_variant_args")
-) -> PolicyLoss:
-    """Return the policy loss ``name`` with the arguments ``args``, given in a configuration at ``paths``.
-
-    Raises `ConfigError` that lists every wrong name, type and range.
-    """
+def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
+    """Return a policy loss with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
+    paths = ("pg_variant", "pg_variant_args")
     return PolicyLoss(name, *built(POLICY_LOSSES, name, args or {}, paths, LossRequirements()))
 
 
