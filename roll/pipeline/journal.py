@@ -23,7 +23,6 @@ from roll.rollout.journal import (
     RolloutProgress,
     dropped_record,
     finished_record,
-    made_anew_record,
     went_back_record,
 )
 from roll.rollout.ledger import DropReason
@@ -87,7 +86,7 @@ class JournalKeeper:
         self._submit(self._journal.prune, oldest)
 
     def _make_anew(self, settings: Mapping[str, Any]) -> None:
-        self._journal.append(made_anew_record())
+        self._journal.append(went_back_record(-1))
         self._journal.sync()  # before the settings file, which states that this is done
         write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 

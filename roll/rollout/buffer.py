@@ -214,7 +214,8 @@ class GroupBuffer(Generic[Item, Result]):
 
     def batch_ready(self) -> bool:
         """Return True if `take` would return a batch."""
-        return self._enough_ready() and not self._blocked_by_deadline()
+        takeable = self._ready.takeable(self._in_flight.oldest())
+        return takeable >= self._batch_size and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:
         """Return True if enough groups are ready, but taking them would make a group in flight miss its deadline."""
@@ -242,9 +243,6 @@ class GroupBuffer(Generic[Item, Result]):
         batch = self._ready.take(self._batch_size, self.batches_taken, self._in_flight.by_deadline)
         self.batches_taken += 1
         return sorted(batch, key=lambda group: group.group_id)
-
-    def _enough_ready(self) -> bool:
-        return self._ready.takeable(self._in_flight.oldest()) >= self._batch_size
 
     def _blocked_by_deadline(self) -> bool:
         unfinished = 0

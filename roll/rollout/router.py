@@ -131,7 +131,8 @@ class Router:
                     with waiting(REPLICAS, _wanted(min_version)):
                         await self._changed.wait()
         except TimeoutError:
-            raise NoReplica(self._describe(min_version, timeout)) from None
+            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
+            raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         state = self._replicas[replica_id]
         state.load += 1
         lease = Lease(replica_id, state.incarnation)
@@ -165,10 +166,6 @@ class Router:
         """Let every waiting caller look again, in the order of their requests."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _describe(self, min_version: int | None, timeout: float) -> str:
-        states = [_describe_state(name, state) for name, state in self._replicas.items()]
-        return f"no {_wanted(min_version)} within {timeout} s ({'; '.join(states)})"
 
 
 def _wanted(min_version: int | None) -> str:

@@ -236,7 +236,10 @@ class RolloutScheduler(Generic[Item, Result]):
                 finally:
                     self._stop()
         finally:
-            self._drop_unended()
+            self._in_flight.clear()
+            for group_id in self.ledger.open_groups():
+                self.ledger.drop(group_id, "cancelled")
+            self.ledger.check()
         if self._failure is not None:
             raise self._failure
 
@@ -315,14 +318,10 @@ class RolloutScheduler(Generic[Item, Result]):
                 error.add_note(f"raised by the source, asked for the item of group {self.ledger.issued}")
                 self._fail(error)
                 return
-            self._start(item)
-
-    def _start(self, item: Item) -> None:
-        version = self._admission.version
-        group_id = self.ledger.issue()
-        self._buffer.start(group_id, version)
-        self._in_flight[group_id] = _Running(group_id, item, version)
-        self._begin(self._in_flight[group_id])
+            group = _Running(self.ledger.issue(), item, self._admission.version)
+            self._buffer.start(group.group_id, group.start_version)
+            self._in_flight[group.group_id] = group
+            self._begin(group)
 
     def _begin_again(self) -> None:
         """Start the groups that were in flight before the resume, as many as admission and the buffer allow."""
@@ -491,9 +490,3 @@ class RolloutScheduler(Generic[Item, Result]):
                 group.task.cancel()
         if self._batch_waiter is not None and not self._batch_waiter.done():
             self._batch_waiter.set_result(None)
-
-    def _drop_unended(self) -> None:
-        self._in_flight.clear()
-        for group_id in self.ledger.open_groups():
-            self.ledger.drop(group_id, "cancelled")
-        self.ledger.check()

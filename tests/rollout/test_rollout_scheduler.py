@@ -155,7 +155,7 @@ def test_a_failure_of_the_group_that_holds_up_a_batch_frees_it_at_once(retries):
     run_virtual(main())
 
 
-def test_a_group_that_keeps_failing_is_dropped_and_its_slot_given_back():
+def test_a_group_that_keeps_failing_is_dropped_with_its_cause_and_its_slot_given_back(caplog):
     async def main():
         async def rollout(request):
             await asyncio.sleep(1)
@@ -169,6 +169,7 @@ def test_a_group_that_keeps_failing_is_dropped_and_its_slot_given_back():
         assert [[group.group_id for group in batch] for batch in batches] == [[0, 2], [3, 4], [5, 6]]
         assert scheduler.ledger.dropped == {"failed": 1}
         assert attempts == [1, 2, 3]
+        assert "group 1 failed 3 times and is dropped: OSError('the environment broke')" in caplog.text
 
     run_virtual(main())
 
