@@ -125,7 +125,7 @@ def measure_buffer(plan: SchedulePlan, in_flight: int) -> float:
         position = generator.randrange(len(running))
         running[position], running[-1] = running[-1], running[position]
         group_id = running.pop()
-        buffer.finish(FinishedGroup(group_id, None, None, started_at_version[group_id], 1, 0.0, 0.0))
+        buffer.finish(FinishedGroup(group_id, None, None, started_at_version[group_id]))
 
     def run() -> None:
         refill()

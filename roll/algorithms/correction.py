@@ -149,7 +149,7 @@ def correct(
     (int) are ``[batch, seq]``. A row is a whole sequence; entries outside the mask are never read. Computed in float64;
     the weights are float32, or float64 if an input is. ``trained`` (bool, default: all of the mask) marks the tokens
     that are trained on, before rejection; the mean weight is taken over those that also stay. ``lags``, ``max_lag`` and
-    ``capped`` are those of `off_policy_sums`.
+    ``capped`` are those of `lag_buckets`.
 
     Metrics, all 0 without response tokens: those of `off_policy_metrics` for proximal against behaviour;
     ``clipped_share``: response tokens whose weight was changed by a bound; ``rejected_share``: response tokens that
@@ -167,7 +167,7 @@ def correct(
     mean = keep(weights, staying).sum() / staying.sum().clamp(min=1)
     if settings.normalize:
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean))
-    buckets = {"": response_mask} | ({} if max_lag is None else lag_buckets(response_mask, lags, max_lag, capped))
+    buckets = lag_buckets(response_mask, lags, max_lag, capped)
     shares = {
         f"{prefix}{name}": _share(changed & bucket, bucket)
         for prefix, bucket in buckets.items()
@@ -178,7 +178,7 @@ def correct(
         **shares,
         "rejected_sequences_share": _share(response_mask.any(-1) & ~kept.any(-1), response_mask.any(-1)),
         "weight_mean": mean.item(),
-        **off_policy_metrics(off_policy_sums(log_ratio, response_mask, lags, max_lag, capped)),
+        **off_policy_metrics(off_policy_sums(log_ratio, buckets)),
     }
     dtype = torch.promote_types(proximal_logprobs.dtype, behaviour_logprobs.dtype)
     return CorrectionResult(weights.to(torch.promote_types(dtype, torch.float32)), kept.clone(), metrics)

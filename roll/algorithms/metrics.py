@@ -64,33 +64,27 @@ def policy_metrics(
     token_metrics: Mapping[str, Tensor],
     logprobs: Tensor,
     behaviour_logprobs: Tensor,
-    response_mask: Tensor,
-    lags: Tensor | None = None,
-    max_lag: int | None = None,
-    capped: bool = False,
+    buckets: Mapping[str, Tensor],
     mismatch_mask: Tensor | None = None,
 ) -> PartMetrics:
     """Return the metrics of one part of a batch.
 
     ``totals`` are 0-d contributions, already normalised over the whole batch. ``token_metrics`` by name, the
-    log-probabilities of the current and the behaviour policy, ``response_mask`` (bool) and ``lags`` (int) are
-    ``[batch, seq]``, with at least one entry. ``lags``, ``max_lag`` and ``capped`` are those of `off_policy_sums`.
-    ``mismatch_mask`` (bool) marks the response tokens that were sampled with the very weights of ``logprobs``; None:
-    the mismatch is not measured. Entries outside the masks are never read. The ratio is not clamped: an overflow must
-    be visible.
+    log-probabilities of the current and the behaviour policy and the ``buckets`` (`lag_buckets` of the response mask)
+    are ``[batch, seq]``, with at least one entry. ``mismatch_mask`` (bool) marks the response tokens that were sampled
+    with the very weights of ``logprobs``; None: the mismatch is not measured. Entries outside the masks are never read.
+    The ratio is not clamped: an overflow must be visible.
 
     The metrics of the batch: the totals, the means of the token metrics, ``ratio_max``, ``ratio_mean``, ``ess``, ``kl``
     (k3), ``k1``, ``chi2``, and per lag ``lag_<n>/...`` as in `off_policy_metrics`; ``mismatch/...`` as in
     `mismatch_metrics` if it was measured.
     """
+    response_mask = buckets[""]
     log_ratio = keep(logprobs.double(), response_mask) - keep(behaviour_logprobs.double(), response_mask)
     sums = {
         **{f"total/{name}": value.detach() for name, value in totals.items()},
         **{f"token/{name}": keep(value.double(), response_mask).sum() for name, value in token_metrics.items()},
-        **{
-            f"off_policy/{name}": value
-            for name, value in off_policy_sums(log_ratio, response_mask, lags, max_lag, capped).items()
-        },
+        **{f"off_policy/{name}": value for name, value in off_policy_sums(log_ratio, buckets).items()},
     }
     maxima = {"ratio_max": keep(log_ratio.exp(), response_mask).amax()}
     if mismatch_mask is not None:
@@ -198,21 +192,29 @@ def _quantile(counts: Sequence[float], rank: float, largest: float) -> float:
     return min(10.0 ** (SMALLEST_DECADE + (position - 0.5) / BINS_PER_DECADE), largest)
 
 
-@torch.no_grad()
-def off_policy_sums(
-    log_ratio: Tensor,
-    mask: Tensor,
-    lags: Tensor | None = None,
-    max_lag: int | None = None,
-    capped: bool = False,
+def lag_buckets(
+    mask: Tensor, lags: Tensor | None = None, max_lag: int | None = None, capped: bool = False
 ) -> dict[str, Tensor]:
-    """Return 0-d float64 sums over the tokens of ``mask`` by name, without gradient, and with ``max_lag`` also per lag.
+    """Return ``mask`` (bool ``[batch, seq]``) under the empty name, and with ``max_lag`` its parts by lag.
 
-    ``log_ratio`` = log current - log behaviour, in nats, and ``mask`` (bool) are ``[batch, seq]``. ``lags`` int
-    ``[batch, seq]`` is the training step minus the version of the token. There is a bucket for each lag from 0 to
-    ``max_lag``; the last also takes all older tokens. Set ``capped`` if older tokens may occur: it names the last
-    bucket ``lag_<n>+``. The names depend only on ``max_lag`` and ``capped``, never on the tokens. ``ValueError`` if
-    ``max_lag`` is negative, or given without ``lags``.
+    ``lags`` int ``[batch, seq]`` is the training step minus the version of the token. ``lag_<n>/`` has the tokens of
+    lag n, from 0 to ``max_lag``; the last also takes all older tokens. Set ``capped`` if older tokens may occur: it is
+    then called ``lag_<n>+/``. The names depend only on ``max_lag`` and ``capped``, never on the tokens. ``ValueError``
+    if ``max_lag`` is negative, or given without ``lags``.
+    """
+    if max_lag is None:
+        return {"": mask}
+    if lags is None or max_lag < 0:
+        raise ValueError(f"metrics per lag need lags and a max_lag of at least 0, not {max_lag}")
+    buckets = {f"lag_{lag}/": mask & (lags == lag) for lag in range(max_lag)}
+    return {"": mask} | buckets | {f"lag_{max_lag}{'+' if capped else ''}/": mask & (lags >= max_lag)}
+
+
+@torch.no_grad()
+def off_policy_sums(log_ratio: Tensor, buckets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return 0-d float64 sums over the tokens of each of the `lag_buckets`, by name, without gradient.
+
+    ``log_ratio`` ``[batch, seq]`` = log current - log behaviour, in nats.
     """
     log_ratio = log_ratio.double()
     values = {
@@ -222,7 +224,6 @@ def off_policy_sums(
         "k1": -log_ratio,
         "k3": torch.expm1(log_ratio) - log_ratio,
     }
-    buckets = {"": mask} | ({} if max_lag is None else lag_buckets(mask, lags, max_lag, capped))
     return {
         prefix + name: keep(value, bucket).sum() for prefix, bucket in buckets.items() for name, value in values.items()
     }
@@ -257,14 +258,6 @@ def off_policy_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         if prefix:
             metrics[f"{prefix}share"] = tokens / plain["tokens"]
     return metrics
-
-
-def lag_buckets(mask: Tensor, lags: Tensor | None, max_lag: int, capped: bool) -> dict[str, Tensor]:
-    """Split ``mask`` by lag into bool ``[batch, seq]`` masks under ``lag_<n>/``; see `off_policy_sums`."""
-    if lags is None or max_lag < 0:
-        raise ValueError(f"metrics per lag need lags and a max_lag of at least 0, not {max_lag}")
-    buckets = {f"lag_{lag}/": mask & (lags == lag) for lag in range(max_lag)}
-    return buckets | {f"lag_{max_lag}{'+' if capped else ''}/": mask & (lags >= max_lag)}
 
 
 def _effective_sample_size(tokens: float, ratio: float, squared: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossNormalizers, aggregate, keep
 from roll.algorithms.kl import KL_ESTIMATORS, token_kl
 from roll.algorithms.losses.base import LossRequirements, OldPolicy, PolicyInputs, PolicyLoss, make_policy_loss
-from roll.algorithms.metrics import PartMetrics, policy_metrics, value_metrics
+from roll.algorithms.metrics import PartMetrics, lag_buckets, policy_metrics, value_metrics
 
 
 @dataclass
@@ -137,10 +137,7 @@ class PolicyObjective:
             token_metrics,
             inputs.logprobs,
             inputs.behaviour_logprobs,
-            response_mask,
-            fields.get("lags"),
-            self.max_lag,
-            self.lags_capped,
+            lag_buckets(response_mask, fields.get("lags"), self.max_lag, self.lags_capped),
             fields["same_weights"].bool() if self.monitored else None,
         )
         return loss, metrics

@@ -150,7 +150,9 @@ def shape_rewards(
     of this batch, so the first batch has moments too; otherwise it is not touched. ``ValueError`` for a score that is
     not finite, or if running moments are missing.
     """
-    _check_finite(scores)
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(f"the score of sample {wrong[0]} is {scores[wrong[0]].item()} ({len(wrong)} are not finite)")
     numbers = group_tensor(groups, scores)
     metrics: dict[str, float] = {}
     rewards = scores.detach().to(torch.float64, copy=True)
@@ -167,7 +169,13 @@ def shape_rewards(
         running.update(rewards)
         metrics |= {"running_mean": running.mean, "running_std": running.deviation}
     rewards = normalize_rewards(rewards, numbers, settings.mean, settings.std, running, settings.eps, tags)
-    keep = _kept(scores, numbers, truncated, settings)
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if settings.drop_truncated:
+        keep = keep & ~truncated.bool()
+    if settings.difficulty is not None:
+        keep = keep & difficulty_mask(scores, numbers, *settings.difficulty)
+    if settings.drop_zero_variance:
+        keep = keep & zero_variance_mask(scores, numbers)
     if settings.drop_truncated or settings.drop_zero_variance or settings.difficulty is not None:
         metrics["kept_share"] = _mean(keep)
     return ShapedRewards(rewards.to(result_dtype(scores)), keep, metrics)
@@ -265,17 +273,6 @@ def _length_penalty(scores: Tensor, groups: Tensor, lengths: Tensor, settings: L
     return relative_length_reward(lengths.double(), scores > settings.correct_above, groups, settings.weight)
 
 
-def _kept(scores: Tensor, groups: Tensor, truncated: Tensor, settings: RewardShaping) -> Tensor:
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if settings.drop_truncated:
-        keep = keep & ~truncated.bool()
-    if settings.difficulty is not None:
-        keep = keep & difficulty_mask(scores, groups, *settings.difficulty)
-    if settings.drop_zero_variance:
-        keep = keep & zero_variance_mask(scores, groups)
-    return keep
-
-
 def _moments(
     of: MomentsOf, values: Tensor, groups: Tensor, running: RunningMoments | None, tags: Groups | None
 ) -> tuple[Tensor, Tensor]:
@@ -293,12 +290,6 @@ def _moments(
     else:
         together = group_tensor(groups if of == "group" else torch.zeros_like(groups), values)
     return group_mean(values, together), group_deviation(values, together)
-
-
-def _check_finite(scores: Tensor) -> None:
-    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
-    if wrong:
-        raise ValueError(f"the score of sample {wrong[0]} is {scores[wrong[0]].item()} ({len(wrong)} are not finite)")
 
 
 def _mean(values: Tensor) -> float:

@@ -23,10 +23,9 @@ from roll.rollout.journal import (
     RolloutProgress,
     dropped_record,
     finished_record,
-    made_anew_record,
     went_back_record,
 )
-from roll.rollout.scheduler import DroppedGroup
+from roll.rollout.ledger import DropReason
 from roll.tracking.files import naming, write_atomically
 from roll.tracking.run_directory import RunDirectory
 
@@ -78,16 +77,16 @@ class JournalKeeper:
         payload = start + encode_group(result)
         self._submit(self._journal.append, finished_record(group.group_id, newest, payload), size=len(payload))
 
-    def group_dropped(self, group: DroppedGroup, version: int) -> None:
+    def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:
         """Record a dropped group; see `SchedulerObserver`."""
-        self._submit(self._journal.append, dropped_record(group.group_id, version, group.reason))
+        self._submit(self._journal.append, dropped_record(group_id, version, reason))
 
     def prune(self, oldest: RolloutProgress) -> None:
         """Delete segments that are not needed: no run will go back beyond ``oldest`` any more."""
         self._submit(self._journal.prune, oldest)
 
     def _make_anew(self, settings: Mapping[str, Any]) -> None:
-        self._journal.append(made_anew_record())
+        self._journal.append(went_back_record(-1))
         self._journal.sync()  # before the settings file, which states that this is done
         write_atomically(self._folder / _SETTINGS, json.dumps(settings, indent=1))
 
@@ -140,7 +139,7 @@ def finished_again(group_id: int, item: Any, payload: bytes) -> FinishedGroup[An
     """Return the finished group from what `JournalKeeper` wrote, as the scheduler had it."""
     start_version = int.from_bytes(payload[:_START_VERSION_BYTES], "little")
     group = decode_group(payload[_START_VERSION_BYTES:])
-    return FinishedGroup(group_id, item, group, start_version, attempts=1, started_at=0.0, finished_at=0.0)
+    return FinishedGroup(group_id, item, group, start_version)
 
 
 @contextmanager

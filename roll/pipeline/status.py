@@ -220,12 +220,12 @@ def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:
 
 
 def _scheduler(context: RunContext) -> SchedulerStatus:
-    snapshot = context.scheduler.snapshot()
+    scheduler = context.scheduler
     return SchedulerStatus(
-        in_flight=snapshot.ledger["in_flight"],
-        buffered=snapshot.ledger["buffered"],
-        refusal=snapshot.waiting,
-        holding_up=tuple(f"{GROUP}{group_id}" for group_id in snapshot.holding_up[:LISTED_GROUPS]),
+        in_flight=scheduler.ledger.in_flight,
+        buffered=scheduler.ledger.buffered,
+        refusal=scheduler.why_waiting(),
+        holding_up=tuple(f"{GROUP}{group_id}" for group_id in scheduler.holding_up()[:LISTED_GROUPS]),
     )
 
 

@@ -42,12 +42,6 @@ class FinishedGroup(Generic[Item, Result]):
     """The return value of the rollout."""
     start_version: int
     """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
-    attempts: int
-    """Attempts made, the successful one included."""
-    started_at: float
-    """Loop time at which the group was issued, seconds."""
-    finished_at: float
-    """Loop time at which the rollout returned, seconds."""
 
 
 class _InFlight:
@@ -187,11 +181,6 @@ class GroupBuffer(Generic[Item, Result]):
         """Finished groups that wait for a batch."""
         return len(self._ready)
 
-    @property
-    def oldest_in_flight(self) -> int | None:
-        """Id of the group in flight that was issued first."""
-        return self._in_flight.oldest()
-
     def has_room(self, version: int) -> bool:
         """Return True if the batches up to the deadline of a group that starts at ``version`` can take one more."""
         unconsumed = len(self._in_flight) + len(self._ready) + 1
@@ -225,7 +214,8 @@ class GroupBuffer(Generic[Item, Result]):
 
     def batch_ready(self) -> bool:
         """Return True if `take` would return a batch."""
-        return self._enough_ready() and not self._blocked_by_deadline()
+        takeable = self._ready.takeable(self._in_flight.oldest())
+        return takeable >= self._batch_size and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:
         """Return True if enough groups are ready, but taking them would make a group in flight miss its deadline."""
@@ -253,9 +243,6 @@ class GroupBuffer(Generic[Item, Result]):
         batch = self._ready.take(self._batch_size, self.batches_taken, self._in_flight.by_deadline)
         self.batches_taken += 1
         return sorted(batch, key=lambda group: group.group_id)
-
-    def _enough_ready(self) -> bool:
-        return self._ready.takeable(self._in_flight.oldest()) >= self._batch_size
 
     def _blocked_by_deadline(self) -> bool:
         unfinished = 0

@@ -55,7 +55,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _skip(self, seconds: float | None) -> None:
         if seconds is None:
-            raise Deadlock(_describe_pending(self))
+            tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
+            lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
+            raise Deadlock("\n".join(["nothing can run and no timer is set; pending tasks:", *lines]))
         if self._virtual_now > LONGEST_RUN_SECONDS:
             raise OverflowError(f"virtual time passed {LONGEST_RUN_SECONDS} s; does a timer set itself again for ever?")
         self._virtual_now += seconds
@@ -68,12 +70,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
-
-
-def _describe_pending(loop: asyncio.AbstractEventLoop) -> str:
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
-    return "\n".join(["nothing can run and no timer is set; pending tasks:", *lines])
 
 
 def _where(task: asyncio.Task[Any]) -> str:

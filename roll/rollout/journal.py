@@ -92,7 +92,10 @@ class Journal:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-        self._members: dict[Path, set[int]] = {path: _groups_of(path) for path in segments(folder)}
+        self._members = {
+            path: {record.group_id for record in _read_segment(path) if record.kind is not RecordKind.WENT_BACK}
+            for path in segments(folder)
+        }
         self._open_segment()
 
     def append(self, record: JournalRecord) -> None:
@@ -187,25 +190,16 @@ def dropped_record(group_id: int, version: int, reason: DropReason) -> JournalRe
 
 
 def went_back_record(step: int) -> JournalRecord:
-    """Return the record of a run that restarts after training step ``step``."""
-    return JournalRecord(RecordKind.WENT_BACK, -1, step)
+    """Return the record of a run that restarts after training step ``step``.
 
-
-def made_anew_record() -> JournalRecord:
-    """Return a record after which groups are made in another way.
-
-    No earlier record counts, since no version is below 0.
+    After step -1 no earlier record counts, since no version is below 0: groups are made in another way from here on.
     """
-    return went_back_record(-1)
+    return JournalRecord(RecordKind.WENT_BACK, -1, step)
 
 
 def _reason(record: JournalRecord) -> DropReason:
     (reason,) = (known for known in DROP_REASONS if known == record.payload.decode())
     return reason
-
-
-def _groups_of(path: Path) -> set[int]:
-    return {record.group_id for record in _read_segment(path) if record.kind is not RecordKind.WENT_BACK}
 
 
 def _read_segment(path: Path) -> Iterator[JournalRecord]:

@@ -80,14 +80,13 @@ class Router:
         state.incarnation += 1
         self._wake_waiting()
 
-    def mark_dead(self, replica_id: str, cause: str | BaseException, *, incarnation: int | None = None) -> None:
+    def mark_dead(self, replica_id: str, cause: str | BaseException) -> None:
         """Close a replica that is gone or failed to start: its leases are void, and its episodes will move.
 
-        Each request on a dead replica may report it. The first cause stays, and a report about another ``incarnation``
-        than the present one (`Lease.incarnation`) is ignored.
+        It may be reported several times; the first cause stays.
         """
         state = self.state(replica_id)
-        if state.cause is not None or (incarnation is not None and incarnation != state.incarnation):
+        if state.cause is not None:
             return
         state.live = False
         state.load = 0
@@ -132,7 +131,8 @@ class Router:
                     with waiting(REPLICAS, _wanted(min_version)):
                         await self._changed.wait()
         except TimeoutError:
-            raise NoReplica(self._describe(min_version, timeout)) from None
+            states = "; ".join(_describe_state(name, state) for name, state in self._replicas.items())
+            raise NoReplica(f"no {_wanted(min_version)} within {timeout} s ({states})") from None
         state = self._replicas[replica_id]
         state.load += 1
         lease = Lease(replica_id, state.incarnation)
@@ -166,10 +166,6 @@ class Router:
         """Let every waiting caller look again, in the order of their requests."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _describe(self, min_version: int | None, timeout: float) -> str:
-        states = [_describe_state(name, state) for name, state in self._replicas.items()]
-        return f"no {_wanted(min_version)} within {timeout} s ({'; '.join(states)})"
 
 
 def _wanted(min_version: int | None) -> str:

@@ -29,10 +29,6 @@ class FatalRolloutError(Exception):
     """An error that ends the run at once, without a retry. A rollout raises it alone or inside an exception group."""
 
 
-class GroupTimeout(Exception):
-    """An attempt took longer than the plan's ``group_timeout``."""
-
-
 class SourceExhausted(RuntimeError):
     """The source ended before the run had all the groups it needs."""
 
@@ -61,8 +57,6 @@ class SchedulePlan:
     max_group_retries: int = 2
     max_consecutive_refunds: int = 64
     """Number of drops in a row that ends the run."""
-    group_timeout: float | None = None
-    """Longest time of one attempt, in seconds of the loop's clock. None: the rollout has deadlines of its own."""
 
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
@@ -80,8 +74,6 @@ class SchedulePlan:
         if self.staleness_policy not in get_args(StalenessPolicy):
             policies = get_args(StalenessPolicy)
             raise ValueError(f"staleness_policy must be one of {policies}, not {self.staleness_policy!r}")
-        if self.group_timeout is not None and self.group_timeout <= 0:
-            raise ValueError(f"group_timeout must be positive, not {self.group_timeout}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,45 +88,14 @@ class GroupRequest(Generic[Item]):
     """Number of the attempt; 1 for the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class DroppedGroup:
-    """A group that was not trained on, and why."""
-
-    group_id: int
-    reason: DropReason
-    attempts: int
-    cause: BaseException | None
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSnapshot:
-    """The state of the scheduler at one instant."""
-
-    ledger: dict[str, int]
-    """Counts in the form of `Ledger.counts`."""
-    steps_done: int
-    version: int
-    batches_taken: int
-    waiting: Refusal | Literal["source", "stopped"]
-    """The reason why no group is started now."""
-    consumer_waiting: bool
-    """True while a `next_batch` waits."""
-    oldest_in_flight: int | None
-    """Id of the group in flight that was issued first."""
-    oldest_in_flight_age: float
-    """Seconds since that group was issued; 0 if none is in flight."""
-    holding_up: tuple[int, ...]
-    """Groups in flight that alone hold up the next batch, because it is the last one that may take them."""
-
-
 class SchedulerObserver(Protocol[Item, Result]):
     """Observer that is called when a group finishes or is dropped. An exception that it raises ends the run."""
 
     def group_finished(self, group: FinishedGroup[Item, Result]) -> None:
         """Handle a group that is ready to be trained on."""
 
-    def group_dropped(self, group: DroppedGroup, version: int) -> None:
-        """Handle a group that will not be trained on; ``version`` was the newest policy version at that time.
+    def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:
+        """Handle a group that will not be trained on; ``version`` is the newest policy version now.
 
         Groups cancelled at the end of the run are not reported.
         """
@@ -149,15 +110,12 @@ def is_fatal(error: BaseException) -> bool:
 
 logger = logging.getLogger(__name__)
 
-RECENT_DROPS_KEPT = 16
-
 
 @dataclass(slots=True, eq=False)
 class _Running(Generic[Item]):
     group_id: int
     item: Item
     start_version: int
-    started_at: float
     attempt: int = 1
     task: asyncio.Task[None] | None = None
 
@@ -189,7 +147,6 @@ class RolloutScheduler(Generic[Item, Result]):
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
-        self.recent_drops: deque[DroppedGroup] = deque(maxlen=RECENT_DROPS_KEPT)
         self._source = source
         self._rollout = rollout
         self._group_filter = group_filter
@@ -247,7 +204,7 @@ class RolloutScheduler(Generic[Item, Result]):
                 self.ledger.finish(group.group_id)
                 open_groups.remove(group.group_id)
         for group_id in sorted(open_groups):
-            self._in_flight[group_id] = _Running(group_id, items[group_id], step, 0.0)
+            self._in_flight[group_id] = _Running(group_id, items[group_id], step)
         self._to_begin_again.extend(self._in_flight.values())
         self.ledger.check()
 
@@ -279,7 +236,10 @@ class RolloutScheduler(Generic[Item, Result]):
                 finally:
                     self._stop()
         finally:
-            self._drop_unended()
+            self._in_flight.clear()
+            for group_id in self.ledger.open_groups():
+                self.ledger.drop(group_id, "cancelled")
+            self.ledger.check()
         if self._failure is not None:
             raise self._failure
 
@@ -328,23 +288,12 @@ class RolloutScheduler(Generic[Item, Result]):
         self._admission.resume()
         self._start_admissible()
 
-    def snapshot(self) -> SchedulerSnapshot:
-        """Return the current state. Call it on the scheduler's loop."""
-        oldest = self._buffer.oldest_in_flight if self._in_flight else None
-        started_at = self._in_flight[oldest].started_at if oldest is not None else None
-        return SchedulerSnapshot(
-            ledger=self.ledger.counts(),
-            steps_done=self._admission.steps_done,
-            version=self._admission.version,
-            batches_taken=self._buffer.batches_taken,
-            waiting=self._why_waiting(),
-            consumer_waiting=self._batch_waiter is not None,
-            oldest_in_flight=oldest,
-            oldest_in_flight_age=0.0 if started_at is None else asyncio.get_running_loop().time() - started_at,
-            holding_up=tuple(self._buffer.overdue()) if self._in_flight else (),
-        )
+    def holding_up(self) -> list[int]:
+        """Return the groups in flight that alone hold up the next batch: it is the last one that may take them."""
+        return self._buffer.overdue() if self._in_flight else []
 
-    def _why_waiting(self) -> Refusal | Literal["source", "stopped"]:
+    def why_waiting(self) -> Refusal | Literal["source", "stopped"]:
+        """Return the reason why no group is started now."""
         if isinstance(self._failure, SourceExhausted):
             return "source"
         refusal = self._admission.refusal(self.ledger.net_issued)
@@ -369,22 +318,17 @@ class RolloutScheduler(Generic[Item, Result]):
                 error.add_note(f"raised by the source, asked for the item of group {self.ledger.issued}")
                 self._fail(error)
                 return
-            self._start(item)
-
-    def _start(self, item: Item) -> None:
-        version = self._admission.version
-        group_id = self.ledger.issue()
-        self._buffer.start(group_id, version)
-        group = _Running(group_id, item, version, asyncio.get_running_loop().time())
-        self._in_flight[group_id] = group
-        self._begin(group)
+            group = _Running(self.ledger.issue(), item, self._admission.version)
+            self._buffer.start(group.group_id, group.start_version)
+            self._in_flight[group.group_id] = group
+            self._begin(group)
 
     def _begin_again(self) -> None:
         """Start the groups that were in flight before the resume, as many as admission and the buffer allow."""
         version = self._admission.version
         while self._to_begin_again and not self._admission.is_paused and self._buffer.has_room(version):
             group = self._to_begin_again.popleft()
-            group.start_version, group.started_at = version, asyncio.get_running_loop().time()
+            group.start_version = version
             self._buffer.start(group.group_id, version)
             self._begin(group)
 
@@ -410,7 +354,9 @@ class RolloutScheduler(Generic[Item, Result]):
         failure: BaseException | None = None
         while failure is None or self._may_retry(group, failure):
             try:
-                result = await self._attempt(group)
+                result = await self._rollout(
+                    GroupRequest(group.group_id, group.item, group.start_version, group.attempt)
+                )
             except asyncio.CancelledError as cancelled:
                 # `Task.cancelling` does not tell: in Python 3.11 a failed `TaskGroup` inside leaves it set, too.
                 if not self._is_in_flight(group):
@@ -421,19 +367,6 @@ class RolloutScheduler(Generic[Item, Result]):
             else:
                 self._finish(group, result)
                 return
-
-    async def _attempt(self, group: _Running[Item]) -> Result:
-        request = GroupRequest(group.group_id, group.item, group.start_version, group.attempt)
-        if self.plan.group_timeout is None:
-            return await self._rollout(request)
-        try:
-            async with asyncio.timeout(self.plan.group_timeout) as deadline:
-                return await self._rollout(request)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            message = f"attempt {group.attempt} of group {group.group_id} exceeded {self.plan.group_timeout} s"
-            raise GroupTimeout(message) from None
 
     def _may_retry(self, group: _Running[Item], failure: BaseException) -> bool:
         """Account for a failed attempt; True if another one follows."""
@@ -467,10 +400,7 @@ class RolloutScheduler(Generic[Item, Result]):
         del self._in_flight[group.group_id]
         self.ledger.finish(group.group_id)
         self._drop_limit.accepted()
-        finished_at = asyncio.get_running_loop().time()
-        finished = FinishedGroup(
-            group.group_id, group.item, result, group.start_version, group.attempt, group.started_at, finished_at
-        )
+        finished = FinishedGroup(group.group_id, group.item, result, group.start_version)
         self._buffer.finish(finished)
         if self._observer is not None and not self._observed(self._observer.group_finished, finished):
             return
@@ -494,10 +424,8 @@ class RolloutScheduler(Generic[Item, Result]):
         del self._in_flight[group.group_id]
         self._buffer.drop(group.group_id)
         self.ledger.drop(group.group_id, reason)
-        dropped = DroppedGroup(group.group_id, reason, group.attempt, cause)
-        self.recent_drops.append(dropped)
         if self._observer is not None and not self._observed(
-            self._observer.group_dropped, dropped, self._admission.steps_done
+            self._observer.group_dropped, group.group_id, reason, self._admission.steps_done
         ):
             return
         try:
@@ -562,9 +490,3 @@ class RolloutScheduler(Generic[Item, Result]):
                 group.task.cancel()
         if self._batch_waiter is not None and not self._batch_waiter.done():
             self._batch_waiter.set_result(None)
-
-    def _drop_unended(self) -> None:
-        self._in_flight.clear()
-        for group_id in self.ledger.open_groups():
-            self.ledger.drop(group_id, "cancelled")
-        self.ledger.check()

@@ -7,7 +7,7 @@ a request is not charged for time when another role has the devices.
 In a worker, heavy work runs in a thread of its own, so the actor always answers `watch`, a call that never returns. Ray
 resolves that call with an error as soon as the process ends, so a death is noticed and named without polling. Ray has
 no common class for such errors: a process killed by its memory monitor raises `OutOfMemoryError`, which is no
-`RayActorError`; `ACTOR_DEATHS` lists them.
+`RayActorError`; `ACTOR_GONE` lists them.
 
 Every few seconds the driver also asks each worker for a sign of life. A thread that does nothing else answers, so a
 worker that computes for minutes still answers. The answer says how long the worker's event loop has been stuck, and
@@ -30,19 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import ray
-from ray.exceptions import (
-    ActorPlacementGroupRemoved,
-    ActorUnavailableError,
-    ActorUnschedulableError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    RuntimeEnvSetupError,
-    WorkerCrashedError,
-)
+import ray.exceptions
 
 from roll.configs.plugins import import_object
 from roll.runtime.placement import Placement, WorkerPlace, free_port
@@ -98,14 +86,14 @@ class WorkerTimeout(TimeoutError):
 
 
 ACTOR_GONE = (
-    RayActorError,
-    OutOfMemoryError,
-    NodeDiedError,
-    WorkerCrashedError,
-    LocalRayletDiedError,
-    ActorUnschedulableError,
-    ActorPlacementGroupRemoved,
-    RuntimeEnvSetupError,
+    ray.exceptions.RayActorError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.ActorPlacementGroupRemoved,
+    ray.exceptions.RuntimeEnvSetupError,
 )
 """Catch these after `RayTaskError`: the error of a living actor is also an instance of its cause's class. An actor that
 Ray cannot reach (`ActorUnavailableError`) is included: callers replace it."""
@@ -113,7 +101,8 @@ Ray cannot reach (`ActorUnavailableError`) is included: callers replace it."""
 
 def is_gone_for_good(error: BaseException) -> bool:
     """Return True if the actor is dead and calling it again is useless."""
-    return isinstance(error, ACTOR_GONE) and not isinstance(error, ActorUnavailableError | RayTaskError)
+    from_a_living_actor = ray.exceptions.ActorUnavailableError | ray.exceptions.RayTaskError
+    return isinstance(error, ACTOR_GONE) and not isinstance(error, from_a_living_actor)
 
 
 def memory_death(error: BaseException) -> str | None:
@@ -121,7 +110,7 @@ def memory_death(error: BaseException) -> str | None:
 
     Ray's own text is long and ends with general advice.
     """
-    if not isinstance(error, OutOfMemoryError):
+    if not isinstance(error, ray.exceptions.OutOfMemoryError):
         return None
     figures = re.search(r"was (\S+ used / \S+) limit", str(error))
     used = f" ({figures[1]})" if figures else ""
@@ -227,13 +216,13 @@ class WorkerHandle:
             with waiting(f"{WORKER}{self.name}", method):
                 async with asyncio.timeout(timeout):
                     return await ref
-        except RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:
             # This clause comes first: Ray makes the error an instance of its cause's class too, such as TimeoutError.
             cause = error.cause if error.cause is not None else error
             raise WorkerFailed(self.name, method, f"{type(cause).__name__}: {cause}", type(cause).__name__) from error
         except ACTOR_GONE as error:
             raise self.died(error) from error
-        except RayError as error:  # the answer was lost, for example with its node
+        except ray.exceptions.RayError as error:  # the answer was lost, for example with its node
             raise WorkerFailed(self.name, method, f"{type(error).__name__}: {error}", type(error).__name__) from error
         except TimeoutError:
             raise WorkerTimeout(self.name, method, timeout or 0.0) from None
@@ -249,7 +238,10 @@ class WorkerHandle:
     def died(self, error: BaseException) -> WorkerDied:
         """Return what Ray's error says about the death of this worker."""
         process = f"process {self.pid}, " if self.pid is not None else ""
-        return WorkerDied(self.name, f"{process}{_death_cause(error)}")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        telling = [line for line in lines if any(word in line.lower() for word in ("exit", "killed", "died"))]
+        cause = memory_death(error) or (telling or lines or ["no cause given"])[-1]
+        return WorkerDied(self.name, f"{process}{cause}")
 
     def kill(self) -> None:
         """Kill the process now."""
@@ -314,13 +306,12 @@ def start_worker(
     world_size: int,
     devices: Sequence[int],
     log_dir: str | None,
-    concurrency: int = 1000,
 ) -> WorkerHandle:
     """Start the actor of one rank; it is ready once `WorkerHandle.create` has returned."""
     place = placement.place(devices)
     identity = WorkerIdentity(role, rank, world_size, place, log_dir, driver_folders())
     options = {
-        "max_concurrency": concurrency,
+        "max_concurrency": 1000,
         "concurrency_groups": {HEALTH: 4},
         "max_restarts": 0,
         **placement.actor_options(place),
@@ -339,15 +330,6 @@ async def start_group(build: Callable[[int], WorkerHandle], size: int, timeout: 
         group.kill()
         raise
     return group
-
-
-def _death_cause(error: BaseException) -> str:
-    of_memory = memory_death(error)
-    if of_memory is not None:
-        return of_memory
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wanted = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
-    return (wanted or lines or ["no cause given"])[-1]
 
 
 BEAT_SECONDS = 2.0
@@ -402,7 +384,7 @@ class Heartbeats:
     async def _ask(self, handle: WorkerHandle) -> None:
         try:
             self._heard[handle] = replace(await handle.beat(), at=self._clock())
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             if is_gone_for_good(error):
                 return  # it has died; the task that watches it reports the cause
             logger.debug("%s gave no sign of life, and is asked again: %s", handle.name, error)

@@ -74,7 +74,10 @@ class DeviceLock:
                 await self._make_resident(role)
                 yield
         finally:
-            self._release()
+            self._holders -= 1
+            if self._holders == 0:
+                self._holder = None
+                self._freed.set()
 
     async def _acquire(self, role: str) -> None:
         self._check(role)
@@ -101,12 +104,6 @@ class DeviceLock:
     def _grant(self, role: str) -> None:
         self._holder = role
         self._holders += 1
-
-    def _release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            self._holder = None
-            self._freed.set()
 
     async def _make_resident(self, role: str) -> None:
         """Offload the states of all other roles and load those of ``role``."""

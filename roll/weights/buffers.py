@@ -23,14 +23,14 @@ NEWEST = "replicas that may restart"
 class WeightBuffers:
     """The buffers and their holders. A holder is any hashable object, such as a replica."""
 
-    def __init__(self, count: int, on_free: Callable[[int], None] = lambda version: None) -> None:
-        """Start with empty buffers. ``on_free`` is called with each version that is discarded."""
+    def __init__(self, count: int) -> None:
         self._versions: list[int | None] = [None] * count
         self._holders: dict[int, set[Hashable]] = {}
         self._turn = asyncio.Lock()
         """The right to take the next free buffer; passed on in the order in which callers asked for it."""
         self._released = asyncio.Event()
-        self.on_free = on_free
+        self.on_free: Callable[[int], None] = lambda version: None
+        """Function that is called with each version that is discarded."""
 
     def has(self, version: int) -> bool:
         """Return True if a buffer still holds this version."""

@@ -374,29 +374,27 @@ class SharedMemoryReceiver(WeightReceiver):
             yield WeightBucket(handle.tensors, data, BucketLocation(handle.path, handle.offset), handle.lasting)
 
     def _memory(self, handle: MemoryHandle) -> np.ndarray:
+        """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
         known = self._mappings.get(handle.inode)
-        if known is None or len(known) < handle.size:
-            known = self._mappings[handle.inode] = _map(handle)
-        return known
-
-
-def _map(handle: MemoryHandle) -> np.ndarray:
-    """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
-    try:
-        fd = os.open(handle.path, os.O_RDONLY)
-    except OSError as error:
-        message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
-        raise WeightMismatch(message) from error
-    try:
-        status = os.fstat(fd)
-        if status.st_ino != handle.inode or status.st_size < handle.size:
-            raise WeightMismatch(
-                f"{handle.path} is not the memory of version {handle.version} any more (inode {status.st_ino} with "
-                f"{status.st_size} bytes, expected {handle.inode} with {handle.size}); {_REMEDY}"
-            )
-        return np.frombuffer(mmap.mmap(fd, handle.size, prot=mmap.PROT_READ), dtype=np.uint8)
-    finally:
-        os.close(fd)
+        if known is not None and len(known) >= handle.size:
+            return known
+        try:
+            fd = os.open(handle.path, os.O_RDONLY)
+        except OSError as error:
+            message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
+            raise WeightMismatch(message) from error
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != handle.inode or status.st_size < handle.size:
+                raise WeightMismatch(
+                    f"{handle.path} is not the memory of version {handle.version} any more (inode {status.st_ino} with "
+                    f"{status.st_size} bytes, expected {handle.inode} with {handle.size}); {_REMEDY}"
+                )
+            memory = np.frombuffer(mmap.mmap(fd, handle.size, prot=mmap.PROT_READ), dtype=np.uint8)
+        finally:
+            os.close(fd)
+        self._mappings[handle.inode] = memory
+        return memory
 
 
 TRANSPORTS: dict[str, WeightTransport] = {

@@ -120,29 +120,19 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
     )
     # "not <=" also catches NaN; an infinite difference makes the mean infinite.
     if not found.absolute_mean <= canaries.tolerance:
-        raise WeightsDiffer(_message(engine, canaries, held, found, differences))
+        means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
+        worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))
+        place = 1 + int(np.argmax(np.nan_to_num(np.abs(differences[worst]), nan=np.inf)))
+        ids = canaries.token_ids[worst].tolist()
+        shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
+        raise WeightsDiffer(
+            f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of "
+            f"the trainer by {found.absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} "
+            f"allowed, weight_update.canary_tolerance) and by {found.largest:.3g} at most, over {found.tokens} tokens. "
+            f"The worst is sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the "
+            f"trainer has {canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the "
+            "weights were checked before, so the engine computes something else with them: weights it does not use (a "
+            "tied or fused tensor, an adapter, a cached copy), other settings of the model (position encoding, "
+            "attention), or a lower precision than the tolerance allows for"
+        )
     return found
-
-
-def _message(
-    engine: str,
-    canaries: CanaryScores,
-    held: Sequence[np.ndarray],
-    found: CanaryDifference,
-    differences: Sequence[np.ndarray],
-) -> str:
-    means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
-    worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))
-    place = 1 + int(np.argmax(np.nan_to_num(np.abs(differences[worst]), nan=np.inf)))
-    ids = canaries.token_ids[worst].tolist()
-    shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
-    return (
-        f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of the "
-        f"trainer by {found.absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} allowed, "
-        f"weight_update.canary_tolerance) and by {found.largest:.3g} at most, over {found.tokens} tokens. The worst is "
-        f"sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the trainer has "
-        f"{canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the weights were "
-        "checked before, so the engine computes something else with them: weights it does not use (a tied or fused "
-        "tensor, an adapter, a cached copy), other settings of the model (position encoding, attention), or a lower "
-        "precision than the tolerance allows for"
-    )

@@ -21,7 +21,6 @@ from roll.algorithms.advantages.base import (
     shape_advantages,
     whiten,
 )
-from roll.algorithms.advantages.gae import generalised_advantages
 from roll.algorithms.advantages.shared import response_segments, token_returns
 from roll.algorithms.kl import sequence_token_rewards
 from roll.configs.errors import ConfigError
@@ -531,10 +530,11 @@ def test_gae_with_lambda_zero_is_the_error_of_one_step(seed, gamma):
 def test_gae_reads_no_value_outside_the_response_and_carries_no_gradient():
     case = random_case(6)
     dirty = case.values.masked_fill(~case.response_mask, float("nan")).requires_grad_(True)
-    advantages = generalised_advantages(case.token_rewards, dirty, case.response_mask, 0.9, 0.8)
+    gae = make_advantage_estimator("gae", {"gamma": 0.9, "lambda_": 0.8})
+    advantages = gae(case.token_rewards, case.response_mask, case.groups, values=dirty)
     torch.testing.assert_close(advantages, loop_gae(case, 0.9, 0.8), rtol=1e-10, atol=1e-10)
     assert not advantages.requires_grad
-    single = generalised_advantages(case.token_rewards.float(), dirty, case.response_mask, 0.9, 0.8)
+    single = gae(case.token_rewards.float(), case.response_mask, case.groups, values=dirty)
     assert single.dtype == torch.float32
 
 
@@ -685,8 +685,9 @@ def test_clipped_advantages_stay_within_the_limit():
 def test_advantages_are_whitened_before_they_are_clipped():
     mask, rewards = torch.ones(4, 1, dtype=torch.bool), torch.tensor([0.0, 0.0, 0.0, 8.0]).double()
     estimator = make_advantage_estimator("reinforce")
-    white = estimate_advantages(estimator, rewards, mask, range(4), whitened=True)
-    both = estimate_advantages(estimator, rewards, mask, range(4), whitened=True, clip=1.0)
+    plain = estimate_advantages(estimator, rewards, mask, range(4))
+    white = shape_advantages(plain, mask, True, None)
+    both = shape_advantages(plain, mask, True, 1.0)
     assert white.max() > 1.5 and both.dtype == torch.float64
     assert torch.equal(both, white.clamp(-1, 1))
 

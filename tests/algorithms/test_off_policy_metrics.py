@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.metrics import combine, off_policy_metrics, off_policy_sums, policy_metrics
+from roll.algorithms.metrics import combine, lag_buckets, off_policy_metrics, off_policy_sums, policy_metrics
 from tests.tiers import examples
 
 ROWS, WIDTH = 6, 5
@@ -29,6 +29,10 @@ def random_tensors(seed, oldest=4):
         "response_mask": mask,
         "lags": torch.randint(0, oldest + 1, (ROWS, WIDTH), generator=generator),
     }
+
+
+def sums_of(log_ratio, mask, *lags):
+    return off_policy_sums(log_ratio, lag_buckets(mask, *lags))
 
 
 def log_ratio_of(tensors):
@@ -74,7 +78,7 @@ def everything_by_loop(tensors, max_lag, last):
 @given(seed=st.integers(0, 10_000), max_lag=st.integers(0, 5), capped=st.booleans())
 def test_metrics_follow_their_definitions_overall_and_per_lag(seed, max_lag, capped):
     tensors = random_tensors(seed)
-    sums = off_policy_sums(log_ratio_of(tensors), tensors["response_mask"], tensors["lags"], max_lag, capped)
+    sums = sums_of(log_ratio_of(tensors), tensors["response_mask"], tensors["lags"], max_lag, capped)
     last = f"lag_{max_lag}+" if capped else f"lag_{max_lag}"
     assert off_policy_metrics(sums) == pytest.approx(everything_by_loop(tensors, max_lag, last), rel=1e-10, abs=1e-10)
 
@@ -84,8 +88,8 @@ def test_metrics_follow_their_definitions_overall_and_per_lag(seed, max_lag, cap
 def test_sums_of_any_split_add_up_to_those_of_the_whole(seed, labels):
     tensors = random_tensors(seed)
     arguments = (log_ratio_of(tensors), tensors["response_mask"], tensors["lags"])
-    whole = off_policy_sums(*arguments, 3)
-    parts = [off_policy_sums(*(tensor[torch.tensor(labels) == label] for tensor in arguments), 3) for label in range(3)]
+    whole = sums_of(*arguments, 3)
+    parts = [sums_of(*(tensor[torch.tensor(labels) == label] for tensor in arguments), 3) for label in range(3)]
     assert all(list(part) == list(whole) for part in parts)
     added = {name: sum(part[name] for part in parts) for name in whole}
     assert off_policy_metrics(added) == pytest.approx(off_policy_metrics(whole), rel=1e-10, abs=1e-12)
@@ -96,8 +100,8 @@ def test_what_stands_outside_the_mask_is_never_read(fill):
     tensors = random_tensors(3)
     mask, lags = tensors["response_mask"], tensors["lags"]
     dirty = log_ratio_of(tensors).masked_fill(~mask, fill)
-    sums = off_policy_sums(log_ratio_of(tensors), mask, lags, 3)
-    assert off_policy_sums(dirty, mask, lags.masked_fill(~mask, 2), 3) == sums
+    sums = sums_of(log_ratio_of(tensors), mask, lags, 3)
+    assert sums_of(dirty, mask, lags.masked_fill(~mask, 2), 3) == sums
     assert all(value.dtype == torch.float64 and value.ndim == 0 for value in sums.values())
 
 
@@ -105,7 +109,7 @@ def test_inputs_stay_as_they_were_and_sums_carry_no_gradient():
     tensors = random_tensors(4)
     log_ratio = log_ratio_of(tensors).requires_grad_()
     before = log_ratio.detach().clone(), tensors["response_mask"].clone(), tensors["lags"].clone()
-    sums = off_policy_sums(log_ratio, tensors["response_mask"], tensors["lags"], 2)
+    sums = sums_of(log_ratio, tensors["response_mask"], tensors["lags"], 2)
     assert not any(value.requires_grad for value in sums.values())
     for tensor, copy in zip((log_ratio, tensors["response_mask"], tensors["lags"]), before, strict=True):
         assert torch.equal(tensor, copy)
@@ -113,7 +117,7 @@ def test_inputs_stay_as_they_were_and_sums_carry_no_gradient():
 
 def whole_row(*log_ratios):
     values = torch.tensor([log_ratios], dtype=torch.float64)
-    return off_policy_metrics(off_policy_sums(values, torch.ones_like(values, dtype=torch.bool)))
+    return off_policy_metrics(sums_of(values, torch.ones_like(values, dtype=torch.bool)))
 
 
 def test_on_policy_tokens_have_full_effective_sample_size_and_no_divergence():
@@ -122,7 +126,7 @@ def test_on_policy_tokens_have_full_effective_sample_size_and_no_divergence():
 
 def test_without_any_token_everything_is_zero_and_no_lag_is_named():
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    sums = off_policy_sums(torch.full((2, 3), math.nan), nothing, torch.zeros(2, 3, dtype=torch.long), 2)
+    sums = sums_of(torch.full((2, 3), math.nan), nothing, torch.zeros(2, 3, dtype=torch.long), 2)
     assert off_policy_metrics(sums) == {"ess": 0.0, "k1": 0.0, "k3": 0.0, "chi2": 0.0}
     assert "lag_2/tokens" in sums
 
@@ -161,12 +165,12 @@ def test_k3_is_never_negative_and_the_effective_sample_size_is_a_share(log_ratio
 @pytest.mark.parametrize("lags", [None, torch.zeros(1, 1, dtype=torch.long)])
 def test_metrics_per_lag_need_lags_and_a_bound(lags):
     with pytest.raises(ValueError, match="max_lag"):
-        off_policy_sums(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), lags, -1 if lags is not None else 2)
+        sums_of(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), lags, -1 if lags is not None else 2)
 
 
 def test_lags_without_a_bound_are_not_reported():
     one = torch.ones(1, 1, dtype=torch.bool)
-    assert list(off_policy_metrics(off_policy_sums(torch.zeros(1, 1), one, one.long()))) == ["ess", "k1", "k3", "chi2"]
+    assert list(off_policy_metrics(sums_of(torch.zeros(1, 1), one, one.long()))) == ["ess", "k1", "k3", "chi2"]
 
 
 def test_means_over_samples_of_the_behaviour_policy_estimate_what_they_claim_within_four_sigma():
@@ -174,7 +178,7 @@ def test_means_over_samples_of_the_behaviour_policy_estimate_what_they_claim_wit
     tokens = torch.multinomial(MU, number, replacement=True, generator=torch.Generator().manual_seed(1))
     log_ratio = (PI / MU).log()[tokens]
     ratio = log_ratio.exp()
-    metrics = off_policy_metrics(off_policy_sums(log_ratio[None], torch.ones(1, number, dtype=torch.bool)))
+    metrics = off_policy_metrics(sums_of(log_ratio[None], torch.ones(1, number, dtype=torch.bool)))
     divergence = (MU * (MU / PI).log()).sum()
     chi_squared = ((PI - MU).square() / MU).sum()
     estimates = [
@@ -189,12 +193,17 @@ def test_means_over_samples_of_the_behaviour_policy_estimate_what_they_claim_wit
     assert metrics["ess"] == pytest.approx(1 / (1 + chi_squared.item()), rel=0.02)
 
 
+def metrics_of_part(totals, token_metrics, part, max_lag, **options):
+    buckets = lag_buckets(part["response_mask"], part["lags"], max_lag, **options)
+    return policy_metrics(totals, token_metrics, part["logprobs"], part["behaviour_logprobs"], buckets)
+
+
 def part_metrics(tensors, rows, **options):
     part = {name: tensor[rows] for name, tensor in tensors.items()}
     mask = part["response_mask"]
     token_metrics = {"clip_fraction": (part["logprobs"] > -0.5).double()}
     total = torch.where(mask, part["logprobs"], 0.0).sum()
-    return policy_metrics({"loss": total}, token_metrics, max_lag=3, **part, **options)
+    return metrics_of_part({"loss": total}, token_metrics, part, 3, **options)
 
 
 @settings(max_examples=examples(60))
@@ -230,7 +239,7 @@ def test_metrics_of_a_loss_have_their_names_and_values():
 
 def test_the_largest_ratio_is_that_of_a_response_token():
     mask = torch.tensor([[True, False]])
-    metrics = policy_metrics({}, {}, torch.tensor([[-2.0, 0.0]]), torch.tensor([[-1.0, -5.0]]), mask)
+    metrics = policy_metrics({}, {}, torch.tensor([[-2.0, 0.0]]), torch.tensor([[-1.0, -5.0]]), {"": mask})
     assert metrics.maxima["ratio_max"].item() == pytest.approx(math.exp(-1), rel=1e-12)
 
 
@@ -246,7 +255,7 @@ def test_metrics_of_a_loss_never_read_what_stands_outside_the_mask(fill):
     dirty = tensors | {name: tensors[name].masked_fill(~mask, fill) for name in ("logprobs", "behaviour_logprobs")}
     ones = torch.ones(ROWS, WIDTH)
     results = [
-        policy_metrics({}, {"entropy": values}, **part, max_lag=2)
+        metrics_of_part({}, {"entropy": values}, part, 2)
         for part, values in ((tensors, ones), (dirty, ones.masked_fill(~mask, fill)))
     ]
     clean, filled = (metrics.from_vectors(*(vector.tolist() for vector in metrics.vectors())) for metrics in results)

@@ -20,7 +20,7 @@ from roll.pipeline.journal import JournalKeeper, forget_other_rollouts, journal_
 from roll.pipeline.resume import ResumePoint
 from roll.rollout.clock import run_virtual
 from roll.rollout.journal import RolloutProgress, read_journal
-from roll.rollout.scheduler import DroppedGroup, RolloutScheduler, SchedulePlan
+from roll.rollout.scheduler import RolloutScheduler, SchedulePlan
 from roll.runtime.actors import WorkerDied
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
@@ -46,7 +46,7 @@ def earlier_process(run: RunDirectory) -> None:
     keeper.made_with(SETTINGS)
     for group_id in (0, 1, 4):
         keeper.group_finished(finished(group_id, 0, versions=(0,)))
-    keeper.group_dropped(DroppedGroup(2, "filtered", 1, None), 0)
+    keeper.group_dropped(2, "filtered", 0)
     keeper.close()
 
 

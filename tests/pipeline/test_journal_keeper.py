@@ -12,7 +12,6 @@ from roll.pipeline import journal as journal_keeper
 from roll.pipeline.journal import NOT_ON_RECORD, JournalKeeper, finished_again, other_settings
 from roll.rollout.buffer import FinishedGroup
 from roll.rollout.journal import RolloutProgress, read_journal, recover
-from roll.rollout.scheduler import DroppedGroup
 
 
 def finished(group_id: int, start_version: int, versions=(3, 4)) -> FinishedGroup:
@@ -26,7 +25,7 @@ def finished(group_id: int, start_version: int, versions=(3, 4)) -> FinishedGrou
         score=1.5,
     )
     prompt = Prompt("p", "d", tokens[:1], "text")
-    return FinishedGroup(group_id, "item", Group(group_id, prompt, [sample]), start_version, 2, 1.0, 2.0)
+    return FinishedGroup(group_id, "item", Group(group_id, prompt, [sample]), start_version)
 
 
 def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
@@ -34,7 +33,7 @@ def test_a_group_comes_back_as_the_scheduler_had_it(tmp_path):
     group = finished(5, 3)
     keeper.group_finished(group)
     group.result.samples[0].score = -1.0  # training changes samples after they were handed over
-    keeper.group_dropped(DroppedGroup(6, "filtered", 1, None), 4)
+    keeper.group_dropped(6, "filtered", 4)
     keeper.went_back(2)
     keeper.close()
     kept, dropped, marker = read_journal(tmp_path / "journal")

@@ -35,7 +35,7 @@ class Bench:
     def finish(self, group_id):
         version = self.in_flight.pop(group_id)
         self.ready[group_id] = version
-        self.buffer.finish(FinishedGroup(group_id, None, None, version, 1, 0.0, 0.0))
+        self.buffer.finish(FinishedGroup(group_id, None, None, version))
 
     def drop(self, group_id):
         del self.in_flight[group_id]

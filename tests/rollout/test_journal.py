@@ -12,7 +12,6 @@ from roll.rollout.journal import (
     RolloutProgress,
     dropped_record,
     finished_record,
-    made_anew_record,
     read_journal,
     recover,
     segments,
@@ -80,7 +79,7 @@ def test_a_lost_future_stays_lost_when_versions_come_by_again():
 def test_nothing_counts_that_was_made_in_another_way():
     before = [finished_record(1, 0, b"old"), dropped_record(2, 0, "filtered")]
     progress = RolloutProgress(0, 1, {}, (0,))
-    again = recover([*before, made_anew_record(), finished_record(0, 0, b"new")], progress)
+    again = recover([*before, went_back_record(-1), finished_record(0, 0, b"new")], progress)
     assert again.finished == {0: b"new"} and again.dropped == {} and (again.issued, again.in_flight) == (1, ())
 
 

@@ -86,15 +86,15 @@ class Life:
     def restored(self, group_id, item, payload):
         assert item == 1000 + group_id
         kept = json.loads(payload)
-        return FinishedGroup(group_id, item, kept["result"], kept["start_version"], kept["attempts"], 0.0, 0.0)
+        return FinishedGroup(group_id, item, kept["result"], kept["start_version"])
 
     def group_finished(self, group):
-        kept = {"result": group.result, "start_version": group.start_version, "attempts": group.attempts}
+        kept = {"result": group.result, "start_version": group.start_version}
         record = finished_record(group.group_id, group.result["version"], json.dumps(kept).encode())
         self.disk.records.append(record)
 
-    def group_dropped(self, group, version):
-        self.disk.records.append(dropped_record(group.group_id, version, group.reason))
+    def group_dropped(self, group_id, reason, version):
+        self.disk.records.append(dropped_record(group_id, version, reason))
 
     async def rollout(self, request):
         """End the run at once where something is wrong: any other exception of a rollout would only be retried."""

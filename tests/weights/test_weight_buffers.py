@@ -14,8 +14,9 @@ from tests.tiers import examples
 
 
 def buffers_with(count: int = 2):
-    freed: list[int] = []
-    return WeightBuffers(count, freed.append), freed
+    buffers, freed = WeightBuffers(count), []
+    buffers.on_free = freed.append
+    return buffers, freed
 
 
 async def publish(buffers: WeightBuffers, version: int, replicas=(), in_place: bool = True) -> None:

@@ -142,13 +142,9 @@ class AdvantageEstimator:
         return keep(self.function(inputs, **self.arguments), response_mask).to(result_dtype(token_rewards))
 
 
-def make_advantage_estimator(
-    name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("adv_estimator", "adv_estimator_args")
-) -> AdvantageEstimator:
-    """Return the estimator ``name`` with the arguments ``args``, given in a configuration at ``paths``.
-
-    Raises `ConfigError` that lists every wrong name, type and range.
-    """
+def make_advantage_estimator(name: str, args: Mapping[str, Any] | None = None) -> AdvantageEstimator:
+    """Return an estimator with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
+    paths = ("adv_estimator", "adv_estimator_args")
     return AdvantageEstimator(name, *built(ADVANTAGE_ESTIMATORS, name, args or {}, paths, AdvantageRequirements()))
 
 
@@ -162,8 +158,6 @@ def estimate_advantages(
     reference_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
-    whitened: bool = False,
-    clip: float | None = None,
     turn_rewards: Tensor | None = None,
     **fields: Tensor | None,
 ) -> Tensor:
@@ -171,8 +165,7 @@ def estimate_advantages(
 
     Return float64 if the rewards are float64, else float32. With ``logprobs`` and ``reference_logprobs`` the token
     rewards include the KL penalty; give both or neither, else ``ValueError``. ``turn_rewards`` ``[batch, seq]`` are
-    added to the token rewards. Whitening comes after the estimator, clipping to [-clip, clip] last. ``fields`` are
-    those of `AdvantageEstimator.__call__`.
+    added to the token rewards. ``fields`` are those of `AdvantageEstimator.__call__`.
     """
     if logprobs is not None and reference_logprobs is not None:
         token_rewards = kl_penalised_token_rewards(
@@ -184,8 +177,7 @@ def estimate_advantages(
         raise ValueError("a KL penalty needs the log-probabilities of both the policy and the reference")
     if turn_rewards is not None:
         token_rewards = token_rewards + keep(turn_rewards, response_mask).to(token_rewards.dtype)
-    advantages = estimator(token_rewards, response_mask, groups, **fields)
-    return shape_advantages(advantages, response_mask, whitened, clip)
+    return estimator(token_rewards, response_mask, groups, **fields)
 
 
 def shape_advantages(advantages: Tensor, response_mask: Tensor, whitened: bool, clip: float | None) -> Tensor:

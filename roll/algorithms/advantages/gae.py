@@ -13,31 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from roll.algorithms.advantages.base import AdvantageInputs, AdvantageRequirements, advantage_estimator
-from roll.algorithms.advantages.shared import TokenDiscount, accumulate_from_the_end, result_dtype, token_returns
+from roll.algorithms.advantages.shared import TokenDiscount, accumulate_from_the_end, token_returns
 from roll.algorithms.aggregation import keep, needed
-
-
-def generalised_advantages(
-    token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambda_: float
-) -> Tensor:
-    """Return GAE advantages ``[batch, seq]``; the returns that values are trained on are advantage + value.
-
-    With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
-    (arXiv 1506.02438). ``token_rewards`` and ``values`` are ``[batch, seq]``, ``response_mask`` is bool. The result has
-    no gradient and is 0 outside the mask; it is float64 if the rewards are, else float32.
-    """
-    rewards = keep(token_rewards.detach(), response_mask).double()
-    predicted = keep(values.detach(), response_mask).double()
-    errors = keep(rewards + gamma * _next_value(predicted, response_mask) - predicted, response_mask)
-    advantages = keep(token_returns(errors, response_mask, gamma * lambda_), response_mask)
-    return advantages.to(result_dtype(token_rewards))
-
-
-def _next_value(values: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the value of the response token that follows each position, 0 where none does."""
-    outside = (~response_mask).to(values.dtype)
-    carried = accumulate_from_the_end(values, outside)
-    return pad(carried[:, 1:], (0, 1))
 
 
 @advantage_estimator(
@@ -59,6 +36,14 @@ def gae(
         ),
     ] = 0.95,
 ) -> Tensor:
-    """Return the advantages of `generalised_advantages`, ``[batch, seq]``."""
-    values = needed(inputs.values, "values")
-    return generalised_advantages(inputs.token_rewards, values, inputs.response_mask, gamma, lambda_)
+    """Return GAE advantages, ``[batch, seq]``; the returns that values are trained on are advantage + value.
+
+    With t + 1 the next response token, d[t] = r[t] + gamma V[t + 1] - V[t] and A[t] = d[t] + gamma lambda_ A[t + 1]
+    (arXiv 1506.02438).
+    """
+    values, mask = needed(inputs.values, "values"), inputs.response_mask
+    # At each position the value of the response token that follows it; 0 where none does.
+    carried = accumulate_from_the_end(values, (~mask).to(values.dtype))
+    following = pad(carried[:, 1:], (0, 1))
+    errors = keep(inputs.token_rewards + gamma * following - values, mask)
+    return token_returns(errors, mask, gamma * lambda_)

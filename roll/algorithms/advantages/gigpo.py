@@ -48,26 +48,17 @@ def gigpo(
     turns = checked_turns(inputs)
     episode = compared(inputs, lambda rewards, groups, _: group_normalised(rewards, groups, normalize_by_std, eps))
     returns = turn_returns(inputs.token_rewards, turns, gamma)
-    states = _states_of_turns(inputs, returns.shape[-1])
-    acted = turn_sums(inputs.response_mask.long(), turns) > 0
-    anchored = acted & (states != -1)
-    compared_turns = group_normalised(
-        returns[anchored], _anchors(inputs.groups, states, anchored), normalize_by_std, eps
-    )
-    step = torch.zeros_like(returns).masked_scatter(anchored, compared_turns)
-    return episode + step_weight * spread_over_tokens(step, turns)
-
-
-def _states_of_turns(inputs: AdvantageInputs, number: int) -> Tensor:
-    batch = len(inputs.response_mask)
+    batch, number = returns.shape
     states = needed(inputs.states, "states")
     if states.dim() != 2 or len(states) != batch or states.shape[1] < number:
         raise ValueError(f"states must have the shape [{batch}, {number} turns or more], not {list(states.shape)}")
-    return states[:, :number]
-
-
-def _anchors(groups: Tensor, states: Tensor, anchored: Tensor) -> Tensor:
-    """Return the number of the pair (group, state) of each anchored turn, ``[anchored turns]``."""
-    _, group = groups[:, None].expand(states.shape)[anchored].unique(return_inverse=True)
+    states = states[:, :number]
+    acted = turn_sums(inputs.response_mask.long(), turns) > 0
+    anchored = acted & (states != -1)
+    # Number of the pair (group, state) of each anchored turn.
+    _, group = inputs.groups[:, None].expand(states.shape)[anchored].unique(return_inverse=True)
     names, state = states[anchored].unique(return_inverse=True)
-    return group * len(names) + state
+    pairs = group * len(names) + state
+    compared_turns = group_normalised(returns[anchored], pairs, normalize_by_std, eps)
+    step = torch.zeros_like(returns).masked_scatter(anchored, compared_turns)
+    return episode + step_weight * spread_over_tokens(step, turns)

@@ -2,7 +2,7 @@
 
 A loss is a function of `PolicyInputs` that returns per-token values; its keyword arguments are its settings. It never
 decides which tokens count: its inputs are 0 outside the mask, and so is what `PolicyLoss` makes of its results. A loss
-that lacks an input it needs fails instead of correcting nothing. A new loss is a file and a line in `POLICY_LOSSES`.
+that lacks an input it needs fails instead of correcting nothing. A new loss is a file and its name in `POLICY_LOSSES`.
 """
 
 from __future__ import annotations
@@ -132,27 +132,20 @@ class PolicyLoss:
 
         Raises ``ValueError`` if log-probabilities or scores that the loss needs are missing.
         """
-        self._check(inputs)
-        losses, metrics = self.function(inputs, **self.arguments)
-        mask = inputs.response_mask
-        return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
-
-    def _check(self, inputs: PolicyInputs) -> None:
         if self.requirements.reads_proximal(inputs.old_policy) and inputs.proximal_logprobs is None:
             raise ValueError(f"{self.name} with the old policy {inputs.old_policy!r} needs proximal_logprobs")
         rows = (len(inputs.response_mask),)
         if self.requirements.needs_scores and (inputs.scores is None or inputs.scores.shape != rows):
             got = "none" if inputs.scores is None else f"shape {tuple(inputs.scores.shape)}"
             raise ValueError(f"{self.name} needs scores of shape {rows}, and got {got}")
+        losses, metrics = self.function(inputs, **self.arguments)
+        mask = inputs.response_mask
+        return keep(losses, mask), {name: keep(value.detach(), mask) for name, value in metrics.items()}
 
 
-def make_policy_loss(
-    name: str, args: Mapping[str, Any] | None = None, paths: tuple[str, str] = ("pg_variant", "pg_variant_args")
-) -> PolicyLoss:
-    """Return the policy loss ``name`` with the arguments ``args``, given in a configuration at ``paths``.
-
-    Raises `ConfigError` that lists every wrong name, type and range.
-    """
+def make_policy_loss(name: str, args: Mapping[str, Any] | None = None) -> PolicyLoss:
+    """Return a policy loss with its arguments. Raises `ConfigError` that lists every wrong name, type and range."""
+    paths = ("pg_variant", "pg_variant_args")
     return PolicyLoss(name, *built(POLICY_LOSSES, name, args or {}, paths, LossRequirements()))
 
 
