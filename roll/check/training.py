@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from roll.check.devices import readable_mappings
+from roll.check.devices import generating_arguments, readable_mappings
 from roll.configs.derived import (
     canary_length,
     counts_steps,
@@ -22,11 +22,10 @@ from roll.configs.derived import (
     trained_roles,
     truncates_sampling,
     uses_kl,
-    validation_settings,
     warmup_steps,
 )
-from roll.configs.errors import ConfigProblem, count
-from roll.configs.roles import UNREAD_KEYS, GeneratingArguments
+from roll.configs.errors import ConfigProblem, count, without_effect
+from roll.configs.roles import UNREAD_KEYS
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import TRAINERS, Options, Trainer, strategy_of
 
@@ -109,17 +108,11 @@ def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
         remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
         yield ConfigProblem("sequence_length", message, remedy)
-    yield from _response_fits("actor_infer.generating_args", config.actor_infer.generating_args, config)
-    validation = validation_settings(config)
-    if validation is not None:
-        yield from _response_fits("validation.generating_args", validation.generating_args, config)
-
-
-def _response_fits(path: str, sampling: GeneratingArguments, config: PipelineConfig) -> Iterator[ConfigProblem]:
-    tokens = sampling.max_new_tokens
-    if tokens is not None and tokens > config.response_length:
-        message = f"{tokens} is more than response_length {config.response_length}"
-        yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
+    for path, sampling in generating_arguments(config).items():
+        tokens = sampling.max_new_tokens
+        if tokens is not None and tokens > config.response_length:
+            message = f"{tokens} is more than response_length {config.response_length}"
+            yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
 
 
 def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -193,8 +186,8 @@ def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
     for name, role in trained_roles(config).items():
         arguments = role.training_args
         if arguments.warmup_steps and arguments.warmup_ratio:
-            message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
-            yield ConfigProblem(f"{name}.training_args.warmup_ratio", message, "keep one of the two")
+            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
+            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
     if config.critic_warmup >= config.max_steps:
         message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
         yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
