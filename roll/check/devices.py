@@ -9,13 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from roll.configs.derived import (
-    device_mappings,
-    publication_nodes,
-    roles_and_reward_models,
-    total_devices,
-    validation_settings,
-)
+from roll.configs import derived
 from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.roles import GeneratingArguments, ModelArguments
@@ -28,7 +22,7 @@ _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
     """Return the devices of each role whose mapping can be read."""
     mappings = {}
-    for name, mapping in device_mappings(config).items():
+    for name, mapping in derived.device_mappings(config).items():
         try:
             mappings[name] = parse_device_mapping(mapping)
         except DeviceMappingError:
@@ -42,7 +36,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.num_nodes > 1 and cluster.address is None:
         message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
         yield ConfigProblem("cluster.num_nodes", message, "run `ray start` on the nodes and set `cluster.address`")
-    if total_devices(config) > MAX_DEVICES:
+    if derived.total_devices(config) > MAX_DEVICES:
         message = f"{cluster.num_nodes} x {cluster.num_devices_per_node} devices; at most {MAX_DEVICES} can be used"
         yield ConfigProblem("cluster.num_devices_per_node", message, "write the devices that one node really has")
     if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
@@ -52,7 +46,7 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def attention_can_be_computed(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject `attn_implementation` for strategies that choose their attention themselves, and where it cannot run."""
-    for name, role in roles_and_reward_models(config).items():
+    for name, role in derived.roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
         strategy, engine = strategy_of(name, role), role.strategy_args.strategy_name
         trains = isinstance(strategy, Trainer)
@@ -86,8 +80,8 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
 
 def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject devices that the cluster does not have."""
-    total = total_devices(config)
-    for name, mapping in device_mappings(config).items():
+    total = derived.total_devices(config)
+    for name, mapping in derived.device_mappings(config).items():
         path = f"{name}.device_mapping"
         try:
             devices = parse_device_mapping(mapping)
@@ -125,7 +119,7 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     update, path = config.weight_update, "weight_update.transport"
     mappings = readable_mappings(config)
     if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
-        nodes = publication_nodes(config)
+        nodes = derived.publication_nodes(config)
         if len(nodes) > 1:
             message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(sorted(nodes))}"
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
@@ -190,7 +184,7 @@ def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigPro
 def generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
     """Return the sampling arguments by path: of training, and of validation if there is one."""
     arguments: dict[str, GeneratingArguments] = {"actor_infer.generating_args": config.actor_infer.generating_args}
-    validation = validation_settings(config)
+    validation = derived.validation_settings(config)
     return arguments if validation is None else arguments | {"validation.generating_args": validation.generating_args}
 
 
@@ -210,6 +204,6 @@ def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def device_warnings(config: PipelineConfig) -> Iterator[str]:
     """Warn about devices that no role uses."""
     used = {device for devices in readable_mappings(config).values() for device in devices}
-    idle = set(range(total_devices(config))) - used
+    idle = set(range(derived.total_devices(config))) - used
     if idle:
         yield f"no role uses device {compact(idle)}"

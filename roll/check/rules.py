@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.devices import readable_mappings
-from roll.configs.derived import (
-    present_roles,
-    reference_is_base,
-    reward_models,
-    roles_and_reward_models,
-    tracker_list,
-    trained_roles,
-    uses_kl,
-    validation_settings,
-)
+from roll.configs import derived
 from roll.configs.devices import compact
 from roll.configs.errors import (
     ConfigProblem,
@@ -129,7 +120,7 @@ SWITCHES = (
 
 def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys whose switch is off; other rules report sections that nothing reads as a whole."""
-    unread = [*UNREAD_PATHS, *(["reference"] if reference_is_base(config) else [])]
+    unread = [*UNREAD_PATHS, *(["reference"] if derived.reference_is_base(config) else [])]
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
     sections = {path.removesuffix(item.name): section for path, section, _, item in values_below(config)}
@@ -163,13 +154,13 @@ def is_within(path: str, others: Iterable[str]) -> bool:
 
 def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys of a role that only other roles read, and settings of a reference that is the trainer itself."""
-    for role, section in present_roles(config).items():
+    for role, section in derived.present_roles(config).items():
         for path, value in changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
             readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
             remedy = f"it belongs under {' or '.join(readers)}"
             yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
-    if config.reference is None or not reference_is_base(config):
+    if config.reference is None or not derived.reference_is_base(config):
         return
     trained = dict(changes(config.actor_train))
     for path, value in changes(config.reference):
@@ -181,12 +172,12 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys that several other settings together leave without effect."""
-    if all(reward.model_args.model_name_or_path is not None for reward in reward_models(config).values()):
+    if all(reward.model_args.model_name_or_path is not None for reward in derived.reward_models(config).values()):
         remedy = "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own"
         for path, value in changes(config, "reward_pretrain"):
             yield without_effect(path, value, "no reward loads this model", remedy)
     for path, value in changes(config, "kl_estimator"):
-        if not uses_kl(config):
+        if not derived.uses_kl(config):
             remedy = "set `use_kl_loss: true`, or remove this key"
             yield without_effect(path, value, "there is no KL term", remedy)
         elif value == "k3_straight_through" and not config.use_kl_loss:
@@ -199,7 +190,7 @@ def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]
             if value in reasons:
                 reason = f"with async_generation_ratio 0 nothing is generated ahead, and {reasons[value]}"
                 yield without_effect(path, value, reason, remedy)
-    for name, role in trained_roles(config).items():
+    for name, role in derived.trained_roles(config).items():
         arguments = role.training_args
         if role.use_dynamic_batching_in_train and arguments.gradient_accumulation_steps is None:
             reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
@@ -242,7 +233,7 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject adapters for any role but the policy, and for trainers that do not support them."""
     target = config.actor_train.model_args.lora_target
-    for role, section in roles_and_reward_models(config).items():
+    for role, section in derived.roles_and_reward_models(config).items():
         for key, value in changes(section.model_args, *ADAPTER_KEYS):
             path = f"{role}.model_args.{key}"
             if isinstance(section, RewardConfig):
@@ -266,7 +257,7 @@ def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require known strategies, and import paths for custom classes, which are looked up later."""
-    for name, role in roles_and_reward_models(config).items():
+    for name, role in derived.roles_and_reward_models(config).items():
         kind, strategy = strategies_of(name), role.strategy_args.strategy_name
         for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
             if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES.built_in:
@@ -306,7 +297,7 @@ def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject values that `OPTIONS` does not allow."""
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         strategy = strategy_of(name, role)
         if isinstance(strategy, Trainer) and not strategy.learns:
             continue
@@ -388,7 +379,8 @@ def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Itera
         yield ConfigProblem(f"{path}.at_step", message, f"at most {last}")
         return
     interval = config.weight_update.interval_steps
-    validated = validation_settings(config) is not None and config.eval_steps and event.at_step % config.eval_steps == 0
+    validates = derived.validation_settings(config) is not None and config.eval_steps > 0
+    validated = validates and event.at_step % config.eval_steps == 0
     published = event.at_step == end or not event.at_step % interval or validated
     if event.kind in PUBLICATION_CHAOS and not published:
         message = f"version {event.at_step} is not published (weight_update.interval_steps: {interval})"
@@ -396,7 +388,7 @@ def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Itera
 
 
 def _right_process(config: PipelineConfig, event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
-    roles = roles_and_reward_models(config)
+    roles = derived.roles_and_reward_models(config)
     if event.role == "driver":
         processes = 1
     elif event.role not in roles:
@@ -443,7 +435,7 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
     if config.cluster.device != "cuda":
         return
     mappings = readable_mappings(config)
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         if role.strategy_args.strategy_name != "deepspeed_train":
             continue
         own = set(mappings.get(name, ()))
@@ -485,7 +477,7 @@ class ChosenTracker:
 def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
     """Return the plug-in trackers of a configuration, without those whose options are wrong."""
     chosen = []
-    for name in tracker_list(config):
+    for name in derived.tracker_list(config):
         plug_in, options = _plug_in(name), config.tracker_kwargs.get(name, {})
         if plug_in is not None and not list(_option_problems(name, plug_in.Options, options)):
             chosen.append(ChosenTracker(name, plug_in, plug_in.Options(**options)))
@@ -503,12 +495,12 @@ def _plug_in(name: str) -> type[TrackerPlugIn] | None:
 def tracker_words(config: PipelineConfig) -> list[str]:
     """Describe where metrics go besides `metrics.jsonl`."""
     words = [f"{tracker.name} ({tracker.mode})" for tracker in chosen_trackers(config)]
-    return ["TensorBoard", *words] if tracker_list(config) else words
+    return ["TensorBoard", *words] if derived.tracker_list(config) else words
 
 
 def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject unknown and repeated trackers."""
-    names = tracker_list(config)
+    names = derived.tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
         path = f"track_with[{index}]" if as_list else "track_with"
@@ -526,7 +518,7 @@ def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, "TensorBoard has no options: its events are in the run's folder", "remove it")
         elif missing := problems_of(partial(TRACKERS.find, name, path)):
             yield from missing
-        elif name not in tracker_list(config):
+        elif name not in derived.tracker_list(config):
             remedy = f"add {name} to `track_with`, or remove these options"
             yield without_effect(path, options, f"{name} is not used", remedy)
         elif plug_in := _plug_in(name):
