@@ -15,7 +15,8 @@ from roll.check import data, devices, rewards, rules, training
 from roll.check.memory import estimate_memory
 from roll.configs.derived import rlvr
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.run import AgenticConfig, PipelineConfig, RLVRConfig
+from roll.configs.fields import default_of, values_below
+from roll.configs.run import AgenticConfig, PipelineConfig
 
 COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = (
     rules.unread_keys_are_left_alone,
@@ -28,12 +29,12 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.options_are_known,
     data.models_are_named,
     devices.cluster_can_be_reached,
+    devices.attention_can_be_computed,
     devices.devices_exist,
     devices.roles_share_devices_whole,
     devices.engines_divide_devices,
     devices.weights_can_travel,
     devices.weights_can_be_pushed,
-    devices.engine_reads_its_model_arguments,
     devices.vllm_samples_at_the_temperature,
     training.trainers_pack,
     rules.adapters_are_trained,
@@ -54,39 +55,33 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.chaos_is_wanted,
     rules.chaos_can_happen,
 )
-RLVR_RULES: tuple[Callable[[RLVRConfig], Iterator[ConfigProblem]], ...] = (
-    data.prompts_are_named,
-    data.prompt_settings_fit,
-    data.rewards_are_complete,
-    rewards.keys_fit_the_kind,
-    rewards.reward_models_are_complete,
-    rewards.verdicts_come_before_a_stall,
-    rewards.judges_are_complete,
-    rewards.verdicts_can_be_read,
-    data.validation_is_complete,
-)
-AGENTIC_RULES: tuple[Callable[[AgenticConfig], Iterator[ConfigProblem]], ...] = (
-    rules.inert_agentic_keys_are_left_alone,
-    data.environments_are_named,
-    data.tags_are_known,
-    data.groups_are_enough,
-    data.turns_fit,
-    data.environment_validation_is_complete,
-)
-MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
     "rlvr": (
-        data.models_exist,
-        data.prompts_exist,
-        devices.gpus_are_visible,
-        rules.trackers_are_here,
+        data.prompts_are_named,
+        data.domain_shares_fit,
+        data.rewards_are_complete,
+        rewards.keys_fit_the_kind,
+        rewards.reward_models_are_named,
+        rewards.verdicts_come_before_a_stall,
+        rewards.judges_are_complete,
+        rewards.verdicts_can_be_read,
+        data.validation_is_complete,
     ),
+    "agentic": (
+        rules.inert_agentic_keys_are_left_alone,
+        data.environments_are_named,
+        data.tags_are_known,
+        data.groups_are_enough,
+        data.turns_fit,
+        data.environment_validation_is_complete,
+    ),
+}
+"""Rules of one pipeline."""
+MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
+    "rlvr": (data.models_exist, data.prompts_exist, devices.gpus_are_visible, rules.trackers_are_here),
     "agentic": (data.models_exist, devices.gpus_are_visible, rules.trackers_are_here),
 }
 """Rules about the machine of the run; the machine where a configuration is written need not pass them."""
-OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
-    "rlvr": RLVR_RULES,
-    "agentic": AGENTIC_RULES,
-}
 
 
 def check_config(config: PipelineConfig) -> PipelineConfig:
@@ -131,23 +126,21 @@ def config_warnings(config: PipelineConfig) -> list[str]:
         own = data.env_warnings(config)
     else:
         own = data.data_warnings(rlvr(config))
+    known = config.cluster.device_memory_gib is not None
+    misfits = estimate_memory(config).misfits if known else []
     return [
         *devices.device_warnings(config),
         *own,
         *data.model_warnings(config),
         *training.training_warnings(config),
-        *_memory_warnings(config),
+        *(f"memory: {misfit} (estimated; see `roll check`)" for misfit in misfits),
     ]
-
-
-def _memory_warnings(config: PipelineConfig) -> Iterator[str]:
-    if config.cluster.device_memory_gib is not None:
-        yield from (f"memory: {misfit} (estimated; see `roll check`)" for misfit in estimate_memory(config).misfits)
 
 
 def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:
     """Return a copy with the numbers at ``paths`` at their defaults, so that the other rules can do arithmetic."""
     sane = copy.deepcopy(config)
-    for path in paths:
-        rules.reset(sane, path)
+    for path, section, _, item in list(values_below(sane)):
+        if path in paths:
+            setattr(section, item.name, default_of(item))
     return sane

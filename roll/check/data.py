@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll.configs.derived import groups_ahead, model_path, present_roles, reward_models, sequence_length
-from roll.configs.errors import ConfigProblem, choose_among, count, shown
+from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH
 from roll.configs.rewards import VERIFIERS
 from roll.configs.roles import MODEL_REWARDS, DataArguments, GeneratingArguments, ReasoningGymSource
@@ -26,9 +26,10 @@ def files_of(data: DataArguments) -> list[str]:
     return [data.file_name] if isinstance(data.file_name, str) else data.file_name
 
 
-def tags_of(name: str, tag_included: list[str]) -> list[str]:
-    """Return the domain tags that a reward scores."""
-    return tag_included or [name]
+def data_sections(config: RLVRConfig) -> dict[str, DataArguments]:
+    """Return the sections of prompts, of training and of validation, by path."""
+    sections = {TRAIN_DATA: config.actor_train.data_args}
+    return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
 
 
 def models_are_named(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -83,39 +84,30 @@ def is_local(model: str) -> bool:
 
 
 def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject a data section without a source."""
-    yield from _sources_are_named(TRAIN_DATA, config.actor_train.data_args, "training")
-    if config.validation is not None:
-        yield from _sources_are_named(VALIDATION_DATA, config.validation.data_args, "validation")
+    """Reject a data section without a source, files named twice, and task sets without a name."""
+    for path, data in data_sections(config).items():
+        files = files_of(data)
+        if not files and not data.reasoning_gym:
+            use = "training" if path == TRAIN_DATA else "validation"
+            remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
+            yield ConfigProblem(path, f"there are no {use} prompts", remedy)
+        for name, times in Counter(files).items():
+            if times > 1:
+                yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")
+        for index, source in enumerate(data.reasoning_gym):
+            if not source.dataset:
+                remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
+                yield ConfigProblem(f"{path}.reasoning_gym[{index}].dataset", "no dataset is named", remedy)
 
 
 def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Reject a file of prompts that is missing or empty."""
-    yield from _files_exist(TRAIN_DATA, config.actor_train.data_args)
-    if config.validation is not None:
-        yield from _files_exist(VALIDATION_DATA, config.validation.data_args)
-
-
-def _files_exist(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
-    for index, name in enumerate(files_of(data)):
-        where = f"{path}.file_name" if isinstance(data.file_name, str) else f"{path}.file_name[{index}]"
-        reason = _file_fault(Path(name))
-        if reason:
-            yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
-
-
-def _sources_are_named(path: str, data: DataArguments, use: str) -> Iterator[ConfigProblem]:
-    files = files_of(data)
-    if not files and not data.reasoning_gym:
-        remedy = f"set `{path}.file_name` or `{path}.reasoning_gym`"
-        yield ConfigProblem(path, f"there are no {use} prompts", remedy)
-    for name, times in Counter(files).items():
-        if times > 1:
-            yield ConfigProblem(f"{path}.file_name", f"{shown(name)} is named {times} times", "name each file once")
-    for index, source in enumerate(data.reasoning_gym):
-        if not source.dataset:
-            remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
-            yield ConfigProblem(f"{path}.reasoning_gym[{index}].dataset", "no dataset is named", remedy)
+    for path, data in data_sections(config).items():
+        for index, name in enumerate(files_of(data)):
+            reason = _file_fault(Path(name))
+            if reason:
+                where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
+                yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
 
 
 def _file_fault(path: Path) -> str | None:
@@ -128,36 +120,25 @@ def _file_fault(path: Path) -> str | None:
     return None
 
 
-def prompt_settings_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject templates and domain shares that cannot work."""
-    yield from _settings_fit(TRAIN_DATA, config.actor_train.data_args)
-    if config.validation is not None:
-        yield from _settings_fit(VALIDATION_DATA, config.validation.data_args)
-
-
-def _settings_fit(path: str, data: DataArguments) -> Iterator[ConfigProblem]:
-    if data.domain_interleave_probs is not None:
-        yield from _shares_fit(f"{path}.domain_interleave_probs", data, data.domain_interleave_probs)
-
-
-def _shares_fit(path: str, data: DataArguments, shares: dict[str, float]) -> Iterator[ConfigProblem]:
-    wrong = {domain: share for domain, share in shares.items() if not (math.isfinite(share) and share >= 0)}
-    for domain, share in wrong.items():
-        yield ConfigProblem(f"{path}.{domain}", f"{share} is no share", "write a number of at least 0")
-    if not wrong and sum(shares.values()) == 0:
-        yield ConfigProblem(path, f"{shown(shares)} adds up to 0", "give at least one domain a share above 0")
-    domains = gym_domains(data)
-    if not files_of(data) and domains:
+def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject shares of domains that are no numbers of at least 0, or do not match the domains known in advance."""
+    for section, data in data_sections(config).items():
+        path, shares = f"{section}.domain_interleave_probs", data.domain_interleave_probs
+        if shares is None:
+            continue
+        wrong = {domain: share for domain, share in shares.items() if not (math.isfinite(share) and share >= 0)}
+        for domain, share in wrong.items():
+            yield ConfigProblem(f"{path}.{domain}", f"{share} is no share", "write a number of at least 0")
+        if not wrong and sum(shares.values()) == 0:
+            yield ConfigProblem(path, f"{shown(shares)} adds up to 0", "give at least one domain a share above 0")
+        domains = {_domain(source) for source in data.reasoning_gym if source.dataset}
+        if files_of(data) or not domains:
+            continue
         for domain in sorted(set(shares) - domains):
             remedy = choose_among(domain, sorted(domains))
             yield ConfigProblem(f"{path}.{domain}", "no prompt has this domain", remedy)
         for domain in sorted(domains - set(shares)):
             yield ConfigProblem(path, f"says nothing about the domain `{domain}`", f"give `{domain}` a share, or 0")
-
-
-def gym_domains(data: DataArguments) -> set[str]:
-    """Return the domain tags of the procedural tasks of a data section."""
-    return {_domain(source) for source in data.reasoning_gym if source.dataset}
 
 
 def _domain(source: ReasoningGymSource) -> str:
@@ -180,22 +161,19 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
             remedy = choose_among(reward.verifier, known)
             yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
-        for tag in tags_of(name, reward.tag_included):
+        for tag in reward.tag_included or [name]:
             if tag in owners:
                 message = f"the domain `{tag}` is judged by rewards.{owners[tag]} already"
                 remedy = "let each domain be judged by one reward"
                 yield ConfigProblem(f"rewards.{name}.tag_included", message, remedy)
             owners[tag] = name
-    yield from _unjudged(f"{TRAIN_DATA}.reasoning_gym", config.actor_train.data_args, owners)
-    if config.validation is not None:
-        yield from _unjudged(f"{VALIDATION_DATA}.reasoning_gym", config.validation.data_args, owners)
-
-
-def _unjudged(path: str, data: DataArguments, owners: dict[str, str]) -> Iterator[ConfigProblem]:
-    for index, source in enumerate(data.reasoning_gym):
-        if source.dataset and _domain(source) not in owners:
-            remedy = f"add it to the `tag_included` of a reward; judged now: {', '.join(f'`{tag}`' for tag in owners)}"
-            yield ConfigProblem(f"{path}[{index}]", f"no reward judges its domain `{_domain(source)}`", remedy)
+    for path, data in data_sections(config).items():
+        for index, source in enumerate(data.reasoning_gym):
+            if source.dataset and _domain(source) not in owners:
+                judged = ", ".join(f"`{tag}`" for tag in owners)
+                remedy = f"add it to the `tag_included` of a reward; judged now: {judged}"
+                message = f"no reward judges its domain `{_domain(source)}`"
+                yield ConfigProblem(f"{path}.reasoning_gym[{index}]", message, remedy)
 
 
 def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -227,9 +205,9 @@ def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
     neutral = GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
         if vars(sampling)[key] != vars(neutral)[key]:
-            message = f"{vars(sampling)[key]} has no effect: temperature 0 is greedy and gives one and the same sample"
+            reason = "temperature 0 is greedy and gives one and the same sample"
             remedy = "set `validation.generating_args.temperature` above 0, or remove this key"
-            yield ConfigProblem(f"validation.generating_args.{key}", message, remedy)
+            yield without_effect(f"validation.generating_args.{key}", vars(sampling)[key], reason, remedy)
 
 
 def model_warnings(config: PipelineConfig) -> Iterator[str]:

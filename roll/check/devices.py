@@ -9,15 +9,9 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from roll.configs.derived import (
-    device_mappings,
-    publication_nodes,
-    roles_and_reward_models,
-    total_devices,
-    validation_settings,
-)
+from roll.configs import derived
 from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse_device_mapping
-from roll.configs.errors import ConfigProblem, count, shown
+from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import Options, Trainer, strategy_of
@@ -28,7 +22,7 @@ _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
     """Return the devices of each role whose mapping can be read."""
     mappings = {}
-    for name, mapping in device_mappings(config).items():
+    for name, mapping in derived.device_mappings(config).items():
         try:
             mappings[name] = parse_device_mapping(mapping)
         except DeviceMappingError:
@@ -42,25 +36,28 @@ def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if cluster.num_nodes > 1 and cluster.address is None:
         message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
         yield ConfigProblem("cluster.num_nodes", message, "run `ray start` on the nodes and set `cluster.address`")
-    if total_devices(config) > MAX_DEVICES:
+    if derived.total_devices(config) > MAX_DEVICES:
         message = f"{cluster.num_nodes} x {cluster.num_devices_per_node} devices; at most {MAX_DEVICES} can be used"
         yield ConfigProblem("cluster.num_devices_per_node", message, "write the devices that one node really has")
     if cluster.address is not None and not _ADDRESS.fullmatch(cluster.address):
         message = f"{shown(cluster.address)} is no address of a Ray cluster"
         yield ConfigProblem("cluster.address", message, "write `auto` or `host:port`")
-    for name, role in roles_and_reward_models(config).items():
+
+
+def attention_can_be_computed(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject `attn_implementation` for strategies that choose their attention themselves, and where it cannot run."""
+    for name, role in derived.roles_and_reward_models(config).items():
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
-        strategy = strategy_of(name, role)
-        own_attention = isinstance(strategy, Trainer) and not strategy.chooses_attention
-        if own_attention and chosen != ModelArguments().attn_implementation:
-            message = f"{shown(chosen)} has no effect: {role.strategy_args.strategy_name} has its own attention"
-            yield ConfigProblem(path, message, "remove this key, or use another trainer")
-            continue
-        if chosen != "flash_attention_2":
-            continue
-        if cluster.device == "cpu":
+        strategy, engine = strategy_of(name, role), role.strategy_args.strategy_name
+        trains = isinstance(strategy, Trainer)
+        chooses_itself = (trains and not strategy.chooses_attention) or engine in ("vllm", "sglang")
+        if chooses_itself and chosen != ModelArguments().attn_implementation:
+            engine_key = f"set `attention_backend` in `{name}.strategy_args.strategy_config`"
+            remedy = f"remove this key, or {'use another trainer' if trains else engine_key}"
+            yield without_effect(path, chosen, f"{engine} chooses its attention itself", remedy)
+        elif chosen == "flash_attention_2" and config.cluster.device == "cpu":
             yield ConfigProblem(path, "flash_attention_2 needs GPUs, and cluster.device is cpu", "write `sdpa`")
-        elif role.model_args.dtype == "float32":
+        elif chosen == "flash_attention_2" and role.model_args.dtype == "float32":
             yield ConfigProblem(path, "flash_attention_2 cannot compute in float32", "set `dtype: bfloat16`")
 
 
@@ -83,8 +80,8 @@ def sees_gpus(environment: Mapping[str, str], device_files: Path) -> bool:
 
 def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject devices that the cluster does not have."""
-    total = total_devices(config)
-    for name, mapping in device_mappings(config).items():
+    total = derived.total_devices(config)
+    for name, mapping in derived.device_mappings(config).items():
         path = f"{name}.device_mapping"
         try:
             devices = parse_device_mapping(mapping)
@@ -122,7 +119,7 @@ def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
     update, path = config.weight_update, "weight_update.transport"
     mappings = readable_mappings(config)
     if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
-        nodes = publication_nodes(config)
+        nodes = derived.publication_nodes(config)
         if len(nodes) > 1:
             message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(sorted(nodes))}"
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
@@ -150,24 +147,12 @@ def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, message, "write `nccl`, or `auto`")
 
 
-def engine_reads_its_model_arguments(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject `attn_implementation` for vLLM and SGLang, which choose their attention themselves."""
-    chosen = config.actor_infer.model_args.attn_implementation
-    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(config.actor_infer.strategy_args.strategy_name)
-    if engine is not None and chosen != ModelArguments().attn_implementation:
-        yield ConfigProblem(
-            "actor_infer.model_args.attn_implementation",
-            f"{shown(chosen)} has no effect: {engine} chooses its attention itself",
-            "remove this key, or set `attention_backend` in `actor_infer.strategy_args.strategy_config`",
-        )
-
-
 def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject small temperatures: vLLM raises them to 0.01 and would record log-probabilities of another
     distribution."""
     if config.actor_infer.strategy_args.strategy_name != "vllm":
         return
-    for path, generating in _generating_arguments(config).items():
+    for path, generating in generating_arguments(config).items():
         if 0 < generating.temperature < 0.01:
             message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
             yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
@@ -186,7 +171,7 @@ def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigPro
     if config.actor_infer.strategy_args.strategy_name != "sglang":
         return
     limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
-    for path, generating in _generating_arguments(config).items():
+    for path, generating in generating_arguments(config).items():
         if generating.temperature > 0 and generating.top_p < 1 and generating.top_k == 0:
             message = f"{generating.top_p}: SGLang records what it samples from under top-p only together with a top-k"
             yield ConfigProblem(f"{path}.top_p", message, f"write 1, or set `top_k` to at most {limit}")
@@ -196,13 +181,11 @@ def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigPro
             yield ConfigProblem(f"{path}.top_k", message, remedy)
 
 
-def _generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
+def generating_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
     """Return the sampling arguments by path: of training, and of validation if there is one."""
-    arguments = {"actor_infer.generating_args": config.actor_infer.generating_args}
-    validation = validation_settings(config)
-    if validation is not None:
-        arguments["validation.generating_args"] = validation.generating_args
-    return arguments
+    arguments: dict[str, GeneratingArguments] = {"actor_infer.generating_args": config.actor_infer.generating_args}
+    validation = derived.validation_settings(config)
+    return arguments if validation is None else arguments | {"validation.generating_args": validation.generating_args}
 
 
 def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -221,6 +204,6 @@ def engines_divide_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def device_warnings(config: PipelineConfig) -> Iterator[str]:
     """Warn about devices that no role uses."""
     used = {device for devices in readable_mappings(config).values() for device in devices}
-    idle = set(range(total_devices(config))) - used
+    idle = set(range(derived.total_devices(config))) - used
     if idle:
         yield f"no role uses device {compact(idle)}"

@@ -12,24 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from roll.check import memory_parts
-from roll.check.memory_engines import EngineMemory, engine_memory
 from roll.check.memory_parts import (
     CONTEXT,
     ELEMENT_BYTES,
     GIB,
-    MicroBatch,
     ModelShape,
     Part,
     Phase,
     RoleMemory,
     ShapeUnknown,
-    Trainer,
-    billions,
     driver,
     find_shape,
+    one_layer,
+    states,
 )
-from roll.check.memory_trainers import trainer_memory
+from roll.check.memory_roles import EngineMemory, MicroBatch, Trainer, engine_memory, trainer_memory
 from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
@@ -99,16 +96,15 @@ def estimate_memory(config: PipelineConfig) -> MemoryEstimate:
         else:
             roles.append(_trainer_role(config, name, section, shape))
     devices = _devices(config, roles, on_gpu)
-    needs = {_named(each): each.peak for each in devices}
     tight: list[str] = []
-    for name, peak in needs.items():
+    for each in devices:
         if device_bytes is None:
             break
-        said = f"{name} needs {_gib(peak)} of {_gib(device_bytes)}"
-        if peak > device_bytes:
-            misfits.append(said)
-        elif peak > TIGHT * device_bytes and not _takes_a_share(config, roles, peak):
-            tight.append(f"{said}: leave a tenth, for memory in pieces")
+        needed = f"a device of {', '.join(each.roles)} needs {_gib(each.peak)} of {_gib(device_bytes)}"
+        if each.peak > device_bytes:
+            misfits.append(needed)
+        elif each.peak > TIGHT * device_bytes and not _takes_a_share(config, roles, each.peak):
+            tight.append(f"{needed}: leave a tenth, for memory in pieces")
     reasons = [f"{', '.join(names)}: {reason}" for reason, names in unknown.items()]
     return MemoryEstimate(on_gpu, roles, devices, _host(config, roles), device_bytes, reasons, misfits, tight)
 
@@ -117,10 +113,6 @@ def _takes_a_share(config: PipelineConfig, roles: list[RoleMemory], peak: float)
     """Return True if the peak is that of vLLM, which takes its configured share of the device, however large."""
     vllm = config.actor_infer.strategy_args.strategy_name == "vllm"
     return vllm and all(role.peak < peak - 2 * CONTEXT for role in roles if role.role != "actor_infer")
-
-
-def _named(devices: DeviceMemory) -> str:
-    return f"a device of {', '.join(devices.roles)}"
 
 
 def _gib(size: float) -> str:
@@ -161,62 +153,67 @@ def _engine_role(config: PipelineConfig, shape: ModelShape, engine: EngineMemory
 def _trainer_role(config: PipelineConfig, name: str, section: WorkerConfig, shape: ModelShape) -> RoleMemory:
     on_gpu, devices = config.cluster.device == "cuda", parse_device_mapping(section.device_mapping)
     shape = replace(shape, value_head=True) if name == "critic" else shape
-    trainer = Trainer(
-        config=section,
-        shape=shape,
-        ranks=len(devices),
-        on_gpu=on_gpu,
-        learns=name != "reference",
-        train=_train_micro_batch(config, section),
-        infer=_infer_micro_batch(config, section),
-    )
+    train, infer = _micro_batches(config, section)
+    trainer = Trainer(section, shape, len(devices), on_gpu, learns=name != "reference", train=train, infer=infer)
     memory = trainer_memory(trainer)
     # Replicas join their results on the hosts; only trainers communicate from device to device.
     strategy = strategy_of(name, section)
-    talking = 1 if strategy is not None and strategy.replicates else len(devices)
-    publication = _publication(config, shape) if name == "actor_train" else None
-    pushed = publication is not None and derived.weight_transport(config) in ("nccl", "cuda_ipc")
-    reads_all = section.strategy_args.strategy_name != "megatron_train"
+    always = [*memory.always, _overhead(on_gpu, 1 if strategy is not None and strategy.replicates else len(devices))]
+    phases, host_of_first, stays = [*memory.phases], list[Part](), 0.0
+    host = [replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere]
+    if config.save_steps > 0 and memory.state > 0:
+        how = f"{name}: 12 bytes for each weight that learns, shared out over ranks"
+        host.append(Part("state being saved", memory.state, how))
+    if name == "actor_train":
+        publication = _publication(config, shape)
+        if derived.weight_transport(config) in ("nccl", "cuda_ipc"):
+            always.insert(-1, publication)
+            stays = publication.size
+        else:
+            host_of_first.append(publication)
+        model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
+        # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.
+        if on_gpu or config.save_steps > 0:
+            host_of_first.append(model)
+        else:
+            phases.append(Phase("the model is saved at the end", (model,)))
     loading = Part("models while they load", shape.parameters * trainer.stored, f"{name}: each rank reads all weights")
-    saved = _saved_state(config, name, memory.state)
-    model = Part("model being saved", 4 * shape.parameters, "float32, of the first rank, until it is written")
-    exports = name == "actor_train"
-    # With checkpoints a model is written while training continues. On GPUs it always adds to the host's memory.
-    beside = exports and (on_gpu or config.save_steps > 0)
-    at_the_end = (Phase("the model is saved at the end", (model,)),) if exports and not beside else ()
     return RoleMemory(
         role=name,
         title=_title(config, section, shape),
         devices=devices,
-        always=(*memory.always, *((publication,) if publication and pushed else ()), _overhead(on_gpu, talking)),
-        phases=(*memory.phases, *at_the_end),
+        always=tuple(always),
+        phases=tuple(phases),
         processes=len(devices),
-        host=(*(replace(part, how=f"{name}: {part.how}") for part in memory.elsewhere), *saved),
-        host_of_first=(
-            *((publication,) if publication is not None and not pushed else ()),
-            *((model,) if beside else ()),
-        ),
-        start=loading if reads_all else None,
-        stays=publication.size if publication is not None and pushed else 0.0,
+        host=tuple(host),
+        host_of_first=tuple(host_of_first),
+        start=loading if section.strategy_args.strategy_name != "megatron_train" else None,
+        stays=stays,
     )
 
 
-def _saved_state(config: PipelineConfig, name: str, size: float) -> tuple[Part, ...]:
-    """Return a rank's part of a training state, held from the moment a checkpoint is taken until it is written."""
-    if config.save_steps == 0 or size == 0:
-        return ()
-    return (Part("state being saved", size, f"{name}: 12 bytes for each weight that learns, shared out over ranks"),)
-
-
 def _scorer_role(config: PipelineConfig, name: str, reward: RewardConfig, shape: ModelShape) -> RoleMemory:
-    weights, scoring = scorer_memory(config, reward, shape)
+    """Estimate a reward model, which holds its weights and scores a batch; ``shape`` has a scalar head.
+
+    A conversation is assumed to have the same number of tokens for the reward model as for the policy.
+    """
+    arguments, longest = reward.model_args, derived.sequence_length(config)
+    element, length = ELEMENT_BYTES[arguments.dtype], min(longest, reward.reward_model.max_length or longest)
+    tokens, keys = reward.infer_batch_size * length, shape.cache_bytes_per_token(element)
+    seen = length * (2 + 4 * shape.heads if arguments.attn_implementation == "eager" else 1)
+    scoring = (
+        one_layer(shape, element, tokens),
+        Part("attention", seen * tokens, f"a mask, and with eager scores: {tokens:,} x {length:,} tokens"),
+        Part("keys and values", keys * tokens, f"{keys / 1024:,.0f} KiB a token: transformers keeps them"),
+    )
+    weights = states("weights", shape.parameters, 1, element, arguments.dtype)
     devices = parse_device_mapping(reward.device_mapping)
     return RoleMemory(
         role=name,
         title=_title(config, reward, shape),
         devices=devices,
         always=(weights, _overhead(config.cluster.device == "cuda", 1)),
-        phases=(scoring,),
+        phases=(Phase("a batch is scored", scoring),),
         processes=len(devices),
         start=replace(weights, name="models while they load", how=f"{name}: each process reads all weights"),
     )
@@ -226,26 +223,24 @@ def _overhead(on_gpu: bool, ranks: int) -> Part:
     return driver(ranks) if on_gpu else Part("libraries", LIBRARIES, "Python, torch, transformers, Ray")
 
 
-def _train_micro_batch(config: PipelineConfig, role: WorkerConfig) -> MicroBatch:
-    samples = -(-derived.optimizer_batch_size(config, role) // derived.data_parallel_ranks(role))
-    budget = role.max_tokens_per_microbatch_in_train if role.use_dynamic_batching_in_train else None
-    return _micro_batch(config, samples, budget, role.training_args.per_device_train_batch_size)
+def _micro_batches(config: PipelineConfig, role: WorkerConfig) -> tuple[MicroBatch, MicroBatch]:
+    """Return the largest micro-batches that `plan_micro_batches` makes for training and for log-probabilities.
 
-
-def _infer_micro_batch(config: PipelineConfig, role: WorkerConfig) -> MicroBatch:
-    samples = -(-derived.samples_per_step(config) // derived.data_parallel_ranks(role))
-    budget = role.max_tokens_per_microbatch_in_infer if role.use_dynamic_batching_in_infer else None
-    return _micro_batch(config, samples, budget, role.infer_batch_size)
-
-
-def _micro_batch(config: PipelineConfig, samples: int, budget: int | None, fixed: int) -> MicroBatch:
-    """Return the largest micro-batch that `plan_micro_batches` makes.
-
-    It has as many samples as the budget holds, or one sample that is longer by itself.
+    One has as many samples as the budget holds, or one sample that is longer by itself.
     """
-    longest = derived.sequence_length(config)
-    tokens = min(fixed, samples) * longest if budget is None else min(max(budget, longest), samples * longest)
-    return MicroBatch(tokens, longest, -(-samples * longest // tokens))
+    longest, ranks = derived.sequence_length(config), derived.data_parallel_ranks(role)
+
+    def largest(samples: int, dynamic: bool, budget: int, fixed: int) -> MicroBatch:
+        samples = -(-samples // ranks)
+        tokens = min(max(budget, longest), samples * longest) if dynamic else min(fixed, samples) * longest
+        return MicroBatch(tokens, longest, -(-samples * longest // tokens))
+
+    train, infer = role.max_tokens_per_microbatch_in_train, role.max_tokens_per_microbatch_in_infer
+    fixed, step = role.training_args.per_device_train_batch_size, derived.optimizer_batch_size(config, role)
+    return (
+        largest(step, role.use_dynamic_batching_in_train, train, fixed),
+        largest(derived.samples_per_step(config), role.use_dynamic_batching_in_infer, infer, role.infer_batch_size),
+    )
 
 
 def _publication(config: PipelineConfig, shape: ModelShape) -> Part:
@@ -317,34 +312,6 @@ def _host_of(config: PipelineConfig, roles: list[RoleMemory], node: int) -> list
 
 def _times(part: Part, processes: int) -> Part:
     return replace(part, size=part.size * processes, how=f"{part.how} ({processes} on a node)")
-
-
-SCORING = "a batch is scored"
-
-
-def scorer_memory(config: PipelineConfig, reward: RewardConfig, shape: ModelShape) -> tuple[Part, Phase]:
-    """Return the weights and the phase in which a batch is scored; ``shape`` is that of a model with a scalar head.
-
-    A conversation is assumed to have the same number of tokens for the reward model as for the policy.
-    """
-    element, longest = ELEMENT_BYTES[reward.model_args.dtype], derived.sequence_length(config)
-    length = min(longest, reward.reward_model.max_length or longest)
-    tokens = reward.infer_batch_size * length
-    one = memory_parts.forward_only_bytes(shape, element)
-    seen = length * (2 + 4 * shape.heads if reward.model_args.attn_implementation == "eager" else 1)
-    keys = shape.cache_bytes_per_token(element)
-    each = f"{element} bytes ({reward.model_args.dtype})"
-    return (
-        Part("weights", shape.parameters * element, f"{billions(shape.parameters)} x {each}"),
-        Phase(
-            SCORING,
-            (
-                Part("activations", one * tokens, f"{tokens:,} tokens x {one / 1000:,.0f} kB of one layer"),
-                Part("attention", seen * tokens, f"a mask, and with eager scores: {tokens:,} x {length:,} tokens"),
-                Part("keys and values", keys * tokens, f"{keys / 1024:,.0f} KiB a token: transformers keeps them"),
-            ),
-        ),
-    )
 
 
 def render(estimate: MemoryEstimate) -> str:

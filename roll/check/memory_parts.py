@@ -11,170 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from roll.configs.errors import count
-from roll.configs.roles import ModelArguments, WorkerConfig
-from roll.configs.strategies import Options
 
-EVERYWHERE = "all-linear"
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Number of elements that have gradients and moments."""
-
-    parameters: int
-    """All elements."""
-    in_layer: int
-    """In one layer."""
-    outside: int
-    """Elements outside the layers: embedding, last norm, output layer."""
-    head: int
-    """In the output layer's weight."""
-    largest: int
-    """In the largest matrix."""
-
-    @classmethod
-    def all_weights(cls, shape: ModelShape) -> Learned:
-        """Count the whole model."""
-        head = 0 if shape.value_head else shape.embedding_parameters
-        return cls(shape.parameters, shape.layer_parameters, shape.root_parameters, head, shape.largest_matrix)
-
-    @classmethod
-    def adapters(cls, shape: ModelShape, arguments: ModelArguments) -> Learned:
-        """Count two matrices beside each named linear layer: ``[rank, inputs]`` and ``[outputs, rank]``."""
-        rank, layers = arguments.lora_rank, adapted_layers(shape, arguments.lora_target)
-        in_layer = sum(rank * (inputs + outputs) for inputs, outputs in layers)
-        largest = max((rank * max(sizes) for sizes in layers), default=0)
-        return cls(shape.layers * in_layer, in_layer, 0, 0, largest)
-
-
-def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequence[tuple[int, int]]:
-    """Return inputs and outputs of the linear layers of one layer that are named, by the end of their names.
-
-    Experts are kept in one tensor and have none. Another rule reports a name that the model does not have.
-    """
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    known = {
-        "q_proj": (shape.hidden, queries),
-        "k_proj": (shape.hidden, keys),
-        "v_proj": (shape.hidden, keys),
-        "o_proj": (queries, shape.hidden),
-    }
-    if not shape.experts:
-        known |= {
-            "gate_proj": (shape.hidden, shape.intermediate),
-            "up_proj": (shape.hidden, shape.intermediate),
-            "down_proj": (shape.intermediate, shape.hidden),
-        }
-    names = wanted.split(",") if isinstance(wanted, str) else wanted or []
-    ends = {name.strip().rpartition(".")[2] for name in names}
-    return list(known.values()) if ends == {EVERYWHERE} else [known[name] for name in known if name in ends]
-
-
-BACKWARD_BEGINS, BACKWARD_ENDS, UPDATE = "the backward pass begins", "the backward pass ends", "the optimizer steps"
-LOG_PROBABILITIES, PUBLICATION = "log-probabilities", "weights are gathered"
-STATE_BYTES = 12
-"""Bytes per parameter in a training state: the weight and two moments in float32."""
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """One rank, with the facts that decide its memory."""
-
-    config: WorkerConfig
-    shape: ModelShape
-    ranks: int
-    on_gpu: bool
-    learns: bool
-    train: MicroBatch
-    infer: MicroBatch
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number in computing."""
-        return ELEMENT_BYTES[self.config.model_args.dtype]
-
-    @property
-    def options(self) -> Options:
-        """Options of the strategy."""
-        return Options.of(self.config)
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if only adapters learn."""
-        return self.learns and self.config.model_args.lora_target is not None
-
-    @cached_property
-    def learned(self) -> Learned:
-        """The elements that learn; meaningful only if ``learns``."""
-        if self.has_adapters:
-            return Learned.adapters(self.shape, self.config.model_args)
-        return Learned.all_weights(self.shape)
-
-    @property
-    def stored(self) -> int:
-        """Bytes of a number of the model when loaded: weights that learn are float32."""
-        return self.element if self.has_adapters or not self.learns else 4
-
-    @property
-    def adapted(self) -> Sequence[tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one layer that have adapters."""
-        return adapted_layers(self.shape, self.config.model_args.lora_target) if self.has_adapters else ()
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes that a layer keeps for its backward pass, per token."""
-        attention, packs = self.config.model_args.attn_implementation, self.config.use_sequence_packing
-        width = self.train.width if attention == "eager" else 0
-        one = layer_bytes(self.shape, self.element, eager_width=width)
-        if packs and attention == "sdpa" and not (self.on_gpu and self.element == 2):
-            one += joined_bytes(self.shape, self.element)
-        if self.has_adapters:
-            rank = self.config.model_args.lora_rank
-            one += adapter_bytes(self.shape, len(self.adapted), rank, self.element)
-        return one
-
-
-@dataclass(frozen=True)
-class TrainerMemory:
-    """Memory of one rank."""
-
-    always: tuple[Part, ...]
-    phases: tuple[Phase, ...]
-    elsewhere: tuple[Part, ...] = ()
-    """States of each rank that are kept on the host."""
-    state: float = 0.0
-    """Bytes of the rank's part of a training state in a checkpoint."""
-
-    @property
-    def peak(self) -> float:
-        """Largest number of bytes on the device."""
-        return sum(part.size for part in self.always) + max(phase.size for phase in self.phases)
-
-
-def states(name: str, parameters: int, ranks: int, size: float, what: str) -> Part:
-    """Return a part of ``size`` bytes per parameter, split over ranks."""
-    share = f" / {count(ranks, 'rank')}" if ranks > 1 else ""
-    return Part(name, parameters * size / ranks, f"{billions(parameters)} x {size} bytes ({what}){share}")
-
-
-def billions(parameters: float) -> str:
-    """Format a number of parameters in words."""
-    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
-
-
-def one_matrix(shape: ModelShape) -> Phase:
-    """Return the weight update of a trainer that sends weights tensor by tensor."""
-    return Phase(PUBLICATION, (Part("one matrix", 4 * shape.largest_matrix, "whole, in float32"),))
-
-
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """`model_args.dtype` -> bytes of a number."""
 CONTEXT = 0.6 * GIB
@@ -192,6 +36,17 @@ class Part:
     """Bytes."""
     how: str
     """The arithmetic in words."""
+
+
+def billions(parameters: float) -> str:
+    """Format a number of parameters in words."""
+    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
+
+
+def states(name: str, parameters: int, shares: int, size: float, what: str, holder: str = "rank") -> Part:
+    """Return a part of ``size`` bytes per parameter, split over ``shares`` of its holders."""
+    share = f" / {count(shares, holder)}" if shares > 1 else ""
+    return Part(name, parameters * size / shares, f"{billions(parameters)} x {size} bytes ({what}){share}")
 
 
 def driver(ranks: int) -> Part:
@@ -280,12 +135,26 @@ class ModelShape:
     """True for a critic: a number per token replaces the output layer."""
 
     @property
+    def queries(self) -> int:
+        """Numbers in the queries of one token in one layer."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Numbers in the keys of one token in one layer, and in its values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def width(self) -> int:
+        """Width of the feed-forward part of one layer, for one token: that of all chosen experts together."""
+        return self.experts_per_token * self.expert_intermediate if self.experts else self.intermediate
+
+    @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention: queries, keys, values and output, with their biases and norms."""
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        biases = queries + 2 * keys if self.qkv_bias else 0
+        biases = self.queries + 2 * self.keys if self.qkv_bias else 0
         norms = 2 * self.head_size if self.qk_norm else 0
-        return 2 * self.hidden * queries + 2 * self.hidden * keys + biases + norms
+        return 2 * self.hidden * (self.queries + self.keys) + biases + norms
 
     @property
     def expert_parameters(self) -> int:
@@ -327,7 +196,7 @@ class ModelShape:
 
     def cache_bytes_per_token(self, element_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
+        return 2 * self.layers * self.keys * element_bytes
 
 
 def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
@@ -400,6 +269,7 @@ def _from_folder(folder: Path) -> ModelShape:
 
 def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
     family, heads, hidden = facts["model_type"], int(facts["num_attention_heads"]), int(facts["hidden_size"])
+    experts = int(facts.get("num_experts") or facts.get("num_local_experts") or 0)
     return ModelShape(
         vocabulary=int(facts["vocab_size"]),
         hidden=hidden,
@@ -411,8 +281,8 @@ def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
         tied=bool(facts.get("tie_word_embeddings", family in _BIASED_FAMILIES)),
         qkv_bias=bool(facts.get("attention_bias", False)) or family in _BIASED_FAMILIES,
         qk_norm=family in _NORMED_FAMILIES,
-        experts=int(facts.get("num_experts") or facts.get("num_local_experts") or 0),
-        experts_per_token=int(facts.get("num_experts_per_tok") or 0),
+        experts=experts,
+        experts_per_token=int(facts.get("num_experts_per_tok") or 0) if experts else 0,
         expert_intermediate=int(facts.get("moe_intermediate_size") or 0),
     )
 
@@ -425,18 +295,6 @@ HEAD_COPIES = 3
 """float32 tensors of a chunk's size that exist at a time: logits, their gradient or exponentials, and a temporary."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The largest micro-batch of a rank."""
-
-    tokens: int
-    """Number of tokens, padding included."""
-    width: int
-    """Tokens of its longest sample."""
-    per_step: int
-    """Number of micro-batches of this size in an optimizer step."""
-
-
 def norm_bytes(shape: ModelShape, element: int) -> int:
     """Return the bytes of one norm: its input in float32, the normalised values, and the result that the next layer
     keeps."""
@@ -446,13 +304,12 @@ def norm_bytes(shape: ModelShape, element: int) -> int:
 def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> float:
     """Return the bytes of one layer of transformers, per token; ``eager_width`` is the sample length if scores are
     held."""
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    attention = element * (2 * queries + 2 * keys) + 4 * shape.heads
+    attention = element * 2 * (shape.queries + shape.keys) + 4 * shape.heads
     if eager_width:
         scores = 4 if element == 4 else 4 + element  # float32 softmax, and its copy that multiplies the values
-        attention += shape.heads * eager_width * scores + element * (queries - keys) * 2
+        attention += shape.heads * eager_width * scores + element * (shape.queries - shape.keys) * 2
     if shape.qk_norm:
-        attention += (4 + element) * (queries + keys)
+        attention += (4 + element) * (shape.queries + shape.keys)
     return 2 * norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
 
 
@@ -461,7 +318,7 @@ def joined_bytes(shape: ModelShape, element: int) -> int:
 
     The joined results exist besides the parts that attention keeps for itself.
     """
-    return element * shape.heads * shape.head_size
+    return element * shape.queries
 
 
 def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
@@ -470,8 +327,7 @@ def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> i
     The few numbers between the two matrices of an adapter are added. The inputs of frozen weights of norms and experts
     are not kept.
     """
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    frozen = 2 * shape.hidden + (queries + keys if shape.qk_norm else 0)
+    frozen = 2 * shape.hidden + (shape.queries + shape.keys if shape.qk_norm else 0)
     if shape.experts:
         frozen += shape.experts_per_token * (shape.hidden + shape.expert_intermediate) + shape.hidden
     return element * (adapted * rank - frozen)
@@ -479,10 +335,7 @@ def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> i
 
 def feed_forward_bytes(shape: ModelShape, element: int) -> int:
     """Return the bytes of gate, activation, up and their product; for each chosen expert also its input and output."""
-    if not shape.experts:
-        return 4 * shape.intermediate * element
-    chosen = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden) * element
-    return chosen + 4 * shape.experts
+    return 4 * shape.width * element + 2 * shape.experts_per_token * shape.hidden * element + 4 * shape.experts
 
 
 def backward_bytes(shape: ModelShape, element: int) -> int:
@@ -490,14 +343,18 @@ def backward_bytes(shape: ModelShape, element: int) -> int:
 
     These are the gradients of the product, the activation, up and the residual stream.
     """
-    width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
-    return (3 * width + 2 * shape.hidden) * element + 4 * shape.hidden
+    return (3 * shape.width + 2 * shape.hidden) * element + 4 * shape.hidden
 
 
 def forward_only_bytes(shape: ModelShape, element: int) -> int:
     """Return the bytes of one layer if nothing is kept, per token: gate, activation, up; or a norm in float32."""
-    width = shape.experts_per_token * shape.expert_intermediate if shape.experts else shape.intermediate
-    return 3 * width * element + 2 * shape.hidden * element + 8 * shape.hidden
+    return (3 * shape.width + 2 * shape.hidden) * element + 8 * shape.hidden
+
+
+def one_layer(shape: ModelShape, element: int, tokens: int, shares: int = 1) -> Part:
+    """Return the activations of a forward pass that keeps nothing, its matrices split into ``shares``."""
+    one = forward_only_bytes(shape, element) / shares
+    return Part("activations", one * tokens, f"{tokens:,} tokens x {one / 1000:,.0f} kB of one layer")
 
 
 def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_shared: bool) -> float:
@@ -506,12 +363,8 @@ def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_sha
     Counted are inputs and results of the norms and the residual sum, rotated queries, keys and values with the result
     of attention, gate and up with their product.
     """
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    shared = element * (3 * queries + 4 * keys) + 4 * shape.heads
-    if shape.experts:
-        shared += shape.experts_per_token * (3 * shape.expert_intermediate + 2 * shape.hidden) * element
-    else:
-        shared += 3 * shape.intermediate * element
+    shared = element * (3 * shape.queries + 4 * shape.keys + 3 * shape.width) + 4 * shape.heads
+    shared += 2 * shape.experts_per_token * shape.hidden * element
     return 6 * shape.hidden * element / (tensor if norms_shared else 1) + shared / tensor
 
 

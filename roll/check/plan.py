@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.check.config import config_warnings
-from roll.check.data import files_of, is_local
+from roll.check.data import data_sections, files_of, is_local
 from roll.check.devices import sees_gpus
 from roll.check.memory import TIGHT, MemoryEstimate
 from roll.check.memory_parts import GIB
@@ -224,8 +224,7 @@ def _judges(config: PipelineConfig) -> Iterator[Need]:
 def _files(config: PipelineConfig) -> Iterator[Need]:
     if not isinstance(config, RLVRConfig):
         return
-    sections = [config.actor_train.data_args, *([config.validation.data_args] if config.validation is not None else [])]
-    for name in sorted({name for section in sections for name in files_of(section)}):
+    for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
         here = Path(name).is_file()
         yield Need(f"data {name}", "here" if here else "not here: JSONL, one prompt per line", here)
 
@@ -261,10 +260,11 @@ def _package(name: str, install: str) -> Need:
 
 def _trackers(config: PipelineConfig) -> Iterator[Need]:
     for tracker in chosen_trackers(config):
-        if tracker.package is not None:
-            here = is_installed(tracker.package)
-            state = "installed" if here else f"not installed here: {tracker.install}"
-            yield Need(f"package {tracker.package}", state, here)
+        package = tracker.plug_in.package
+        if package is not None:
+            here = is_installed(package)
+            state = "installed" if here else f"not installed here: {tracker.plug_in.install}"
+            yield Need(f"package {package}", state, here)
         if tracker.secret is not None:
             here = bool(os.environ.get(tracker.secret))
             state = "set" if here else f"not set here: the key of {tracker.name}"

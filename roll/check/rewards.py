@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from urllib.parse import SplitResult, urlsplit
 
-from roll.check.rules import own_classes_have_their_form
 from roll.configs.derived import reward_models, reward_timeout
-from roll.configs.errors import ConfigProblem, choose_among, problems_of, shown, without_effect
+from roll.configs.errors import ConfigProblem, choose_among, shown, without_effect
 from roll.configs.fields import changes
-from roll.configs.rewards import JudgeConfig, RewardConfig
+from roll.configs.rewards import JudgeConfig
 from roll.configs.run import RLVRConfig
-from roll.configs.strategies import SCORERS
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth")
 """Names that a judge's template may contain, in braces."""
@@ -25,15 +22,21 @@ REQUEST_FIELDS = ("model", "messages", "temperature", "max_tokens", "stream", "n
 """Fields of a request that the judge fills itself."""
 
 _MODEL_KEYS = ("model_args", "strategy_args", "device_mapping", "infer_batch_size", "worker_cls", "reward_model")
+_UNREAD_KEYS = {"reward_model": ("verifier_args", "num_workers", "judge"), "judge": (*_MODEL_KEYS, "verifier_args")}
+"""Verifier -> keys of a reward that it does not read; all others read neither `judge` nor those of a model."""
+_REMEDIES = {
+    "verifier_args": "remove it; the settings of this kind of reward have keys of their own (docs/rewards.md)",
+    "num_workers": "remove it; there is one process for each device of `device_mapping`",
+    "judge": "set `verifier: judge`, or remove this key",
+}
 _NAME_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
-_KINDS = {"reward_model": "a reward model", "judge": "a judge"}
 
 
 def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
-    """Return the judge sections of rewards whose verifier is `judge`, by path."""
+    """Return the judge sections of rewards whose verifier is `judge`, by the reward's name."""
     return {
-        f"rewards.{name}.judge": reward.judge
+        name: reward.judge
         for name, reward in config.rewards.items()
         if reward.verifier == "judge" and reward.judge is not None
     }
@@ -44,38 +47,19 @@ def keys_fit_the_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
     for name, reward in config.rewards.items():
         if not reward.verifier:
             continue
-        kind = _KINDS.get(reward.verifier, f"the verifier {shown(reward.verifier)}")
-        for key in _unread_keys(reward.verifier):
+        for key in _UNREAD_KEYS.get(reward.verifier, (*_MODEL_KEYS, "judge")):
+            remedy = _REMEDIES.get(key, "set `verifier: reward_model`, or remove this key")
             for path, value in changes(reward, key):
-                yield without_effect(f"rewards.{name}.{path}", value, f"{kind} does not read this key", _remedy(key))
+                reason = f"the verifier {shown(reward.verifier)} does not read this key"
+                yield without_effect(f"rewards.{name}.{path}", value, reason, remedy)
 
 
-def _unread_keys(verifier: str) -> tuple[str, ...]:
-    if verifier == "reward_model":
-        return ("verifier_args", "num_workers", "judge")
-    return (*_MODEL_KEYS, "verifier_args") if verifier == "judge" else (*_MODEL_KEYS, "judge")
-
-
-def _remedy(key: str) -> str:
-    if key == "verifier_args":
-        return "remove it; the settings of this kind of reward have keys of their own (docs/rewards.md)"
-    if key == "num_workers":
-        return "remove it; there is one process for each device of `device_mapping`"
-    return f"set `verifier: {'judge' if key == 'judge' else 'reward_model'}`, or remove this key"
-
-
-def reward_models_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require a model, a known engine and a well-formed worker class for each reward model.
-
-    Devices have rules of their own.
-    """
+def reward_models_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Require a model for each reward model; its devices, engine and classes have the rules of all roles."""
     for path, reward in reward_models(config).items():
         if not (reward.model_args.model_name_or_path or config.reward_pretrain):
             remedy = "set `reward_pretrain`, or the model of this reward here"
             yield ConfigProblem(f"{path}.model_args.model_name_or_path", "no reward model is given", remedy)
-        strategy = reward.strategy_args.strategy_name
-        yield from problems_of(partial(SCORERS.find, strategy, f"{path}.strategy_args.strategy_name"))
-        yield from own_classes_have_their_form(path, reward)
 
 
 def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -97,27 +81,21 @@ def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if reward.verifier == "judge" and reward.judge is None:
             remedy = "add `judge: {base_url: http://..., model: ...}`"
             yield ConfigProblem(f"rewards.{name}.judge", "a judge needs an address and a model", remedy)
-    for path, judge in _judges(config).items():
+    for name, judge in _judges(config).items():
+        path = f"rewards.{name}.judge"
         yield from _address_problems(path, judge)
         if not judge.model:
             yield ConfigProblem(f"{path}.model", "no model is named", "write the name that the address has for it")
-        yield from _key_problems(path, judge, os.environ)
+        yield from _key_problems(path, judge)
         for key in judge.extra_body:
             if key in REQUEST_FIELDS:
                 remedy = "use the judge's own key for it" if key in vars(judge) else "leave it out"
                 yield ConfigProblem(f"{path}.extra_body.{key}", "the judge fills this field itself", remedy)
-    yield from _limits_fit(config.rewards)
-
-
-def _limits_fit(rewards: Mapping[str, RewardConfig]) -> Iterator[ConfigProblem]:
-    for name, reward in rewards.items():
-        if reward.verifier != "judge" or reward.judge is None:
-            continue
-        seconds, whole = reward.judge.request_timeout_seconds, reward_timeout(reward)
+        seconds, whole = judge.request_timeout_seconds, reward_timeout(config.rewards[name])
         if seconds > whole:
             message = f"{seconds:g} s for one answer are more than the {whole:g} s for all attempts"
-            path = f"rewards.{name}.judge.request_timeout_seconds"
-            yield ConfigProblem(path, message, f"raise `rewards.{name}.timeout_seconds`, or lower this")
+            remedy = f"raise `rewards.{name}.timeout_seconds`, or lower this"
+            yield ConfigProblem(f"{path}.request_timeout_seconds", message, remedy)
 
 
 def _address(url: str) -> SplitResult | None:
@@ -148,7 +126,7 @@ def _address_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, f"{shown(judge.base_url)} is the address of one call", remedy)
 
 
-def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str]) -> Iterator[ConfigProblem]:
+def _key_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
     """Check the key's variable. Messages do not show the value: it may be the key itself, in the wrong place."""
     path = f"{path}.api_key_env"
     if judge.api_key_env is None:
@@ -156,14 +134,15 @@ def _key_problems(path: str, judge: JudgeConfig, environment: Mapping[str, str])
     if not _ENVIRONMENT_NAME.fullmatch(judge.api_key_env):
         remedy = "write the name of the variable, not the key: `OPENAI_API_KEY`"
         yield ConfigProblem(path, "the value is no name of an environment variable", remedy)
-    elif not environment.get(judge.api_key_env):
+    elif not os.environ.get(judge.api_key_env):
         remedy = "write the name of the variable, and `export` it where the run is started"
         yield ConfigProblem(path, "no environment variable of this name is set", remedy)
 
 
 def verdicts_can_be_read(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Require a template that shows the response, and an answer that can become a score."""
-    for path, judge in _judges(config).items():
+    for name, judge in _judges(config).items():
+        path = f"rewards.{name}.judge"
         yield from _template_problems(path, judge)
         if judge.score_min >= judge.score_max:
             message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"

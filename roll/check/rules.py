@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.check.devices import readable_mappings
-from roll.configs.derived import (
-    present_roles,
-    reference_is_base,
-    reward_models,
-    roles_and_reward_models,
-    tracker_list,
-    trained_roles,
-    uses_kl,
-    validation_settings,
-)
+from roll.configs import derived
 from roll.configs.devices import compact
 from roll.configs.errors import (
     ConfigProblem,
@@ -89,13 +80,6 @@ def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
 
 
-def reset(config: PipelineConfig, path: str) -> None:
-    """Reset the field at ``path`` to its default, in place."""
-    for candidate, section, _, item in list(values_below(config)):
-        if candidate == path:
-            setattr(section, item.name, default_of(item))
-
-
 @dataclass(frozen=True)
 class Switch:
     """A key of a section that switches off others of the section."""
@@ -136,7 +120,7 @@ SWITCHES = (
 
 def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys whose switch is off; other rules report sections that nothing reads as a whole."""
-    unread = [*UNREAD_PATHS, *(["reference"] if reference_is_base(config) else [])]
+    unread = [*UNREAD_PATHS, *(["reference"] if derived.reference_is_base(config) else [])]
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
     sections = {path.removesuffix(item.name): section for path, section, _, item in values_below(config)}
@@ -170,13 +154,13 @@ def is_within(path: str, others: Iterable[str]) -> bool:
 
 def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys of a role that only other roles read, and settings of a reference that is the trainer itself."""
-    for role, section in present_roles(config).items():
+    for role, section in derived.present_roles(config).items():
         for path, value in changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
             readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
             remedy = f"it belongs under {' or '.join(readers)}"
             yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
-    if config.reference is None or not reference_is_base(config):
+    if config.reference is None or not derived.reference_is_base(config):
         return
     trained = dict(changes(config.actor_train))
     for path, value in changes(config.reference):
@@ -188,12 +172,12 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys that several other settings together leave without effect."""
-    if all(reward.model_args.model_name_or_path is not None for reward in reward_models(config).values()):
+    if all(reward.model_args.model_name_or_path is not None for reward in derived.reward_models(config).values()):
         remedy = "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own"
         for path, value in changes(config, "reward_pretrain"):
             yield without_effect(path, value, "no reward loads this model", remedy)
     for path, value in changes(config, "kl_estimator"):
-        if not uses_kl(config):
+        if not derived.uses_kl(config):
             remedy = "set `use_kl_loss: true`, or remove this key"
             yield without_effect(path, value, "there is no KL term", remedy)
         elif value == "k3_straight_through" and not config.use_kl_loss:
@@ -206,7 +190,7 @@ def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]
             if value in reasons:
                 reason = f"with async_generation_ratio 0 nothing is generated ahead, and {reasons[value]}"
                 yield without_effect(path, value, reason, remedy)
-    for name, role in trained_roles(config).items():
+    for name, role in derived.trained_roles(config).items():
         arguments = role.training_args
         if role.use_dynamic_batching_in_train and arguments.gradient_accumulation_steps is None:
             reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
@@ -249,7 +233,7 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject adapters for any role but the policy, and for trainers that do not support them."""
     target = config.actor_train.model_args.lora_target
-    for role, section in roles_and_reward_models(config).items():
+    for role, section in derived.roles_and_reward_models(config).items():
         for key, value in changes(section.model_args, *ADAPTER_KEYS):
             path = f"{role}.model_args.{key}"
             if isinstance(section, RewardConfig):
@@ -271,25 +255,20 @@ def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
 
 
-def own_classes_have_their_form(path: str, section: WorkerConfig | RewardConfig) -> Iterator[ConfigProblem]:
-    """Require the form of an import path for custom classes; the class itself is looked up later."""
-    classes = {"worker_cls": section.worker_cls, "strategy_args.strategy_cls": section.strategy_args.strategy_cls}
-    for key, value in classes.items():
-        if value is not None and not IMPORT_PATH.fullmatch(value):
-            message = f"{shown(value)} is no import path"
-            yield ConfigProblem(f"{path}.{key}", message, "write `package.module:Class`")
-
-
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require strategies that are known, for each role."""
-    for name, role in present_roles(config).items():
+    """Require known strategies, and import paths for custom classes, which are looked up later."""
+    for name, role in derived.roles_and_reward_models(config).items():
         kind, strategy = strategies_of(name), role.strategy_args.strategy_name
         for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
             if name in TRAINED_ROLES and strategy in FORWARD_STRATEGIES.built_in:
                 message = f"{found.message}: it only computes, and a role that learns needs an optimizer"
                 found = replace(found, message=message)
             yield found
-        yield from own_classes_have_their_form(name, role)
+        classes = {"worker_cls": role.worker_cls, "strategy_args.strategy_cls": role.strategy_args.strategy_cls}
+        for key, value in classes.items():
+            if value is not None and not IMPORT_PATH.fullmatch(value):
+                message = f"{shown(value)} is no import path"
+                yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
 
 
 def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -318,7 +297,7 @@ def output_can_be_written(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject values that `OPTIONS` does not allow."""
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         strategy = strategy_of(name, role)
         if isinstance(strategy, Trainer) and not strategy.learns:
             continue
@@ -400,7 +379,8 @@ def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Itera
         yield ConfigProblem(f"{path}.at_step", message, f"at most {last}")
         return
     interval = config.weight_update.interval_steps
-    validated = validation_settings(config) is not None and config.eval_steps and event.at_step % config.eval_steps == 0
+    validates = derived.validation_settings(config) is not None and config.eval_steps > 0
+    validated = validates and event.at_step % config.eval_steps == 0
     published = event.at_step == end or not event.at_step % interval or validated
     if event.kind in PUBLICATION_CHAOS and not published:
         message = f"version {event.at_step} is not published (weight_update.interval_steps: {interval})"
@@ -408,7 +388,7 @@ def _right_moment(config: PipelineConfig, event: ChaosEvent, path: str) -> Itera
 
 
 def _right_process(config: PipelineConfig, event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
-    roles = roles_and_reward_models(config)
+    roles = derived.roles_and_reward_models(config)
     if event.role == "driver":
         processes = 1
     elif event.role not in roles:
@@ -424,40 +404,24 @@ def _right_process(config: PipelineConfig, event: ChaosEvent, path: str) -> Iter
         yield ConfigProblem(f"{path}.rank", message, f"at most {max(processes - 1, 0)}")
 
 
-@dataclass(frozen=True)
-class Obstacle:
-    """The reason why states cannot leave a device."""
-
-    key: str
-    """Key in `zero_optimization`."""
-    message: str
-    remedy: str
-
-
-def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Obstacle | None:
-    """Return what prevents moving the states of a role to the host and back; None if nothing does."""
+def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> ConfigProblem | None:
+    """Return what prevents moving the states of a role to the host and back, with its key in `zero_optimization`."""
     stage = options.get("zero_optimization.stage", 0)
     if not learns:
-        if stage != 3:
-            return None
-        return Obstacle(
-            "stage", "stage 3 of a role without an optimizer: DeepSpeed cannot move its weights",
-            "write stage 0, or use `hf_infer` or `fsdp2_train`",
-        )  # fmt: skip
+        message = "stage 3 of a role without an optimizer: DeepSpeed cannot move its weights"
+        remedy = "write stage 0, or use `hf_infer` or `fsdp2_train`"
+        return ConfigProblem("stage", message, remedy) if stage == 3 else None
     if stage in (1, 2, 3) and zero_device(options, "offload_param") != "none":
-        return Obstacle(
-            "offload_param", "DeepSpeed moves nothing where parameters are offloaded",
-            "remove this key and set `offload_optimizer`, or use `fsdp2_train` with `offload: cpu`",
-        )  # fmt: skip
+        message = "DeepSpeed moves nothing where parameters are offloaded"
+        remedy = "remove this key and set `offload_optimizer`, or use `fsdp2_train` with `offload: cpu`"
+        return ConfigProblem("offload_param", message, remedy)
     if stage == 3 and zero_device(options, "offload_optimizer") == "none":
-        return Obstacle(
-            "stage", "stage 3: DeepSpeed moves no states of torch's AdamW",
-            "write `offload_optimizer: {device: cpu}`, which keeps them on the host, or stage 2",
-        )  # fmt: skip
+        message = "stage 3: DeepSpeed moves no states of torch's AdamW"
+        remedy = "write `offload_optimizer: {device: cpu}`, which keeps them on the host, or stage 2"
+        return ConfigProblem("stage", message, remedy)
     if stage == 1 and bfloat16:
-        return Obstacle(
-            "stage", "stage 1 in bfloat16: DeepSpeed cannot move its states", "write stage 2, which can be moved"
-        )
+        message = "stage 1 in bfloat16: DeepSpeed cannot move its states"
+        return ConfigProblem("stage", message, "write stage 2, which can be moved")
     return None
 
 
@@ -471,7 +435,7 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
     if config.cluster.device != "cuda":
         return
     mappings = readable_mappings(config)
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         if role.strategy_args.strategy_name != "deepspeed_train":
             continue
         own = set(mappings.get(name, ()))
@@ -484,14 +448,11 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
         if sharing and obstacle is not None:
             shared = own & {device for other in sharing for device in mappings[other]}
             yield ConfigProblem(
-                f"{name}.strategy_args.strategy_config.zero_optimization.{obstacle.key}",
+                f"{name}.strategy_args.strategy_config.zero_optimization.{obstacle.path}",
                 f"{obstacle.message}, and they have to make room on device {compact(sorted(shared))} for "
                 f"{' and '.join(sharing)}",
                 f"{obstacle.remedy}; or give {name} devices of its own",
             )
-
-
-_KEYS = "tracker_kwargs"
 
 
 @dataclass(frozen=True)
@@ -499,23 +460,27 @@ class ChosenTracker:
     """A plug-in tracker of a run."""
 
     name: str
-    package: str | None
-    install: str
-    secret: str | None
-    """The environment variable that must hold its key."""
-    mode: str
+    plug_in: type[TrackerPlugIn]
+    options: Any
+
+    @property
+    def secret(self) -> str | None:
+        """The environment variable that must hold its key."""
+        return self.plug_in.secret(self.options)
+
+    @property
+    def mode(self) -> str:
+        """Where metrics go, in a word or two."""
+        return self.plug_in.mode(self.options)
 
 
 def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
     """Return the plug-in trackers of a configuration, without those whose options are wrong."""
     chosen = []
-    for name in tracker_list(config):
-        plug_in = _plug_in(name)
-        written = config.tracker_kwargs.get(name, {})
-        if plug_in is not None and not list(_option_problems(name, plug_in.Options, written)):
-            options = plug_in.Options(**written)
-            secret, mode = plug_in.secret(options), plug_in.mode(options)
-            chosen.append(ChosenTracker(name, plug_in.package, plug_in.install, secret, mode))
+    for name in derived.tracker_list(config):
+        plug_in, options = _plug_in(name), config.tracker_kwargs.get(name, {})
+        if plug_in is not None and not list(_option_problems(name, plug_in.Options, options)):
+            chosen.append(ChosenTracker(name, plug_in, plug_in.Options(**options)))
     return chosen
 
 
@@ -530,12 +495,12 @@ def _plug_in(name: str) -> type[TrackerPlugIn] | None:
 def tracker_words(config: PipelineConfig) -> list[str]:
     """Describe where metrics go besides `metrics.jsonl`."""
     words = [f"{tracker.name} ({tracker.mode})" for tracker in chosen_trackers(config)]
-    return ["TensorBoard", *words] if tracker_list(config) else words
+    return ["TensorBoard", *words] if derived.tracker_list(config) else words
 
 
 def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject unknown and repeated trackers."""
-    names = tracker_list(config)
+    names = derived.tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
         path = f"track_with[{index}]" if as_list else "track_with"
@@ -548,12 +513,12 @@ def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject options of trackers that are unknown or unused, and unknown options."""
     for name, options in config.tracker_kwargs.items():
-        path = f"{_KEYS}.{name}"
+        path = f"tracker_kwargs.{name}"
         if name == TENSORBOARD:
             yield ConfigProblem(path, "TensorBoard has no options: its events are in the run's folder", "remove it")
         elif missing := problems_of(partial(TRACKERS.find, name, path)):
             yield from missing
-        elif name not in tracker_list(config):
+        elif name not in derived.tracker_list(config):
             remedy = f"add {name} to `track_with`, or remove these options"
             yield without_effect(path, options, f"{name} is not used", remedy)
         elif plug_in := _plug_in(name):
@@ -574,12 +539,13 @@ def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator
 def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require the package of each tracker, and its key in the environment."""
     for tracker in chosen_trackers(config):
-        if tracker.package is not None and not is_installed(tracker.package):
-            message = f"{tracker.name} needs the package {tracker.package}, which is not installed"
-            yield ConfigProblem("track_with", message, f"{tracker.install}, or remove {tracker.name}")
+        package = tracker.plug_in.package
+        if package is not None and not is_installed(package):
+            message = f"{tracker.name} needs the package {package}, which is not installed"
+            yield ConfigProblem("track_with", message, f"{tracker.plug_in.install}, or remove {tracker.name}")
         if tracker.secret is not None and not os.environ.get(tracker.secret):
             message = f"{tracker.name} ({tracker.mode}) needs a key, and the variable {tracker.secret} is not set"
-            remedy = f"set it, or choose {_KEYS}.{tracker.name} that send nothing: docs/trackers.md"
+            remedy = f"set it, or choose tracker_kwargs.{tracker.name} that send nothing: docs/trackers.md"
             yield ConfigProblem("track_with", message, remedy)
 
 

@@ -5,35 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from roll.check.devices import readable_mappings
-from roll.configs.derived import (
-    canary_length,
-    counts_steps,
-    data_parallel_ranks,
-    group_size,
-    group_size_key,
-    least_staleness,
-    max_new_tokens,
-    optimizer_batch_size,
-    present_roles,
-    samples_per_step,
-    sequence_length,
-    total_optimizer_steps,
-    trained_roles,
-    truncates_sampling,
-    uses_kl,
-    validation_settings,
-    warmup_steps,
-)
-from roll.configs.errors import ConfigProblem, count
-from roll.configs.roles import UNREAD_KEYS, GeneratingArguments
+from roll.check.devices import generating_arguments, readable_mappings
+from roll.configs import derived
+from roll.configs.errors import ConfigProblem, count, without_effect
+from roll.configs.roles import UNREAD_KEYS
 from roll.configs.run import PipelineConfig
 from roll.configs.strategies import TRAINERS, Options, Trainer, strategy_of
 
 
 def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject sequence packing for trainers that cannot separate samples in one row."""
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         strategy = strategy_of(name, role)
         if role.use_sequence_packing and isinstance(strategy, Trainer) and not strategy.packs:
             message = f"true, but {role.strategy_args.strategy_name} computes on padded rows only"
@@ -44,7 +26,7 @@ def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject bfloat16 with DeepSpeed's stage 0, which keeps no float32 gradients or master weights."""
-    for name, role in trained_roles(config).items():
+    for name, role in derived.trained_roles(config).items():
         if role.strategy_args.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
             continue
         if Options.of(role).get("zero_optimization.stage", 0) == 0:
@@ -56,7 +38,7 @@ def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[Config
 
 def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject a bound below what the ratio generates ahead, and an update interval longer than the run."""
-    interval, least = config.weight_update.interval_steps, least_staleness(config)
+    interval, least = config.weight_update.interval_steps, derived.least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
         ahead = math.ceil(config.async_generation_ratio)
         message = (
@@ -74,29 +56,29 @@ def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require samples for every rank, and optimizer steps that divide the batch."""
-    samples, mappings = samples_per_step(config), readable_mappings(config)
-    batch = f"{config.rollout_batch_size} x {group_size(config)} = {count(samples, 'sample')}"
-    for role, section in present_roles(config).items():
+    samples, mappings = derived.samples_per_step(config), readable_mappings(config)
+    batch = f"{config.rollout_batch_size} x {derived.group_size(config)} = {count(samples, 'sample')}"
+    for role, section in derived.present_roles(config).items():
         if role == "actor_infer" or role not in mappings:
             continue
-        ranks = data_parallel_ranks(section)
+        ranks = derived.data_parallel_ranks(section)
         if samples < ranks:
             message = f"a step has {batch}, fewer than the {ranks} ranks of {role} that share it"
             yield ConfigProblem("rollout_batch_size", message, f"raise it, or give {role} fewer devices")
-    for name, section in trained_roles(config).items():
+    for name, section in derived.trained_roles(config).items():
         accumulation = section.training_args.gradient_accumulation_steps
         if accumulation is None or name not in mappings:
             continue
         path = f"{name}.training_args.gradient_accumulation_steps"
-        if counts_steps(config):
+        if derived.counts_steps(config):
             message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
             yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
             continue
-        size = optimizer_batch_size(config, section)
+        size = derived.optimizer_batch_size(config, section)
         if samples % size:
             message = (
                 f"an optimizer step takes {section.training_args.per_device_train_batch_size} "
-                f"(per_device_train_batch_size) x {accumulation} x {data_parallel_ranks(section)} (ranks) = "
+                f"(per_device_train_batch_size) x {accumulation} x {derived.data_parallel_ranks(section)} (ranks) = "
                 f"{count(size, 'sample')}, which does not divide {batch}"
             )
             remedy = "change one of these numbers, or remove this key for one optimizer step per batch"
@@ -109,22 +91,16 @@ def lengths_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = f"{config.sequence_length} leaves no token for the response to a prompt of {config.prompt_length}"
         remedy = f"set at least {config.prompt_length + 1}, or lower `prompt_length`"
         yield ConfigProblem("sequence_length", message, remedy)
-    yield from _response_fits("actor_infer.generating_args", config.actor_infer.generating_args, config)
-    validation = validation_settings(config)
-    if validation is not None:
-        yield from _response_fits("validation.generating_args", validation.generating_args, config)
-
-
-def _response_fits(path: str, sampling: GeneratingArguments, config: PipelineConfig) -> Iterator[ConfigProblem]:
-    tokens = sampling.max_new_tokens
-    if tokens is not None and tokens > config.response_length:
-        message = f"{tokens} is more than response_length {config.response_length}"
-        yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
+    for path, sampling in generating_arguments(config).items():
+        tokens = sampling.max_new_tokens
+        if tokens is not None and tokens > config.response_length:
+            message = f"{tokens} is more than response_length {config.response_length}"
+            yield ConfigProblem(f"{path}.max_new_tokens", message, "lower it, or raise `response_length`")
 
 
 def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require that the samples of a group can differ, and that equal groups are dropped or masked once, not twice."""
-    sampling, size, key = config.actor_infer.generating_args, group_size(config), group_size_key(config)
+    sampling, size, key = config.actor_infer.generating_args, derived.group_size(config), derived.group_size_key(config)
     if sampling.temperature == 0:
         message = "0 is greedy: all samples of a group are equal and nothing can be learned"
         yield ConfigProblem("actor_infer.generating_args.temperature", message, "set it above 0, for example 1.0")
@@ -150,7 +126,7 @@ def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
             if vars(config)[key]:
                 message = "true, but there is no `reference` to measure the divergence from"
                 yield ConfigProblem(key, message, "add `reference: {device_mapping: ...}`, or set false")
-    elif not uses_kl(config):
+    elif not derived.uses_kl(config):
         message = "has no effect: no KL term uses it, yet it would be loaded"
         yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
 
@@ -165,12 +141,12 @@ def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = "true, but the thresholds 0 and 1 keep every group whose scores lie between them"
         remedy = "set `difficulty_low_threshold` or `difficulty_high_threshold`, for example 0.1 and 0.95"
         yield ConfigProblem("difficulty_mask", message, remedy)
-    penalty = config.length_penalty
-    if penalty is not None and penalty.buffer is not None and penalty.buffer > max_new_tokens(config):
-        message = f"{penalty.buffer} is more than the longest response of {count(max_new_tokens(config), 'token')}"
-        yield ConfigProblem("length_penalty.buffer", message, f"set at most {max_new_tokens(config)}")
-    if group_size(config) == 1:
-        key = group_size_key(config)
+    penalty, longest = config.length_penalty, derived.max_new_tokens(config)
+    if penalty is not None and penalty.buffer is not None and penalty.buffer > longest:
+        message = f"{penalty.buffer} is more than the longest response of {count(longest, 'token')}"
+        yield ConfigProblem("length_penalty.buffer", message, f"set at most {longest}")
+    if derived.group_size(config) == 1:
+        key = derived.group_size_key(config)
         if penalty is not None and penalty.kind == "relative":
             message = "relative compares the lengths of a group, and a group has 1 sample"
             remedy = f"set `{key}` to at least 2, or `kind: overlong`"
@@ -190,11 +166,11 @@ def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require one way to set the warm-up, and a step in which the policy learns."""
-    for name, role in trained_roles(config).items():
+    for name, role in derived.trained_roles(config).items():
         arguments = role.training_args
         if arguments.warmup_steps and arguments.warmup_ratio:
-            message = f"{arguments.warmup_ratio:g} has no effect: warmup_steps is {arguments.warmup_steps}"
-            yield ConfigProblem(f"{name}.training_args.warmup_ratio", message, "keep one of the two")
+            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
+            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
     if config.critic_warmup >= config.max_steps:
         message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
         yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
@@ -202,21 +178,22 @@ def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require comparable log-probabilities for the mismatch alarm and the parity check."""
-    if config.mismatch_alarm is not None and truncates_sampling(config):
+    if config.mismatch_alarm is not None and derived.truncates_sampling(config):
         message = (
             f"{config.mismatch_alarm:g} would compare unlike things: with top_p or top_k the engine records the "
             "log-probabilities of the truncated distribution, which the trainer does not know"
         )
         remedy = "remove it (the canaries of `weight_update.canary_interval` still compare), or set top_p 1 and top_k 0"
         yield ConfigProblem("mismatch_alarm", message, remedy)
-    if config.weight_update.canary_interval > 0 and canary_length(config) < 2:
-        message = f"sequences of {count(sequence_length(config), 'token')} leave no token for canaries to compare"
+    if config.weight_update.canary_interval > 0 and derived.canary_length(config) < 2:
+        longest = count(derived.sequence_length(config), "token")
+        message = f"sequences of {longest} leave no token for canaries to compare"
         yield ConfigProblem("weight_update.canary_interval", message, "set 0, or allow longer sequences")
 
 
 def training_warnings(config: PipelineConfig) -> Iterator[str]:
     """Warn about arithmetic that works but may not be intended."""
-    if truncates_sampling(config):
+    if derived.truncates_sampling(config):
         yield (
             "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "
             "the trainer's own have no truncation, so the importance ratio is biased, and the train/inference mismatch "
@@ -231,15 +208,16 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
         )
     if config.sequence_length is not None:
         left = config.sequence_length - config.prompt_length
-        if left < max_new_tokens(config):
+        if left < derived.max_new_tokens(config):
             yield f"sequence_length leaves {count(left, 'token')} for the response to a prompt of full length"
         if config.sequence_length > config.prompt_length + config.response_length:
             yield "sequence_length is never reached: prompt_length + response_length is less"
-    if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least_staleness(config):
-        yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least_staleness(config)}"
+    least = derived.least_staleness(config)
+    if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least:
+        yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least}"
     yield from _budget_warnings(config)
-    for name, role in trained_roles(config).items():
-        if warmup_steps(config, role) >= total_optimizer_steps(config, role):
+    for name, role in derived.trained_roles(config).items():
+        if derived.warmup_steps(config, role) >= derived.total_optimizer_steps(config, role):
             yield f"warm-up of {name} lasts the whole run: its learning rate never reaches its peak"
     if config.use_kl_loss and config.kl_loss_coef == 0:
         yield "kl_loss_coef is 0: the KL divergence is measured but weighs nothing"
@@ -250,12 +228,12 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
 
 
 def _budget_warnings(config: PipelineConfig) -> Iterator[str]:
-    for name, role in present_roles(config).items():
+    for name, role in derived.present_roles(config).items():
         for mode, dynamic, budget in (
             ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),
             ("infer", role.use_dynamic_batching_in_infer, role.max_tokens_per_microbatch_in_infer),
         ):
             key = f"max_tokens_per_microbatch_in_{mode}"
-            if dynamic and key not in UNREAD_KEYS[name] and budget < sequence_length(config):
-                longest = sequence_length(config)
+            if dynamic and key not in UNREAD_KEYS[name] and budget < derived.sequence_length(config):
+                longest = derived.sequence_length(config)
                 yield f"{name}.{key} {budget} is less than one sequence of {longest}, which goes beyond it alone"

@@ -1,8 +1,8 @@
 """Device mappings: the devices of a role, written in a small grammar that is never evaluated as code.
 
-``[0, 1]``, ``"0-3"``, ``"0,2,5-7"``, ``list(range(0,8,2))``, ``range(4)`` and sums of these with ``+``. The text is
-split into numbers, two words and punctuation; anything else is rejected before it is interpreted. Sizes are known
-before a list is built, so no text can ask for more than `MAX_DEVICES` devices.
+``[0, 1]``, ``"0-3"``, ``"0,2,5-7"``, ``list(range(0,8,2))``, ``range(4)`` and sums of these with ``+``. Anything else
+is rejected before it is interpreted. Sizes are known before a list is built, so no text can ask for more than
+`MAX_DEVICES` devices.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from roll.configs.fields import DeviceMapping
 
 MAX_DEVICES = 4096
 _LONGEST_TEXT = 32_768
-_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>list|range)\b|(?P<sign>[\[\](),+-]))")
+_LIST, _RANGE = (re.compile(rf"{name}\s*\((.*)\)", re.DOTALL) for name in ("list", "range"))
+_BRACKETS = re.compile(r"\[(.*)\]", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _EXAMPLES = 'for example [0, 1], "0-3", "0,2,5-7" or list(range(0,4))'
 
 
@@ -30,7 +33,7 @@ def parse_device_mapping(value: DeviceMapping) -> list[int]:
     more than `MAX_DEVICES` devices.
     """
     if isinstance(value, str):
-        devices = _Parser(value).parse()
+        devices = _read(value)
     elif isinstance(value, (list, int)) and not isinstance(value, bool):
         devices = _plain_numbers(value if isinstance(value, list) else [value])
     else:
@@ -58,119 +61,65 @@ def _distinct(devices: list[int]) -> list[int]:
     return devices
 
 
-class _Parser:
-    """A recursive-descent parser of ``sum := term ('+' term)*``; a term contains no sum, so the depth is bounded."""
+def _read(text: str) -> list[int]:
+    """Return the numbers of a sum of terms, bounded while it grows."""
+    if len(text) > _LONGEST_TEXT:
+        raise DeviceMappingError(f"longer than {_LONGEST_TEXT} characters")
+    if not text.strip():
+        raise DeviceMappingError(f"the text is empty; write devices, {_EXAMPLES}")
+    devices: list[int] = []
+    for term in text.split("+"):
+        devices += _term(term.strip())
+        _bounded(devices)
+    return devices
 
-    def __init__(self, text: str) -> None:
-        if len(text) > _LONGEST_TEXT:
-            raise DeviceMappingError(f"longer than {_LONGEST_TEXT} characters")
-        self.text = text
-        self.tokens = _tokens(text)
-        self.position = 0
 
-    def parse(self) -> list[int]:
-        if not self.tokens:
-            raise DeviceMappingError(f"the text is empty; write devices, {_EXAMPLES}")
-        devices = self.term()
-        while self.accept("+"):
-            devices += self.term()
-            _bounded(len(devices))
-        if self.peek():
-            raise self.unexpected("`+` or the end")
-        return devices
-
-    def term(self) -> list[int]:
-        if self.accept("list"):
-            self.expect("(")
-            devices = self.bracket() if self.peek() == "[" else self.range()
-            self.expect(")")
-            return devices
-        if self.peek() == "range":
-            return self.range()
-        return self.bracket() if self.peek() == "[" else self.items()
-
-    def bracket(self) -> list[int]:
-        self.expect("[")
-        devices = [] if self.peek() == "]" else self.items()
-        self.expect("]")
-        return devices
-
-    def range(self) -> list[int]:
-        self.expect("range")
-        self.expect("(")
-        arguments = [self.number()]
-        while self.accept(","):
-            arguments.append(self.number())
-        self.expect(")")
-        if len(arguments) > 3 or (len(arguments) == 3 and arguments[2] == 0):
+def _term(text: str) -> list[int]:
+    """Return the numbers of `list(...)`, `range(...)`, `[...]`, or numbers and ranges with commas between them."""
+    call = _LIST.fullmatch(text)
+    inside = call[1].strip() if call else text
+    arguments, brackets = _RANGE.fullmatch(inside), _BRACKETS.fullmatch(inside)
+    if arguments:
+        numbers = [_number(each) for each in arguments[1].split(",")]
+        if len(numbers) > 3 or (len(numbers) == 3 and numbers[2] == 0):
             raise DeviceMappingError("range takes a stop, a start and a stop, or both and a step of at least 1")
-        return _bounded_list(range(*arguments))
-
-    def items(self) -> list[int]:
-        devices = self.item()
-        while self.accept(","):
-            devices += self.item()
-            _bounded(len(devices))
+        return list(_bounded(range(*numbers)))
+    if call and not brackets:
+        raise _unreadable(text)
+    items, devices = brackets[1] if brackets else inside, list[int]()
+    if brackets and not items.strip():
         return devices
-
-    def item(self) -> list[int]:
-        first = self.number()
-        if not self.accept("-"):
-            return [first]
-        last = self.number()
-        if last < first:
-            raise DeviceMappingError(f"{first}-{last} runs backwards; write {last}-{first}")
-        return _bounded_list(range(first, last + 1))
-
-    def number(self) -> int:
-        token = self.peek()
-        if token == "-":
+    for item in items.split(","):
+        first, dash, last = item.partition("-")
+        if not first.strip() and dash:
             raise DeviceMappingError("a device number is negative; devices are counted from 0")
-        if not token.isdigit():
-            raise self.unexpected("a device number")
-        self.position += 1
-        if len(token) > 9:
-            raise DeviceMappingError(f"{token[:12]}... is no device number; at most {MAX_DEVICES} can be listed")
-        return int(token)
-
-    def peek(self) -> str:
-        return self.tokens[self.position] if self.position < len(self.tokens) else ""
-
-    def accept(self, token: str) -> bool:
-        if self.peek() != token:
-            return False
-        self.position += 1
-        return True
-
-    def expect(self, token: str) -> None:
-        if not self.accept(token):
-            raise self.unexpected(f"`{token}`")
-
-    def unexpected(self, wanted: str) -> DeviceMappingError:
-        found = f"`{self.peek()}`" if self.peek() else "the end of the text"
-        return DeviceMappingError(f"expected {wanted} but found {found}; write devices, {_EXAMPLES}")
+        start = _number(first)
+        stop = _number(last) if dash else start
+        if stop < start:
+            raise DeviceMappingError(f"{start}-{stop} runs backwards; write {stop}-{start}")
+        devices += _bounded(range(start, stop + 1))
+        _bounded(devices)
+    return devices
 
 
-def _tokens(text: str) -> list[str]:
-    tokens, position = [], 0
-    while text[position:].strip():
-        match = _TOKEN.match(text, position)
-        if match is None:
-            rest = text[position:].strip()[:20]
-            raise DeviceMappingError(f"cannot read {rest!r}; it is never evaluated as code. Write devices, {_EXAMPLES}")
-        tokens.append(match.group(match.lastgroup or 0))
-        position = match.end()
-    return tokens
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text.strip()):
+        raise _unreadable(text)
+    return int(text)
 
 
-def _bounded(size: int) -> None:
-    if size > MAX_DEVICES:
-        raise DeviceMappingError(f"{size} devices; at most {MAX_DEVICES} can be listed")
+def _unreadable(text: str) -> DeviceMappingError:
+    what = f"`{text.strip()[:20]}`" if text.strip() else "a missing number"
+    return DeviceMappingError(f"cannot read {what}; it is never evaluated as code. Write devices, {_EXAMPLES}")
 
 
-def _bounded_list(numbers: range) -> list[int]:
-    _bounded(len(numbers))
-    return list(numbers)
+Numbers = TypeVar("Numbers", list[int], range)
+
+
+def _bounded(numbers: Numbers) -> Numbers:
+    if len(numbers) > MAX_DEVICES:
+        raise DeviceMappingError(f"{len(numbers)} devices; at most {MAX_DEVICES} can be listed")
+    return numbers
 
 
 def compact(devices: Iterable[int]) -> str:

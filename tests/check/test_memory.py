@@ -23,21 +23,12 @@ from transformers import (
 )
 
 from roll.algorithms import logprobs
-from roll.check import memory_engines as engines
 from roll.check import memory_parts as activations
+from roll.check import memory_roles as engines
 from roll.check.config import check_elsewhere, config_warnings
 from roll.check.memory import estimate_memory, render
-from roll.check.memory_parts import (
-    BACKWARD_ENDS,
-    COMMUNICATION,
-    CONTEXT,
-    GIB,
-    KNOWN,
-    PUBLICATION,
-    Learned,
-    ShapeUnknown,
-    find_shape,
-)
+from roll.check.memory_parts import COMMUNICATION, CONTEXT, GIB, KNOWN, ShapeUnknown, find_shape
+from roll.check.memory_roles import BACKWARD_ENDS, PUBLICATION, Learned
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.roles import ModelArguments
 from roll.engines.hf.options import HFInferConfig
