@@ -54,7 +54,11 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{PIPELINE}/test_publication_schedule.py", f"{PIPELINE}/test_weight_settings.py"],
     ),
     "checkpoints": (
-        ["roll/pipeline/checkpoints.py", "roll/trainers/state.py", "roll/trainers/worker.py:WritingProgress,Writing"],
+        [
+            "roll/pipeline/checkpoints.py",
+            "roll/trainers/state.py:own_share,common_updates,write_state,SavedState,state_file",
+            "roll/trainers/worker.py:WritingProgress,Writing",
+        ],
         [
             f"{TRAINERS}/test_sharded_state.py",
             f"{PIPELINE}/test_durability.py",

@@ -43,7 +43,7 @@ class ForwardStrategy(Protocol):
         """
 
     def offload_states(self) -> None:
-        """Move weights, gradients and optimizer state off the device."""
+        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
 
     def load_states(self) -> None:
         """Undo `offload_states`."""
@@ -66,10 +66,12 @@ class TrainStrategy(ForwardStrategy, Protocol):
         """
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
-        """Take one optimizer step on the samples of ``batch``, with the loss normalised over all of them.
+        """Take one optimizer step, with the loss normalised over all samples of the batch, on whichever rank they are.
 
-        Returns metrics (means over the batch, equal on all ranks), among them ``loss``, ``grad_norm`` and
-        ``learning_rate``.
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics (means over the batch, equal on all ranks), ``grad_norm`` (before clipping), ``learning_rate`` and
+        ``skipped_updates`` (1 if the gradient was not finite, or no token was left to train on). Raises ``ValueError``
+        if the batch lacks a field, ``RuntimeError`` on a forward-only role.
         """
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,14 +131,9 @@ class HfReplicaOptions:
     """Longest wait of a rank for the results of the others."""
 
 
-def parse_replica_options(strategy_config: dict[str, Any], path: str = "strategy_config") -> HfReplicaOptions:
-    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
-    return made("hf_infer", HfReplicaOptions, strategy_config, path)
-
-
 def check_replica_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
     """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing."""
-    return problems_of(lambda: parse_replica_options(strategy_config, path))
+    return problems_of(lambda: made("hf_infer", HfReplicaOptions, strategy_config, path))
 
 
 ModelKind = Literal["policy", "value"]

@@ -1,10 +1,8 @@
 """`deepspeed_train`: DeepSpeed's ZeRO, stages 0 to 3, with the semantics of `fsdp2_train`.
 
-DeepSpeed shards, communicates and steps. Choosing the tokens that count, normalising the loss, the schedule and the
-accounting are the same code for every trainer. Master weights, gradients between micro-batches and ranks, and optimizer
-states are float32; computing is in the configured precision. An update whose gradient is not finite is skipped and
-reported. Dropout is off. DeepSpeed takes its kind of device and its local rank from the environment only; both are set
-here, in a process that trains nothing else.
+DeepSpeed shards, communicates and steps. Master weights, gradients between micro-batches and ranks, and optimizer
+states are float32; computing is in the configured precision. DeepSpeed takes its kind of device and its local rank from
+the environment only; both are set here, in a process that trains nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +23,17 @@ from roll.check.rules import obstacle_to_moving
 from roll.configs.strategies import Options
 from roll.trainers.base import TrainerSetup
 from roll.trainers.deepspeed_options import engine_config, parse_options
-from roll.trainers.model import (
-    HfForward,
-    ModelExport,
-    build_export,
-    copied_weights,
-    load_weights,
-    prepare_model,
-    stored_dtype,
-)
+from roll.trainers.model import HfForward, load_weights, prepare_model
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
 from roll.trainers.step import TrainingStep, combined_metrics
 from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from transformers import PreTrainedModel
 
 
 class DeepSpeedTrainStrategy(TrainerRank):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
-
-    model: PreTrainedModel
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
@@ -61,8 +49,8 @@ class DeepSpeedTrainStrategy(TrainerRank):
     def initialize(self) -> None:
         """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
-        self.join_ranks(self.options.own.process_group_timeout_seconds)
-        self.model, head = prepare_model(setup, self.options.own.gradient_checkpointing)
+        self.join_ranks(self.options.process_group_timeout_seconds)
+        self.model, head = prepare_model(setup, self.options.gradient_checkpointing)
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         rounds = self.trains and self.bfloat16
         # DeepSpeed rounds the weights before it copies the masters. These references keep the weights as loaded.
@@ -94,18 +82,12 @@ class DeepSpeedTrainStrategy(TrainerRank):
                 with self._whole(parameter):
                     yield name, parameter.detach().float()
 
-    def export(self) -> ModelExport | None:
-        """Return the float32 weights, configuration and tokenizer; see `TrainStrategy`."""
-        weights = copied_weights(self.named_weights(), self.setup)
-        return None if weights is None else build_export(self.model, weights, self.setup)
-
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.
 
         Raises ``ValueError`` naming the tensor if the export does not fit the model.
         """
-        weights = load_weights(path, self.setup.model_args, stored_dtype(self.setup), self.shapes, self.setup.kind)
-        self._set_weights(weights.__getitem__)
+        self._set_weights(load_weights(path, self.setup, self.shapes).__getitem__)
 
     def snapshot(self) -> StateSnapshot:
         """Copy this rank's rows of every tensor; tensors are gathered one after the other. See `TrainStrategy`."""
@@ -126,9 +108,12 @@ class DeepSpeedTrainStrategy(TrainerRank):
         self.updates = common_updates(state)
         if self.updates:
             self._make_moments()
-            for name, parameter in self.model.named_parameters():
-                for moment in MOMENTS:
-                    self._set_moment(parameter, moment, state.read_whole(f"{moment}/{name}", self.shapes[name]))
+            for (name, parameter), moment in product(self.model.named_parameters(), MOMENTS):
+                value = state.read_whole(f"{moment}/{name}", self.shapes[name]).to(self.device)
+                if self.is_whole:
+                    self.optimizer.state[parameter][moment].copy_(value)
+                else:
+                    self._set_state(parameter, moment, value)
         self._set_weights(lambda name: state.read_whole(f"weight/{name}", self.shapes[name]))
         self.optimizer_steps = state.facts["optimizer_steps"]
 
@@ -155,6 +140,7 @@ class DeepSpeedTrainStrategy(TrainerRank):
         return self.options.zero_stage == 0 or not self.has_engine
 
     def _start_engine(self) -> None:
+        """Wrap the model, which DeepSpeed changes in place. Collective."""
         self.deepspeed = import_deepspeed(self.device)
         config = engine_config(
             self.options,
@@ -162,16 +148,24 @@ class DeepSpeedTrainStrategy(TrainerRank):
             # Without ZeRO, DeepSpeed clips but does not report the norm.
             max_grad_norm=0.0 if self.options.zero_stage == 0 else self.setup.training_args.max_grad_norm,
         )
-        self.engine = start_engine(
-            self.deepspeed,
-            self.model,
-            self.optimizer if self.trains else None,
-            config,
-            self.device,
-            self.splits_weights,
-        )
+        if self.splits_weights:
+            self._split_weights(config)
+        optimizer = self.optimizer if self.trains else None
+        engine, *_ = self.deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.engine: DeepSpeedEngine = engine
         if self.trains and self.options.zero_stage in (1, 2):
             self._allocate_moments()
+
+    def _split_weights(self, config: dict[str, Any]) -> None:
+        """Split the weights one by one, so that no device ever holds all of them."""
+        if self.bfloat16:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self.deepspeed.init_distributed(dist_init_required=None)
+        self.deepspeed.zero.Init(module=self.model, config_dict_or_path=config)
+        # An engine does not move a model that was split before it, and the model's buffers have not moved yet.
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device)
 
     def _allocate_moments(self) -> None:
         """Create the moments, as AdamW does at its first step.
@@ -200,22 +194,20 @@ class DeepSpeedTrainStrategy(TrainerRank):
     def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        grad_norm, updated = (0.0, False) if nothing_to_learn else self._optimizer_step()
-        self.updates += updated
-        return grad_norm, updated
-
-    def _optimizer_step(self) -> tuple[float, bool]:
-        """Step. Return the gradient's norm before clipping, and True if it was finite, so that the weights were
-        updated."""
+        if nothing_to_learn:
+            return 0.0, False
         if self.options.zero_stage > 0:
             self.engine.step()
-            return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
-        grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
-        if not math.isfinite(grad_norm):
-            self.engine.zero_grad()
-            return grad_norm, False
-        self.engine.step()
-        return grad_norm, True
+            grad_norm, updated = float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
+        else:
+            grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
+            updated = math.isfinite(grad_norm)
+            if updated:
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+        self.updates += updated
+        return grad_norm, updated
 
     @torch.no_grad()
     def _set_weights(self, weight_of: Callable[[str], Tensor]) -> None:
@@ -223,26 +215,28 @@ class DeepSpeedTrainStrategy(TrainerRank):
         for name, parameter in self.model.named_parameters():
             weight = weight_of(name).to(self.device)
             if self.trains and not self.is_whole:
-                self._set_master(parameter, weight.float())
+                self._set_state(parameter, "weight", weight.float())
             with self._whole(parameter, written_by=0):
                 parameter.data.copy_(weight)
 
-    def _set_master(self, parameter: nn.Parameter, weight: Tensor) -> None:
-        """Write this rank's share of a full tensor into its share of the float32 master."""
-        if self.splits_weights:
-            self.deepspeed.utils.safe_set_local_fp32_param(parameter, self._padded_share(parameter, weight))
-        else:
-            self.deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
-
-    def _padded_share(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor when weights are split.
-
-        All parts are equally long. The excess of the last ones is padding, which DeepSpeed's own call for full tensors
-        does not expect.
-        """
-        length = self.deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
+    def _set_state(self, parameter: nn.Parameter, kind: str, full: Tensor) -> None:
+        """Write this rank's share of a full tensor into its share of the float32 master or of a moment."""
+        utils = self.deepspeed.utils
+        if not self.splits_weights:
+            if kind == "weight":
+                utils.safe_set_full_fp32_param(parameter, full)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, full, kind)
+            return
+        # All shares are equally long. The excess of the last ones is padding, which DeepSpeed's own call for full
+        # tensors does not expect.
+        length = utils.safe_get_local_fp32_param(parameter).numel()
         padded = nn.functional.pad(full.flatten(), (0, length * self.setup.world_size - full.numel()))
-        return padded.narrow(0, length * self.setup.rank, length)
+        share = padded.narrow(0, length * self.setup.rank, length)
+        if kind == "weight":
+            utils.safe_set_local_fp32_param(parameter, share)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, share, kind)
 
     def _full_state(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """Return a whole float32 weight or moment. Collective. Read it before asking for the next one."""
@@ -251,17 +245,6 @@ class DeepSpeedTrainStrategy(TrainerRank):
         if kind == "weight":
             return self.deepspeed.utils.safe_get_full_fp32_param(parameter)
         return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)
-
-    @torch.no_grad()
-    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
-        value = value.to(self.device)
-        if self.is_whole:
-            self.optimizer.state[parameter][moment].copy_(value)
-        elif self.splits_weights:
-            share = self._padded_share(parameter, value)
-            self.deepspeed.utils.safe_set_local_optimizer_state(parameter, share, moment)
-        else:
-            self.deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def _make_moments(self) -> None:
         """Let DeepSpeed create moments and link them to their weights.
@@ -303,33 +286,3 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     import deepspeed
 
     return deepspeed
-
-
-def start_engine(
-    deepspeed: ModuleType,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: dict[str, Any],
-    device: torch.device,
-    split_weights: bool,
-) -> DeepSpeedEngine:
-    """Return the engine around ``model``, which it changes in place. Collective.
-
-    ``optimizer`` is None for forward passes only.
-    """
-    if split_weights:
-        _split(deepspeed, model, config, device)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
-
-
-def _split(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
-    """Split the weights one by one, so that no device ever holds all of them."""
-    if config["bf16"]["enabled"]:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    deepspeed.init_distributed(dist_init_required=None)
-    deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    # An engine does not move a model that was split before it, and the model's buffers have not moved yet.
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)

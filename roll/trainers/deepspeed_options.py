@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,58 +30,38 @@ PASSED_ON = frozenset(
 )  # fmt: skip
 """Top-level keys that DeepSpeed gets unchanged."""
 
-_BATCHES = "`training_args.per_device_train_batch_size` and `gradient_accumulation_steps`, or dynamic batching"
-_PRECISION = "`model_args.dtype`: float32, or bfloat16 with float32 master weights"
-_SUM = "nothing: gradients are those of the whole batch, whatever the ranks and micro-batches"
-_DATA = "nothing: the run makes the batches"
-_SPLIT = "another trainer: this one splits states and batches, not the model's computing"
-_WEIGHTS = "nothing: weights and computing are those of the model as it is"
-_CHECKPOINTS = "`save_steps`: the run makes the checkpoints"
-_TRACKERS = "`track_with`: the run reports the metrics"
-RESERVED = {
-    "train_batch_size": _BATCHES,
-    "train_micro_batch_size_per_gpu": _BATCHES,
-    "gradient_accumulation_steps": _BATCHES,
-    "gradient_clipping": "`training_args.max_grad_norm`",
-    "optimizer": "`training_args.learning_rate`, `weight_decay` and `adam_...`; it is AdamW",
-    "scheduler": "`training_args.lr_scheduler_type`, `warmup_steps` and `warmup_ratio`",
-    "zero_allow_untested_optimizer": "nothing: the optimizer is torch's AdamW",
-    "zero_force_ds_cpu_optimizer": "nothing: the optimizer is torch's AdamW, on the CPU too",
-    "bf16": _PRECISION,
-    "bfloat16": _PRECISION,
-    "fp16": _PRECISION,
-    "amp": _PRECISION,
-    "torch_autocast": _PRECISION,
-    "managed_gradient_accumulation": _SUM,
-    "gradient_allreduce_op": _SUM,
-    "activation_checkpointing": "`gradient_checkpointing: true` in `strategy_config`",
-    "elasticity": "`device_mapping`",
-    "autotuning": "a run of its own: it ends the process that trains",
-    "curriculum_learning": _DATA,
-    "data_efficiency": _DATA,
-    "dataloader_drop_last": _DATA,
-    "expert_parallel": _SPLIT,
-    "pipeline": _SPLIT,
-    "tensor_parallel": _SPLIT,
-    "seq_parallel_communication_data_type": _SPLIT,
-    "use_data_before_expert_parallelism": _SPLIT,
-    "vocabulary_size": _SPLIT,
-    "compression_training": _WEIGHTS,
-    "eigenvalue": _WEIGHTS,
-    "progressive_layer_drop": _WEIGHTS,
-    "quantize_training": _WEIGHTS,
-    "sparse_attention": _WEIGHTS,
-    "sparse_gradients": _WEIGHTS,
-    "weight_quantization": _WEIGHTS,
-    "hybrid_engine": "`actor_infer`: generation is its role",
-    "checkpoint": _CHECKPOINTS,
-    "datastates_ckpt": _CHECKPOINTS,
-    "nebula": _CHECKPOINTS,
-    "comet": _TRACKERS,
-    "csv_monitor": _TRACKERS,
-    "tensorboard": _TRACKERS,
-    "wandb": _TRACKERS,
-}
+_REPLACEMENTS: dict[str, tuple[str, ...]] = {
+    "`training_args.per_device_train_batch_size` and `gradient_accumulation_steps`, or dynamic batching": (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    ),
+    "`training_args.max_grad_norm`": ("gradient_clipping",),
+    "`training_args.learning_rate`, `weight_decay` and `adam_...`; it is AdamW": ("optimizer",),
+    "`training_args.lr_scheduler_type`, `warmup_steps` and `warmup_ratio`": ("scheduler",),
+    "nothing: the optimizer is torch's AdamW": ("zero_allow_untested_optimizer",),
+    "nothing: the optimizer is torch's AdamW, on the CPU too": ("zero_force_ds_cpu_optimizer",),
+    "`model_args.dtype`: float32, or bfloat16 with float32 master weights": (
+        "bf16", "bfloat16", "fp16", "amp", "torch_autocast",
+    ),
+    "nothing: gradients are those of the whole batch, whatever the ranks and micro-batches": (
+        "managed_gradient_accumulation", "gradient_allreduce_op",
+    ),
+    "`gradient_checkpointing: true` in `strategy_config`": ("activation_checkpointing",),
+    "`device_mapping`": ("elasticity",),
+    "a run of its own: it ends the process that trains": ("autotuning",),
+    "nothing: the run makes the batches": ("curriculum_learning", "data_efficiency", "dataloader_drop_last"),
+    "another trainer: this one splits states and batches, not the model's computing": (
+        "expert_parallel", "pipeline", "tensor_parallel", "seq_parallel_communication_data_type",
+        "use_data_before_expert_parallelism", "vocabulary_size",
+    ),
+    "nothing: weights and computing are those of the model as it is": (
+        "compression_training", "eigenvalue", "progressive_layer_drop", "quantize_training", "sparse_attention",
+        "sparse_gradients", "weight_quantization",
+    ),
+    "`actor_infer`: generation is its role": ("hybrid_engine",),
+    "`save_steps`: the run makes the checkpoints": ("checkpoint", "datastates_ckpt", "nebula"),
+    "`track_with`: the run reports the metrics": ("comet", "csv_monitor", "tensorboard", "wandb"),
+}  # fmt: skip
+RESERVED = {key: replacement for replacement, keys in _REPLACEMENTS.items() for key in keys}
 """Top-level key of DeepSpeed -> the setting to use instead."""
 
 _RESERVED_IN_ZERO = {
@@ -95,21 +75,14 @@ _LEFT_TO_THE_TRAINER = "auto"
 
 
 @dataclass(frozen=True)
-class _OwnOptions:
-    """The trainer's own options, beside DeepSpeed's."""
+class DeepSpeedOptions:
+    """A checked ``strategy_config``: the trainer's own options, and DeepSpeed's."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, lt=math.inf)] = 600.0
     """Longest wait in a collective of the trainer before it fails."""
-
-
-@dataclass(frozen=True)
-class DeepSpeedOptions:
-    """A checked ``strategy_config``."""
-
-    own: _OwnOptions
-    engine: dict[str, Any]
+    engine: dict[str, Any] = field(default_factory=dict)
     """Options passed to DeepSpeed."""
 
     @property
@@ -118,15 +91,17 @@ class DeepSpeedOptions:
         return self.engine.get("zero_optimization", {}).get("stage", 0)
 
 
+_OWN = frozenset(item.name for item in fields(DeepSpeedOptions)) - {"engine"}
+
+
 def parse_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
     """Return checked options. Raises ``ValueError`` listing every unknown key and wrong value."""
     problems = check_options(strategy_config, "strategy_config")
     if problems:
         raise ValueError("\n".join(str(problem) for problem in problems))
-    own = _own_names()
-    engine = {key: value for key, value in strategy_config.items() if key not in own and value != _LEFT_TO_THE_TRAINER}
-    given = {key: value for key, value in strategy_config.items() if key in own}
-    return DeepSpeedOptions(made("deepspeed_train", _OwnOptions, given, "strategy_config"), engine)
+    own = {key: value for key, value in strategy_config.items() if key in _OWN}
+    engine = {key: value for key, value in strategy_config.items() if key not in _OWN and value != _LEFT_TO_THE_TRAINER}
+    return made("deepspeed_train", DeepSpeedOptions, {**own, "engine": engine}, "strategy_config")
 
 
 def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: float) -> dict[str, Any]:
@@ -157,20 +132,15 @@ def check_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProb
 
     Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
     """
-    own = _own_names()
-    given = {key: value for key, value in strategy_config.items() if key in own}
-    problems = problems_of(lambda: made("deepspeed_train", _OwnOptions, given, path))
+    own = {key: value for key, value in strategy_config.items() if key in _OWN}
+    problems = problems_of(lambda: made("deepspeed_train", DeepSpeedOptions, own, path))
     for key, value in strategy_config.items():
         if key in RESERVED and value != _LEFT_TO_THE_TRAINER:
             problems.append(ConfigProblem(f"{path}.{key}", "the run itself decides this", f"use {RESERVED[key]}"))
-        elif key not in PASSED_ON and key not in RESERVED and key not in own:
-            remedy = choose_among(key, sorted(PASSED_ON | own))
+        elif key not in PASSED_ON and key not in RESERVED and key not in _OWN:
+            remedy = choose_among(key, sorted(PASSED_ON | _OWN))
             problems.append(ConfigProblem(f"{path}.{key}", "DeepSpeed has no such key", remedy))
     return problems + _zero_problems(strategy_config.get("zero_optimization", {}), f"{path}.zero_optimization")
-
-
-def _own_names() -> frozenset[str]:
-    return frozenset(item.name for item in fields(_OwnOptions))
 
 
 def _zero_problems(zero: Any, path: str) -> list[ConfigProblem]:

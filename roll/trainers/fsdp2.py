@@ -2,15 +2,14 @@
 
 The same code runs from one rank up (measured on CPU with a 0.8 M parameter model: sharding over one rank costs 1 to 4 %
 of a step of 128 samples or more). Weights, gradients and optimizer state are float32; computing is in the configured
-precision. An update whose gradient is not finite is skipped and reported, so weights never become NaN. Dropout is off,
-so training sees the distribution that generation sampled from. On a CPU with the same ranks and threads, equal calls
-give equal bits.
+precision. On a CPU with the same ranks and threads, equal calls give equal bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,16 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roll.trainers.base import Fsdp2Options, TrainerSetup, parse_fsdp2_options
 from roll.trainers.lora import add_adapters, is_adapter
-from roll.trainers.model import (
-    HfForward,
-    ModelExport,
-    build_export,
-    copied_weights,
-    decoder_layers,
-    load_weights,
-    prepare_model,
-    stored_dtype,
-)
+from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep, combined_metrics
 from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
@@ -50,8 +40,6 @@ def _sharded(parameter: Tensor) -> DTensor:
 
 class Fsdp2TrainStrategy(TrainerRank):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
-
-    model: PreTrainedModel
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
@@ -97,10 +85,11 @@ class Fsdp2TrainStrategy(TrainerRank):
 
         See `TrainStrategy`.
         """
-        weights, adapter = copied_weights(self.named_weights(), self.setup), None
-        if self.adapters is not None:
-            adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
-        return None if weights is None else build_export(self.model, weights, self.setup, adapter)
+        export = super().export()
+        if self.adapters is None:
+            return export
+        adapter = self.adapters.export(self._full, wanted=export is not None)
+        return None if export is None else replace(export, beside=adapter)
 
     def load(self, path: str) -> None:
         """Load the weights of an export, or only its adapter if one is trained; optimizer state and schedule stay.
@@ -114,7 +103,7 @@ class Fsdp2TrainStrategy(TrainerRank):
         else:
             own = dict(self.model.named_parameters())
             shapes = {name: parameter.shape for name, parameter in own.items()}
-            weights = load_weights(path, self.setup.model_args, stored_dtype(self.setup), shapes, self.setup.kind)
+            weights = load_weights(path, self.setup, shapes)
             source = {parameter: weights[name] for name, parameter in own.items()}
         with torch.no_grad():
             for parameter, weight in source.items():
@@ -128,16 +117,15 @@ class Fsdp2TrainStrategy(TrainerRank):
     def snapshot(self) -> StateSnapshot:
         """Copy this rank's shards; see `TrainStrategy`."""
         self._reshard()
-        parts = []
+        parts, updates = [], {}
         for name, parameter in self._learning():
             state = self.optimizer.state.get(parameter, {})
             tensors = {"weight": parameter.detach(), **{key: state[key] for key in MOMENTS if key in state}}
-            parts += [_copied_part(f"{kind}/{name}", tensor) for kind, tensor in tensors.items()]
-        updates = {
-            name: int(self.optimizer.state[parameter]["step"])
-            for name, parameter in self._learning()
-            if parameter in self.optimizer.state
-        }
+            for kind, tensor in tensors.items():
+                local, offsets = _box(tensor)
+                parts.append(Part(f"{kind}/{name}", local.to("cpu", copy=True), tuple(tensor.shape), offsets))
+            if state:
+                updates[name] = int(state["step"])
         facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
         if self.adapters is not None:
             facts["base"] = vars(self.adapters.base)
@@ -264,11 +252,6 @@ def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     rows = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
     return local, (first, *(0,) * (tensor.ndim - 1))
-
-
-def _copied_part(name: str, tensor: Tensor) -> Part:
-    local, offsets = _box(tensor)
-    return Part(name, local.to("cpu", copy=True), tuple(tensor.shape), offsets)
 
 
 def _fill(tensor: Tensor, name: str, state: SavedState) -> None:

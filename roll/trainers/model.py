@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,18 +241,13 @@ def load_model(path: str, arguments: ModelArguments, dtype: torch.dtype, kind: M
     return model
 
 
-def load_weights(
-    path: str,
-    arguments: ModelArguments,
-    dtype: torch.dtype,
-    shapes: Mapping[str, torch.Size],
-    kind: ModelKind = "policy",
-) -> dict[str, Tensor]:
+def load_weights(path: str, setup: TrainerSetup, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return the weights of an export by name, tied ones once, for a model whose parameters have these ``shapes``.
 
     Raises ``ValueError`` naming the tensor if the export does not fit the model.
     """
-    source = {name: weight.detach() for name, weight in load_model(path, arguments, dtype, kind).named_parameters()}
+    model = load_model(path, setup.model_args, stored_dtype(setup), setup.kind)
+    source = {name: weight.detach() for name, weight in model.named_parameters()}
     if source.keys() != shapes.keys():
         raise ValueError(f"the weights in {path} do not fit the model: {sorted(source.keys() ^ shapes.keys())}")
     for name, shape in shapes.items():
@@ -293,7 +288,17 @@ class ModelExport:
             self.model.save_pretrained(path)
         except SafetensorError as cause:
             raise OSError(f"cannot write the model into {path}: {cause}") from cause
-        _write_tokenizer(self.source, Path(path), self.trust_remote_code)
+        self._write_tokenizer(Path(path))
+
+    def _write_tokenizer(self, path: Path) -> None:
+        if Path(self.source).is_dir():
+            for file in (file for pattern in TOKENIZER_FILES for file in Path(self.source).glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, path / file.name)
+            return
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(self.source, trust_remote_code=self.trust_remote_code).save_pretrained(path)
 
 
 def save(trainer: TrainStrategy, path: str) -> None:
@@ -304,22 +309,7 @@ def save(trainer: TrainStrategy, path: str) -> None:
     dist.barrier()
 
 
-def copied_weights(named_weights: Iterable[tuple[str, Tensor]], setup: TrainerSetup) -> dict[str, Tensor] | None:
-    """Copy the tensors of `TrainStrategy.named_weights` to the CPU of rank 0; return None on other ranks.
-    Collective."""
-    copies = {}
-    for name, weight in named_weights:
-        if setup.rank == 0:
-            copies[name] = weight.to("cpu", copy=True)
-    return copies if setup.rank == 0 else None
-
-
-def build_export(
-    like: PreTrainedModel,
-    weights: Mapping[str, Tensor],
-    setup: TrainerSetup,
-    beside: Callable[[str], None] | None = None,
-) -> ModelExport:
+def build_export(like: PreTrainedModel, weights: Mapping[str, Tensor], setup: TrainerSetup) -> ModelExport:
     """Return ``weights`` (full tensors by name, tied ones once) as an export of a model like ``like``.
 
     Raises ``RuntimeError`` if some are missing.
@@ -335,19 +325,7 @@ def build_export(
         raise RuntimeError(f"the export lacks the weights {', '.join(missing)}")
     if kind == "policy":
         skeleton.generation_config = like.generation_config
-    return ModelExport(skeleton, setup.model_path, trusted, beside)
-
-
-def _write_tokenizer(source: str, path: Path, trust_remote_code: bool) -> None:
-    if Path(source).is_dir():
-        for pattern in TOKENIZER_FILES:
-            for file in Path(source).glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, path / file.name)
-        return
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(path)
+    return ModelExport(skeleton, setup.model_path, trusted)
 
 
 def stored_dtype(setup: TrainerSetup) -> torch.dtype:

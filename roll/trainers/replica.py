@@ -7,8 +7,9 @@ the results are joined, and the role needs no engine beside its model. Log-proba
 
 from __future__ import annotations
 
+from roll.configs.plugins import made
 from roll.data.records import SampleBatch
-from roll.trainers.base import MicroBatchLimits, TrainerSetup, parse_replica_options
+from roll.trainers.base import HfReplicaOptions, MicroBatchLimits, TrainerSetup
 from roll.trainers.model import HfForward, prepare_model
 from roll.trainers.trainer import ForwardRank
 
@@ -21,7 +22,7 @@ class HfReplicaStrategy(ForwardRank):
         super().__init__(setup)
         if not setup.forward_only or setup.kind != "policy":
             raise ValueError("hf_infer only computes log-probabilities; a role that learns needs a trainer")
-        self.options = parse_replica_options(setup.strategy_config)
+        self.options = made("hf_infer", HfReplicaOptions, setup.strategy_config, "strategy_config")
 
     def initialize(self) -> None:
         self.join_ranks(self.options.process_group_timeout_seconds)

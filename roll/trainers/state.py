@@ -96,7 +96,11 @@ def write_state(
     ``on_synced`` is called with numbers of bytes as they reach the disk. Empty parts are left out. Raises `OSError`
     naming the file.
     """
-    parts = _by_key(part for part in snapshot.parts if part.tensor.numel())
+    parts: dict[str, Part] = {}
+    for part in snapshot.parts:
+        if part.tensor.numel():
+            # A rank may have several boxes of a tensor, and each needs its own name.
+            parts[f"{part.name}{_NUMBER}{len(parts)}" if part.name in parts else part.name] = part
     places = {key: [part.whole_shape, part.offsets] for key, part in parts.items()}
     path = state_file(folder, rank)
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,15 +115,6 @@ def write_state(
         raise OSError(f"cannot write {path}: {cause}") from cause
     sync_file(path, on_synced)
     return path
-
-
-def _by_key(parts: Iterable[Part]) -> dict[str, Part]:
-    """Return the parts by their names in the file. A rank may have several boxes of a tensor, and each needs its own
-    name."""
-    keyed: dict[str, Part] = {}
-    for part in parts:
-        keyed[f"{part.name}{_NUMBER}{len(keyed)}" if part.name in keyed else part.name] = part
-    return keyed
 
 
 @dataclass(frozen=True)
@@ -193,7 +188,8 @@ class SavedState:
                 continue
             there = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, place.offsets, strict=True))
             here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
-            part = self._slice(place, there)
+            file = self._open(place.path)
+            part = file.get_slice(place.key)[there] if there else file.get_tensor(place.key)
             if box is None:
                 box = torch.empty(tuple(shape), dtype=part.dtype)
             box[here] = part
@@ -202,10 +198,6 @@ class SavedState:
         if filled != wanted or box is None:
             raise UnfitState(f"{name}: {filled} of {wanted} values from {list(offsets)} on are in {self.folder}")
         return box
-
-    def _slice(self, place: _Place, there: tuple[slice, ...]) -> Tensor:
-        file = self._open(place.path)
-        return file.get_slice(place.key)[there] if there else file.get_tensor(place.key)
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -26,18 +26,15 @@ from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits
 
-MicroBatchPlan = list[list[list[int]]]
-"""Rank -> micro-batch -> rows of the batch. A rank short of work has empty micro-batches at its end."""
-
 
 def plan_micro_batches(
     lengths: Sequence[int] | np.ndarray, world_size: int, limits: MicroBatchLimits
-) -> MicroBatchPlan:
-    """Split samples over ranks and micro-batches.
+) -> list[list[list[int]]]:
+    """Split samples over ranks and micro-batches. Return rows of the batch: rank -> micro-batch -> rows.
 
-    A sample longer than the budget has a micro-batch to itself. The largest micro-batches come first, so that a batch
-    too large for the device fails at once. When padding, rows of similar length share a micro-batch; when packing, rows
-    that fill the budget do.
+    A rank short of work has empty micro-batches at its end. A sample longer than the budget has a micro-batch to
+    itself. The largest micro-batches come first, so that a batch too large for the device fails at once. When padding,
+    rows of similar length share a micro-batch; when packing, rows that fill the budget do.
     """
     ranks = _balanced(lengths, world_size)
     if limits.packed and limits.max_tokens is not None:
@@ -183,7 +180,9 @@ def build_micro_batch(
     part = whole.select(rows) if rows else _stand_in(whole)
     width = max(2, int(part.lengths.max()))
     mask = part.padded("wanted", False, width)[:, 1:]
-    kept = _range_of_true(np.logical_or.reduce(mask, axis=0))
+    columns = np.flatnonzero(mask.any(axis=0))
+    # Without a wanted token the first column is kept: the loss needs some graph.
+    kept = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
 
     def aligned(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[:, kept])).to(device)
@@ -267,13 +266,6 @@ def _stand_in(batch: SampleBatch) -> SampleBatch:
     )
 
 
-def _range_of_true(columns: np.ndarray) -> slice:
-    """Return the smallest range that holds all true columns; the first column if there are none (the loss needs some
-    graph)."""
-    indices = np.flatnonzero(columns)
-    return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 1)
-
-
 Objective = PolicyObjective | ValueObjective
 
 
@@ -296,7 +288,14 @@ class TrainingStep:
 
         Raises ``ValueError`` if the batch lacks a field.
         """
-        fields = _training_fields(batch, objective)
+        fields = list(objective.token_fields)
+        missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
+        missing += [name for name in objective.sample_fields if name not in batch.per_sample]
+        if missing:
+            there = ", ".join(sorted([*batch.tokens, *batch.per_sample]))
+            raise ValueError(f"the batch lacks {', '.join(missing)}; it has {there}")
+        if "loss_mask" in batch.tokens:
+            fields.append("loss_mask")
         wanted = batch.tokens["response_mask"].astype(bool) & predicted_tokens(batch)
         trained = wanted & batch.tokens["loss_mask"] if "loss_mask" in fields else wanted
         owner = np.repeat(np.arange(len(batch)), batch.lengths)
@@ -342,14 +341,3 @@ def combined_metrics(parts: Sequence[PartMetrics], group: dist.ProcessGroup | No
     dist.all_reduce(sums, group=group)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     return parts[0].from_vectors(sums.tolist(), maxima.tolist())
-
-
-def _training_fields(batch: SampleBatch, objective: Objective) -> list[str]:
-    """Return names of the per-token fields that the objective reads. Raise ``ValueError`` if the batch lacks one."""
-    fields = list(objective.token_fields)
-    missing = [name for name in ["token_ids", "response_mask", *fields] if name not in batch.tokens]
-    missing += [name for name in objective.sample_fields if name not in batch.per_sample]
-    if missing:
-        there = ", ".join(sorted([*batch.tokens, *batch.per_sample]))
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {there}")
-    return [*fields, "loss_mask"] if "loss_mask" in batch.tokens else fields

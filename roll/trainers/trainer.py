@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from roll.configs.derived import warmup_steps_of
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import ForwardStrategy, MicroBatchLimits, TrainerSetup, TrainStrategy
-from roll.trainers.model import HfForward
+from roll.trainers.model import HfForward, ModelExport, build_export
 from roll.trainers.step import (
     MicroBatch,
     Objective,
@@ -30,6 +31,9 @@ from roll.trainers.step import (
     plan_micro_batches,
     results_by_token,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
@@ -111,7 +115,7 @@ def leave_process_group() -> None:
 class ForwardRank(ForwardStrategy):
     """One rank of a role that computes log-probabilities with a Hugging Face model."""
 
-    model: nn.Module
+    model: PreTrainedModel
     forward: HfForward
 
     def __init__(self, setup: TrainerSetup) -> None:
@@ -172,8 +176,8 @@ class TrainerRank(ForwardRank, TrainStrategy):
     """One rank of a trainer, which may drive a forward-only role as well.
 
     A subclass loads the model, accumulates gradients and updates. Choosing the tokens that count, normalising the loss,
-    the schedule and the accounting are here. Dropout is off in all of them, so training sees the distribution that
-    generation sampled from.
+    the schedule and the accounting are here. An update whose gradient is not finite is skipped and reported, so weights
+    never become NaN. Dropout is off, so training sees the distribution that generation sampled from.
     """
 
     optimizer: torch.optim.Optimizer
@@ -203,6 +207,17 @@ class TrainerRank(ForwardRank, TrainStrategy):
             "learning_rate": learning_rate,
             "skipped_updates": float(not updated),
         }
+
+    def export(self) -> ModelExport | None:
+        copies = {}
+        for name, weight in self.named_weights():
+            if self.setup.rank == 0:
+                copies[name] = weight.to("cpu", copy=True)
+        return build_export(self._plain_model(), copies, self.setup) if self.setup.rank == 0 else None
+
+    def _plain_model(self) -> PreTrainedModel:
+        """Return a model of the class and configuration that an export has."""
+        return self.model
 
     @abstractmethod
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:

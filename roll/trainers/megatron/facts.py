@@ -8,6 +8,7 @@ is refused with the reason, rather than accepted and ignored.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -140,47 +141,33 @@ def layout_problems(
 def check_layout(facts: ModelFacts, options: MegatronOptions, world_size: int, *, forward_only: bool) -> None:
     """Raise ``ValueError`` with every reason why this layout cannot split the model over ``world_size`` ranks."""
     tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    parts = stages * options.model_chunks
+    multiples = [
+        ("the number of ranks", world_size, "tensor_ x pipeline_model_parallel_size", options.model_parallel_size),
+        ("attention heads", facts.heads, "tensor_model_parallel_size", tensor),
+        ("key-value heads", facts.query_groups, "tensor_model_parallel_size", tensor),
+        ("the width of the feed-forward layer", facts.intermediate_size, "tensor_model_parallel_size", tensor),
+        ("layers", facts.layers, "pipeline_ (x virtual_pipeline_) model_parallel_size", stages * options.model_chunks),
+    ]
+    others = []
+    experts, groups, width = facts.experts, options.expert_model_parallel_size, options.expert_tensor_size
+    if experts is not None:
+        sizes = "pipeline_model_parallel_size x expert_model_parallel_size x expert tensor-parallel size"
+        multiples += [
+            ("experts", experts.experts, "expert_model_parallel_size", groups),
+            ("the width of an expert", experts.intermediate_size, "its tensor-parallel size", width),
+            ("the number of ranks", world_size, f"{sizes}, {stages} x {groups} x {width}", stages * groups * width),
+        ]
+        if tensor > 1 and not options.sequence_parallel and not forward_only:
+            others.append("experts with tensor_model_parallel_size above 1 need sequence_parallel: true")
+    elif groups > 1 or options.expert_tensor_parallel_size is not None or options.moe_grouped_gemm:
+        others.append("the model has no experts, so expert options have no effect")
     problems = [
         f"{what} ({number}) must be a multiple of {key} ({size})"
-        for what, number, key, size in (
-            ("the number of ranks", world_size, "tensor_ x pipeline_model_parallel_size", options.model_parallel_size),
-            ("attention heads", facts.heads, "tensor_model_parallel_size", tensor),
-            ("key-value heads", facts.query_groups, "tensor_model_parallel_size", tensor),
-            ("the width of the feed-forward layer", facts.intermediate_size, "tensor_model_parallel_size", tensor),
-            ("layers", facts.layers, "pipeline_ (x virtual_pipeline_) model_parallel_size", parts),
-        )
+        for what, number, key, size in multiples
         if number % size
-    ]
-    problems += _expert_problems(facts.experts, options, world_size, forward_only)
+    ] + others
     if problems:
         raise ValueError("this layout does not fit: " + "; ".join(problems))
-
-
-def _expert_problems(
-    experts: ExpertFacts | None, options: MegatronOptions, world_size: int, forward_only: bool
-) -> list[str]:
-    size, tensor = options.expert_model_parallel_size, options.expert_tensor_size
-    if experts is None:
-        given = size > 1 or options.expert_tensor_parallel_size is not None or options.moe_grouped_gemm
-        return ["the model has no experts, so expert options have no effect"] if given else []
-    problems = []
-    if experts.experts % size:
-        problems.append(f"experts ({experts.experts}) must be a multiple of expert_model_parallel_size ({size})")
-    if experts.intermediate_size % tensor:
-        problems.append(
-            f"the width of an expert ({experts.intermediate_size}) must be a multiple of its tensor-parallel size "
-            f"({tensor})"
-        )
-    if world_size % (size * tensor * options.pipeline_model_parallel_size):
-        problems.append(
-            f"the number of ranks ({world_size}) must be a multiple of pipeline_model_parallel_size x "
-            f"expert_model_parallel_size x expert tensor-parallel size "
-            f"({options.pipeline_model_parallel_size} x {size} x {tensor})"
-        )
-    if options.tensor_model_parallel_size > 1 and not options.sequence_parallel and not forward_only:
-        problems.append("experts with tensor_model_parallel_size above 1 need sequence_parallel: true")
-    return problems
 
 
 def _refuse_variants(config: PretrainedConfig) -> None:
@@ -268,7 +255,7 @@ class MegatronOptions:
     """Longest wait in a collective before it fails."""
 
     def __post_init__(self) -> None:
-        if self.process_group_timeout_seconds == float("inf"):
+        if self.process_group_timeout_seconds == math.inf:
             raise ValueError("process_group_timeout_seconds must be finite")
         if self.context_parallel_size != 1:
             raise ValueError(
@@ -287,8 +274,15 @@ class MegatronOptions:
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel shares out over tensor-parallel ranks; tensor_model_parallel_size is 1")
-        self._check_virtual_pipeline()
-        self._check_recomputation()
+        # With two stages, both neighbours of a rank are the same one, and it cannot tell their messages apart.
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
+        given = [name for name in ("recompute_method", "recompute_num_layers") if vars(self)[name] is not None]
+        if self.recompute_granularity == "full":
+            if len(given) < 2:
+                raise ValueError("recompute_granularity 'full' needs recompute_method and recompute_num_layers")
+        elif given:
+            raise ValueError(f"{' and '.join(given)} would have no effect without recompute_granularity 'full'")
 
     @property
     def model_parallel_size(self) -> int:
@@ -304,19 +298,6 @@ class MegatronOptions:
     def model_chunks(self) -> int:
         """Number of groups of layers on each pipeline rank."""
         return self.virtual_pipeline_model_parallel_size or 1
-
-    def _check_virtual_pipeline(self) -> None:
-        # With two stages, both neighbours of a rank are the same one, and it cannot tell their messages apart.
-        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
-            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
-
-    def _check_recomputation(self) -> None:
-        given = [name for name in ("recompute_method", "recompute_num_layers") if vars(self)[name] is not None]
-        if self.recompute_granularity == "full":
-            if len(given) < 2:
-                raise ValueError("recompute_granularity 'full' needs recompute_method and recompute_num_layers")
-        elif given:
-            raise ValueError(f"{' and '.join(given)} would have no effect without recompute_granularity 'full'")
 
 
 def parse_options(strategy_config: dict[str, Any], path: str = "strategy_config") -> MegatronOptions:

@@ -1,10 +1,10 @@
 """`megatron_train`: one rank of a trainer whose model is split over tensor-, pipeline- and expert-parallel ranks.
 
 Data-parallel ranks split the samples; their number is that of all ranks divided by the tensor- times the
-pipeline-parallel size. All semantics are those of `fsdp2_train`: losses are normalised over the whole batch, gradients
-are float32, an update that is not finite is skipped, dropout is off. megatron-core keeps its process groups per
-process, so a process holds one trainer at a time. Only the last pipeline stage has logits, so only that stage has
-results. All ranks must run equally many micro-batches, because pipelines and experts exchange tensors in each.
+pipeline-parallel size. Gradients are float32. With bfloat16 the optimizer holds float32 weights, which the distributed
+optimizer splits over data-parallel ranks. megatron-core keeps its process groups per process, so a process holds one
+trainer at a time. Only the last pipeline stage has logits, so only that stage has results. All ranks must run equally
+many micro-batches, because pipelines and experts exchange tensors in each.
 
 The training state does not depend on the layout in which it was saved: float32 weights and moments as parts of tensors
 of the Hugging Face model, of which each rank of another layout, or of any other trainer, finds its share by name. One
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,10 +37,9 @@ from roll.algorithms.metrics import PartMetrics
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.megatron.facts import MegatronOptions, ModelFacts, check_layout, parse_options, read_facts
-from roll.trainers.megatron.model import CHUNK_ELEMENTS, build_chunks, parallel_logprobs_and_entropy, transformer_config
+from roll.trainers.megatron.facts import MegatronOptions, check_layout, parse_options, read_facts
+from roll.trainers.megatron.model import build_chunks, parallel_logprobs_and_entropy, transformer_config
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
-from roll.trainers.model import ModelExport, build_export, copied_weights
 from roll.trainers.state import (
     MOMENTS,
     CheckpointFiles,
@@ -59,121 +58,11 @@ from roll.trainers.step import (
 )
 from roll.trainers.trainer import TrainerRank
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 UNUSED_WIDTH = 1
 """Placeholder for the size of a micro-batch. The schedule asks for it, and does not read it if sizes vary."""
-
-
-class Passes:
-    """Runs the model chunks of this rank."""
-
-    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, facts: ModelFacts) -> None:
-        self._chunks = list(chunks)
-        self._config = config
-        self._vocabulary = facts.vocabulary
-        self._kind = facts.kind
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self.chunk_elements = CHUNK_ELEMENTS
-        """Number of a rank's logits that are handled at a time."""
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Return the log-probabilities ``[rows, kept]`` of each micro-batch on the last stage; nothing on others.
-        Collective."""
-
-        def result(micro_batch: MicroBatch, logits: Tensor, **_: object) -> Tensor:
-            return self._logprobs_and_entropy(micro_batch, logits, temperature, False)[0]
-
-        with torch.no_grad():
-            return self._run(micro_batches, result, forward_only=True)
-
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the values ``[rows, kept]`` of each micro-batch on the last stage; nothing on others. Collective.
-
-        For value models only.
-        """
-
-        def result(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
-            return _values(micro_batch, output)
-
-        with torch.no_grad():
-            return self._run(micro_batches, result, forward_only=True)
-
-    def accumulate(
-        self, step: TrainingStep, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> list[PartMetrics]:
-        """Sum the gradients of all micro-batches of all ranks. Return metrics on the last stage, nothing on others."""
-
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, PartMetrics]:
-            if self._kind == "value":
-                outputs: tuple[Tensor, ...] = (_values(micro_batch, logits),)
-            else:
-                outputs = self._logprobs_and_entropy(micro_batch, logits, temperature, step.needs_entropy_gradient)
-            value, metrics = step.loss(micro_batch, *outputs)
-            return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
-
-        return self._run(micro_batches, loss, forward_only=False)
-
-    def _run(self, micro_batches: Sequence[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
-        schedule = get_forward_backward_func()
-        iterators = [iter(micro_batches) for _ in self._chunks]
-        return schedule(
-            forward_step_func=partial(self._forward, result),
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=UNUSED_WIDTH,
-            micro_batch_size=UNUSED_WIDTH,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-    def _forward(
-        self, result: Callable[..., Any], micro_batches: Iterator[MicroBatch], chunk: nn.Module
-    ) -> tuple[Tensor, Callable[..., Any]]:
-        micro_batch = next(micro_batches)
-        # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
-        output = chunk(input_ids=self._input(micro_batch), position_ids=None, attention_mask=None)
-        return output, partial(result, micro_batch)
-
-    def _input(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the token ids, padded to a multiple of the shares that sequence parallelism splits positions into."""
-        ids = micro_batch.input_ids
-        shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
-        return functional.pad(ids, (0, -ids.shape[1] % shares))
-
-    def _logprobs_and_entropy(
-        self, micro_batch: MicroBatch, logits: Tensor, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        return parallel_logprobs_and_entropy(
-            logits[:, micro_batch.positions],
-            micro_batch.targets,
-            temperature,
-            self._vocabulary,
-            self._tensor_group,
-            entropy_gradient,
-            self.chunk_elements,
-        )
-
-
-def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
-    """Return float32 ``[rows, kept]``: the value of the state before each target."""
-    return output[:, micro_batch.positions, 0].float()
-
-
-def on_last_stage() -> bool:
-    """Return True if this rank has logits."""
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
-
-def from_last_stage(value: dict[str, float] | None, device: torch.device) -> dict[str, float]:
-    """Return the last stage's ``value`` on all stages. Collective. Raises ``ValueError`` if the last stage has none."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    box = [value]
-    if group.size() > 1:
-        dist.broadcast_object_list(box, group=group, group_src=group.size() - 1, device=device)
-    (last,) = box
-    if last is None:
-        raise ValueError("the last stage has nothing to tell the others")
-    return last
 
 
 def wrap_for_gradients(
@@ -189,14 +78,14 @@ def wrap_for_gradients(
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+
+    def sum_gradients(chunks: list[DistributedDataParallel], _: Tensor | None = None, **settings: object) -> None:
+        # Without a number of tokens to divide by: losses are already normalised.
+        finalize_model_grads(chunks, None, **settings)
+
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
-    config.finalize_model_grads_func = _sum_gradients
+    config.finalize_model_grads_func = sum_gradients
     return wrapped
-
-
-def _sum_gradients(chunks: list[DistributedDataParallel], _: torch.Tensor | None = None, **settings: object) -> None:
-    """Reduce gradients with megatron-core, without dividing by a number of tokens: losses are already normalised."""
-    finalize_model_grads(chunks, None, **settings)
 
 
 @dataclass(frozen=True)
@@ -283,6 +172,7 @@ class Updater:
                 group["step"] = updates
 
     def _find_masters(self) -> Iterator[tuple[nn.Parameter, Master]]:
+        """Yield the parameters that this rank updates, or updates a part of, with their masters."""
         for part in self._optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer):
                 yield from _shared_out_masters(part)
@@ -376,33 +266,29 @@ class MegatronTrainStrategy(TrainerRank):
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
                 chunk.eval()
-            self.passes = Passes(self.chunks, config, self.facts)
             return
         self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
-        self.passes = Passes(self.wrapped, config, self.facts)
         self.updater = Updater(self.wrapped, setup.training_args, self.options, dtype)
         self.start_schedule()
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        return self._for_each_token(batch, lambda parts: self.passes.logprobs(list(parts), temperature))
+        def logprobs(micro_batch: MicroBatch, logits: Tensor, **_: object) -> Tensor:
+            return self._logprobs_and_entropy(micro_batch, logits, temperature)[0]
+
+        return self._for_each_token(batch, lambda parts: self._run(list(parts), logprobs, forward_only=True))
 
     def values(self, batch: SampleBatch) -> np.ndarray:
-        return self._for_each_token(batch, lambda parts: self.passes.values(list(parts)))
+        return self._for_each_token(batch, lambda parts: self._run(list(parts), _values, forward_only=True))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
 
-        A tensor is valid until the next one is drawn.
+        A tensor is valid until the next one is drawn. With bfloat16 they are the weights that the model computes with.
         """
         return self.weights.stream()
 
-    def export(self) -> ModelExport | None:
-        """Return weights, configuration and tokenizer; see `TrainStrategy`.
-
-        With bfloat16 the weights are those that the model computes with.
-        """
-        weights = copied_weights(self.named_weights(), self.setup)
-        return None if weights is None else build_export(hugging_face_model(self.setup), weights, self.setup)
+    def _plain_model(self) -> PreTrainedModel:
+        return hugging_face_model(self.setup)
 
     def load(self, path: str) -> None:
         """Load the weights of an export; optimizer state and schedule stay. Collective.
@@ -500,12 +386,60 @@ class MegatronTrainStrategy(TrainerRank):
         return super()._for_each_token(batch, compute_once)
 
     def _accumulate(self, step: TrainingStep, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, float]:
+        def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, PartMetrics]:
+            if self.facts.kind == "value":
+                outputs: tuple[Tensor, ...] = (_values(micro_batch, output),)
+            else:
+                outputs = self._logprobs_and_entropy(micro_batch, output, temperature, step.needs_entropy_gradient)
+            value, metrics = step.loss(micro_batch, *outputs)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
+
         self.updater.clear()
-        parts = self.passes.accumulate(step, list(step.micro_batches(rows, self.device)), temperature)
-        metrics = None
-        if on_last_stage():
-            metrics = combined_metrics(parts, parallel_state.get_data_parallel_group())
-        return from_last_stage(metrics, self.device)
+        parts = self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        metrics: list[dict[str, float]] = [{}]
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            metrics = [combined_metrics(parts, parallel_state.get_data_parallel_group())]
+        if stages.size() > 1:
+            dist.broadcast_object_list(metrics, group=stages, group_src=stages.size() - 1, device=self.device)
+        return metrics[0]
+
+    def _run(self, micro_batches: list[MicroBatch], result: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Return each micro-batch's result on the last pipeline stage, nothing on the others. Collective."""
+        chunks = self.chunks if self.setup.forward_only else self.wrapped
+        several = len(chunks) > 1
+        iterators = [iter(micro_batches) for _ in chunks]
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward, result),
+            data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=UNUSED_WIDTH,
+            micro_batch_size=UNUSED_WIDTH,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(
+        self, result: Callable[..., Any], micro_batches: Iterator[MicroBatch], chunk: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(micro_batches)
+        ids = micro_batch.input_ids
+        # Sequence parallelism splits the positions into equal shares.
+        shares = self.options.tensor_model_parallel_size if self.options.sequence_parallel else 1
+        padded = functional.pad(ids, (0, -ids.shape[1] % shares))
+        # Attention is causal and padding is on the right, so neither a mask nor positions are needed.
+        output = chunk(input_ids=padded, position_ids=None, attention_mask=None)
+        return output, partial(result, micro_batch)
+
+    def _logprobs_and_entropy(
+        self, micro_batch: MicroBatch, logits: Tensor, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        kept = logits[:, micro_batch.positions]
+        return parallel_logprobs_and_entropy(
+            kept, micro_batch.targets, temperature, self.facts.vocabulary, group, entropy_gradient
+        )
 
     def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
         return self.updater.update(learning_rate, nothing_to_learn)
@@ -527,3 +461,8 @@ class MegatronTrainStrategy(TrainerRank):
 def _kinds(updates: int) -> tuple[str, ...]:
     """Return the kinds of tensors in a state. There are moments from the first update on."""
     return ("weight", *MOMENTS) if updates else ("weight",)
+
+
+def _values(micro_batch: MicroBatch, output: Tensor, **_: object) -> Tensor:
+    """Return float32 ``[rows, kept]``: the value of the state before each target."""
+    return output[:, micro_batch.positions, 0].float()
