@@ -224,11 +224,8 @@ class SampleBatch:
         """Return the given samples, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         offsets = self.offsets
-        index = (
-            np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
-            if len(rows)
-            else np.zeros(0, dtype=np.int64)
-        )
+        ranges = [np.arange(offsets[row], offsets[row + 1]) for row in rows]
+        index = np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
         return SampleBatch(
             lengths=self.lengths[rows],
             tokens={name: values[index] for name, values in self.tokens.items()},

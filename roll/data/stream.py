@@ -1,8 +1,8 @@
 """The endless stream of training prompts.
 
 Two promises hold for any number of prompts drawn: within a domain each prompt comes exactly once per epoch, and no
-domain is ever a whole prompt away from its share. The stream is a pure function of prompts, seed and cursor, so a
-cursor of a few integers is enough to resume a stream.
+domain is ever a whole prompt away from its share. The stream is a pure function of prompts and seed, so a resumed run
+draws what the first one drew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
@@ -94,28 +93,6 @@ class PromptStream:
         members = self._by_domain[domain]
         epoch, position = divmod(self._schedule.turns[domain] - 1, len(members))
         return members[self._order(domain, epoch)[position]]
-
-    def epochs(self) -> dict[str, int]:
-        """Return the number of complete passes over the prompts of each domain."""
-        return {domain: turns // len(self._by_domain[domain]) for domain, turns in self._schedule.turns.items()}
-
-    def state(self) -> dict[str, Any]:
-        """Return the cursor as JSON values: prompts drawn from each domain, and the number of prompts each domain
-        has."""
-        return {"drawn": dict(self._schedule.turns), "sizes": self._sizes()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where a stream over the same prompts was when it returned ``state``.
-
-        Raises `ValueError` if the domains or their sizes differ, since the cursor would then mean other prompts.
-        """
-        if state["sizes"] != self._sizes() or set(state["drawn"]) != set(self._schedule.turns):
-            known, own = state["sizes"], self._sizes()
-            raise ValueError(f"the cursor is of other prompts: it knows {known}, the stream has {own}")
-        self._schedule.turns.update(state["drawn"])
-
-    def _sizes(self) -> dict[str, int]:
-        return {domain: len(self._by_domain[domain]) for domain in self._schedule.turns}
 
     def _order(self, domain: str, epoch: int) -> np.ndarray:
         """Return the order of the domain's prompts in an epoch; it is cached until another epoch is requested."""

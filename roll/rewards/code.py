@@ -87,21 +87,19 @@ class CodeVerifier(PreparedVerifier):
             left = deadline - time.monotonic()
             if left <= 0:
                 return passed, True
-            result = await self._sandbox.run_async(run.code(program), stdin=run.stdin, limits=self._limits(run, left))
+            limits = Limits(
+                wall_seconds=min(self._wall_seconds, left),
+                cpu_seconds=math.ceil(self._wall_seconds),
+                memory_bytes=self._memory_bytes,
+                output_bytes=_OUTPUT_BYTES + 2 * run.expected_bytes,
+            )
+            result = await self._sandbox.run_async(run.code(program), stdin=run.stdin, limits=limits)
             newly = run.passed(result)
             passed += newly
             timed_out = timed_out or result.timed_out
             if self._all and newly < run.tests:
                 break
         return passed, timed_out
-
-    def _limits(self, run: Run, seconds_left: float) -> Limits:
-        return Limits(
-            wall_seconds=min(self._wall_seconds, seconds_left),
-            cpu_seconds=math.ceil(self._wall_seconds),
-            memory_bytes=self._memory_bytes,
-            output_bytes=_OUTPUT_BYTES + 2 * run.expected_bytes,
-        )
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         read_tests(ground_truth, self._max_tests)

@@ -65,19 +65,9 @@ class ScoreStrategy(Protocol):
 
 
 POSITIONS_AFTER_PADDING = (
-    "camembert",
-    "data2vec-text",
-    "esm",
-    "ibert",
-    "longformer",
-    "luke",
-    "mpnet",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-)
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 """Models that count positions from the one after their padding's id. They have fewer positions than their table has
 rows."""
 

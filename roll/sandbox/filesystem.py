@@ -13,7 +13,7 @@ import os
 from roll.sandbox import kernel
 
 WORK_FOLDER = "/tmp"
-PROGRAM_FILE = "/program.py"
+PROGRAM_FILE = "program.py"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _BYTES_PER_INODE = 4096
 _MOST_FILES = 10_000
@@ -38,7 +38,7 @@ def enter(mount_point: str, visible: tuple[str, ...], program: bytes, disk_bytes
     kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m,mode=0755")
     for path in (*visible, *_DEVICES):
         _show(path, mount_point + path)
-    _write(mount_point + PROGRAM_FILE, program)
+    _write(f"{mount_point}/{PROGRAM_FILE}", program)
     os.makedirs(mount_point + WORK_FOLDER, exist_ok=True)
     _make_read_only(mount_point)
     options = f"size={disk_bytes},nr_inodes={max(16, disk_bytes // _BYTES_PER_INODE)},mode=0700"

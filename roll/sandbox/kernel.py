@@ -46,8 +46,6 @@ PR_SET_SECCOMP = 22
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -71,11 +69,9 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 def pivot_root(root: str) -> None:
     """Make ``root``, a mount point, the root of this mount namespace and forget the old one."""
-    machine = os.uname().machine
-    if machine not in _PIVOT_ROOT:
-        raise OSError(f"no number of pivot_root is known for {machine}")
+    number = _NUMBERS["pivot_root"][_machine()]
     os.chdir(root)
-    _check(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[machine]), b".", b"."), "changing the root")
+    _check(_libc.syscall(ctypes.c_long(number), b".", b"."), "changing the root")
     _check(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "leaving the old root")
     os.chdir("/")
 
@@ -93,35 +89,35 @@ _CALL, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
 
-_SINCE_2019 = {  # newer calls have the same number on all architectures
+_MACHINES = ("x86_64", "aarch64")
+_NUMBERS = {  # of the calls that are denied, on each of these machines
+    "shmget": (29, 194), "socket": (41, 198), "semget": (64, 190), "msgget": (68, 186), "ptrace": (101, 117),
+    "pivot_root": (155, 41), "chroot": (161, 51), "mount": (165, 40), "umount2": (166, 39),
+    "init_module": (175, 105), "mq_open": (240, 180), "kexec_load": (246, 104), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "unshare": (272, 97), "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "setns": (308, 268), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "finit_module": (313, 273), "memfd_create": (319, 279), "bpf": (321, 280), "userfaultfd": (323, 282),
+}  # fmt: skip
+_SINCE_2019 = {  # newer calls have the same number on all machines
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
     "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
 }  # fmt: skip
-_DENIED = {
-    "x86_64": _SINCE_2019 | {
-        "shmget": 29, "socket": 41, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
-        "mount": 165, "umount2": 166, "init_module": 175, "mq_open": 240, "kexec_load": 246, "add_key": 248,
-        "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "fanotify_init": 300,
-        "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
-        "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319, "bpf": 321, "userfaultfd": 323,
-    },
-    "aarch64": _SINCE_2019 | {
-        "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "unshare": 97, "kexec_load": 104,
-        "init_module": 105, "ptrace": 117, "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198,
-        "add_key": 217, "request_key": 218, "keyctl": 219, "perf_event_open": 241, "fanotify_init": 262,
-        "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270,
-        "process_vm_writev": 271, "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
-    },
-}  # fmt: skip
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
-_SIGNALS = {
-    # Allowed for the own process only: kill, tkill, tgkill, prlimit64. Never: rt_sigqueueinfo, rt_tgsigqueueinfo,
-    # pidfd_send_signal.
-    "x86_64": ((62, 200, 234, 302), (129, 297, 424)),
-    "aarch64": ((129, 130, 131, 261), (138, 240, 424)),
-}
+_ARCHITECTURES = (0xC000003E, 0xC00000B7)
+_CLONE = (56, 220)
+_TO_SELF = ((62, 200, 234, 302), (129, 130, 131, 261))
+"""Calls allowed for the own process only, where signals are filtered: kill, tkill, tgkill, prlimit64."""
+_NEVER = ((129, 297, 424), (138, 240, 424))
+"""Calls denied where signals are filtered: rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal."""
+
+
+def _machine() -> int:
+    """Return the place of this machine in the tables of numbers."""
+    machine = os.uname().machine
+    if machine not in _MACHINES:
+        raise OSError(f"no system calls are known for {machine}")
+    return _MACHINES.index(machine)
 
 
 def filter_system_calls(*, signal_only_self: bool) -> None:
@@ -130,28 +126,23 @@ def filter_system_calls(*, signal_only_self: bool) -> None:
     ``signal_only_self``: signals reach neither other processes of the user nor the program's own children. It is for
     levels without a process namespace or a user of its own. Raises `OSError` if the system has no filters.
     """
-    machine = os.uname().machine
-    if machine not in _DENIED:
-        raise OSError(f"no system calls are known for {machine}")
-    code = b"".join(_filter(machine, os.getpid() if signal_only_self else None))
+    code = b"".join(_filter(_machine(), os.getpid() if signal_only_self else None))
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.cast(program, ctypes.c_void_p))
 
 
-def _filter(machine: str, own_pid: int | None) -> list[bytes]:
-    denied = list(_DENIED[machine].values())
-    to_self: tuple[int, ...] = ()
+def _filter(machine: int, own_pid: int | None) -> list[bytes]:
+    denied = [*_SINCE_2019.values(), *(numbers[machine] for numbers in _NUMBERS.values())]
     if own_pid is not None:
-        to_self, never = _SIGNALS[machine]
-        denied += never
+        denied += _NEVER[machine]
     code = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, _ARCHITECTURES[machine], 1, 0),
         _step(_RETURN, _KILL),
         _step(_LOAD, _CALL),
     ]
-    if machine == "x86_64":
+    if _MACHINES[machine] == "x86_64":
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     for number in denied:
         code += _answer_if(number, _ERRNO | errno.EPERM)
@@ -163,7 +154,7 @@ def _filter(machine: str, own_pid: int | None) -> list[bytes]:
         _step(_RETURN, _ERRNO | errno.EPERM),
         _step(_RETURN, _ALLOW),
     ]
-    for number in to_self:
+    for number in _TO_SELF[machine] if own_pid is not None else ():
         code += [
             _step(_EQUAL, number, 0, 5),
             _step(_LOAD, _FIRST_ARGUMENT),

@@ -21,8 +21,6 @@ FIRST_PRIVATE_UID = 2_000_000_000
 INSIDE_ID = 1000
 """User and group of a program in a user namespace, as the program sees them."""
 NOBODY = 65534
-_PROGRAM_FILE = "program.py"
-"""Name of the file in the program's folder, used without a file system of its own."""
 _NPROC_PER_NAMESPACE = (5, 14)
 """Linux version since which processes are counted per user namespace."""
 
@@ -49,16 +47,6 @@ class Setup:
 
     def __init__(self, values: dict[str, object]) -> None:
         vars(self).update(values)
-
-
-class Streams:
-    """Pipe ends of the program, and the status pipe's."""
-
-    def __init__(self, stdin: int, stdout: int, stderr: int, status: int) -> None:
-        self.stdin = stdin
-        self.stdout = stdout
-        self.stderr = stderr
-        self.status = status
 
 
 class Identity:
@@ -96,127 +84,134 @@ def _exists(uid: int) -> bool:
     return any(first <= uid < first + length for first, _, length in ranges)
 
 
-def start(setup: Setup, identity: Identity, streams: Streams) -> int:
-    """Fork and return the process id of the supervisor's child: the builder, or the program itself."""
-    supervisor = os.getpid()
-    if setup.level != "namespaces":
-        _prepare_folder(setup, identity)
-    pid = os.fork()
-    if pid == 0:
-        if setup.level == "namespaces":
-            _guarded(streams, lambda: _build(setup, identity, streams, supervisor))
-        _guarded(streams, lambda: _become_program(setup, identity, streams))
-    return pid
+class Launch:
+    """The way of one program from the supervisor to its first line."""
 
+    def __init__(self, setup: Setup, standard_files: tuple[int, int, int], status: int) -> None:
+        """Choose the program's user. The numbers are its ends of the standard pipes, and of the status pipe."""
+        self._setup = setup
+        self._standard_files = standard_files
+        self._status = status
+        self._namespaces = setup.level == "namespaces"
+        self.identity = identity_for(setup.level, os.getpid())
 
-def _prepare_folder(setup: Setup, identity: Identity) -> None:
-    with open(os.path.join(setup.folder, _PROGRAM_FILE), "wb") as file:
-        file.write(setup.code)
-    os.chown(setup.folder, identity.uid, identity.gid)
+    def start(self) -> int:
+        """Fork and return the process id of the supervisor's child: the builder, or the program itself."""
+        supervisor = os.getpid()
+        if not self._namespaces:
+            with open(os.path.join(self._setup.folder, filesystem.PROGRAM_FILE), "wb") as file:
+                file.write(self._setup.code)
+            os.chown(self._setup.folder, self.identity.uid, self.identity.gid)
+        pid = os.fork()
+        if pid == 0:
+            self._guarded(lambda: self._build(supervisor) if self._namespaces else self._become_program())
+        return pid
 
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """Run a forked process's action, report a failure, and exit. No caller may act on the way out."""
+        try:
+            action()
+        except Exception as error:
+            self._note(f"failed {type(error).__name__}: {error}")
+        raise SystemExit(1)
 
-def _guarded(streams: Streams, action: Callable[[], object]) -> None:
-    """Run a forked process's action, report a failure, and exit. No caller may act on the way out."""
-    try:
-        action()
-    except Exception as error:
-        os.write(streams.status, f"failed {type(error).__name__}: {error}\n".encode()[:2000])
-    raise SystemExit(1)
+    def _note(self, line: str) -> None:
+        os.write(self._status, f"{line[:2000]}\n".encode())
 
-
-def _build(setup: Setup, identity: Identity, streams: Streams, supervisor: int) -> None:
-    _die_with_parent(supervisor)
-    _first_victim()
-    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    if identity.user_namespace:
-        _enter_user_namespace(flags)
-    else:
-        kernel.unshare(flags)
-    owner = identity.uid, identity.gid
-    filesystem.enter(setup.folder, setup.visible, setup.code, setup.disk_bytes, owner)
-    first = os.fork()
-    if first == 0:
-        _guarded(streams, lambda: _be_first_process(setup, identity, streams))
-    os.write(streams.status, f"first {first}\n".encode())
-    _close_all_but()
-    os.waitpid(first, 0)
-
-
-def _enter_user_namespace(flags: int) -> None:
-    uid, gid = os.geteuid(), os.getegid()
-    kernel.unshare(flags | kernel.CLONE_NEWUSER)
-    maps = {"uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
-    _write_about_itself({"setgroups": "deny"} | maps)
-
-
-def _be_first_process(setup: Setup, identity: Identity, streams: Streams) -> None:
-    """Wait for the program, reap all other children, then end. Nothing inside the namespace can kill this process."""
-    _become_user(identity)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    _die_with_parent(None)
-    program = os.fork()
-    if program == 0:
-        _guarded(streams, lambda: _become_program(setup, identity, streams))
-    _close_all_but(streams.status)
-    while True:
-        pid, status, usage = os.wait4(-1, 0)
-        if pid == program:
-            os.write(streams.status, f"ended {status} {usage.ru_utime + usage.ru_stime:.3f}\n".encode())
-            return
-
-
-def _become_program(setup: Setup, identity: Identity, streams: Streams) -> None:
-    os.setsid()
-    if setup.level == "namespaces":
-        file = filesystem.PROGRAM_FILE
-    else:
-        os.chdir(setup.folder)
-        file = os.path.join(setup.folder, _PROGRAM_FILE)
+    def _build(self, supervisor: int) -> None:
+        _die_with_parent(supervisor)
         _first_victim()
-    for end, number in ((streams.stdin, 0), (streams.stdout, 1), (streams.stderr, 2)):
-        os.dup2(end, number)
-    _become_user(identity)
-    _limit(setup, identity)
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if not os.access(setup.interpreter, os.X_OK):
-        raise PermissionError(f"{setup.interpreter} cannot be run by the user of the program")
-    try:
-        kernel.filter_system_calls(signal_only_self=setup.level == "same_user")
-    except OSError as error:
-        os.write(streams.status, f"unfiltered {error}\n".encode())
-    command = [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file]
-    os.execve(setup.interpreter, command, {})
+        setup, identity = self._setup, self.identity
+        flags = (
+            kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+        )
+        if identity.user_namespace:
+            uid, gid = os.geteuid(), os.getegid()
+            kernel.unshare(flags | kernel.CLONE_NEWUSER)
+            maps = {"uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
+            _write_about_itself({"setgroups": "deny"} | maps)
+        else:
+            kernel.unshare(flags)
+        owner = identity.uid, identity.gid
+        filesystem.enter(setup.folder, setup.visible, setup.code, setup.disk_bytes, owner)
+        first = os.fork()
+        if first == 0:
+            self._guarded(self._be_first_process)
+        self._note(f"first {first}")
+        _close_all_but()
+        os.waitpid(first, 0)
+
+    def _be_first_process(self) -> None:
+        """Wait for the program, reap all other children, then end.
+
+        Nothing inside the namespace can kill this process.
+        """
+        self._become_user()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        _die_with_parent(None)
+        program = os.fork()
+        if program == 0:
+            self._guarded(self._become_program)
+        _close_all_but(self._status)
+        while True:
+            pid, status, usage = os.wait4(-1, 0)
+            if pid == program:
+                self._note(f"ended {status} {usage.ru_utime + usage.ru_stime:.3f}")
+                return
+
+    def _become_program(self) -> None:
+        setup = self._setup
+        os.setsid()
+        if not self._namespaces:
+            os.chdir(setup.folder)
+            _first_victim()
+        for number, end in enumerate(self._standard_files):
+            os.dup2(end, number)
+        self._become_user()
+        self._limit()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if not os.access(setup.interpreter, os.X_OK):
+            raise PermissionError(f"{setup.interpreter} cannot be run by the user of the program")
+        try:
+            kernel.filter_system_calls(signal_only_self=setup.level == "same_user")
+        except OSError as error:
+            self._note(f"unfiltered {error}")
+        file = os.path.join("/" if self._namespaces else setup.folder, filesystem.PROGRAM_FILE)
+        os.execve(setup.interpreter, [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file], {})
+
+    def _become_user(self) -> None:
+        """Switch from root (of the machine or of a new user namespace) to the program's user. May be called twice."""
+        if os.geteuid() == 0:
+            become(self.identity.uid, self.identity.gid)
+
+    def _limit(self) -> None:
+        setup = self._setup
+        limits = {
+            resource.RLIMIT_CPU: (setup.cpu_seconds, setup.cpu_seconds + 1),
+            resource.RLIMIT_AS: setup.memory_bytes,
+            resource.RLIMIT_FSIZE: setup.file_bytes,
+            resource.RLIMIT_NOFILE: setup.open_files,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        if self.identity.counted_apart:
+            limits[resource.RLIMIT_NPROC] = setup.processes + self._namespaces  # and the first process
+        elif not self._namespaces:
+            limits[resource.RLIMIT_NPROC] = setup.processes + _tasks_of_user(self.identity.uid)
+        for which, value in limits.items():
+            soft, hard = value if isinstance(value, tuple) else (value, value)
+            allowed = resource.getrlimit(which)[1]
+            if allowed != resource.RLIM_INFINITY:
+                soft, hard = min(soft, allowed), min(hard, allowed)
+            resource.setrlimit(which, (soft, hard))
 
 
-def _become_user(identity: Identity) -> None:
-    """Switch from root (of the machine or of a new user namespace) to the program's user. May be called twice."""
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(identity.gid, identity.gid, identity.gid)
-        os.setresuid(identity.uid, identity.uid, identity.uid)
-
-
-def _limit(setup: Setup, identity: Identity) -> None:
-    limits = {
-        resource.RLIMIT_CPU: (setup.cpu_seconds, setup.cpu_seconds + 1),
-        resource.RLIMIT_AS: setup.memory_bytes,
-        resource.RLIMIT_FSIZE: setup.file_bytes,
-        resource.RLIMIT_NOFILE: setup.open_files,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-    }
-    if identity.counted_apart:
-        first_process = 1 if setup.level == "namespaces" else 0
-        limits[resource.RLIMIT_NPROC] = setup.processes + first_process
-    elif setup.level != "namespaces":
-        limits[resource.RLIMIT_NPROC] = setup.processes + _tasks_of_user(identity.uid)
-    for which, value in limits.items():
-        soft, hard = value if isinstance(value, tuple) else (value, value)
-        allowed = resource.getrlimit(which)[1]
-        if allowed != resource.RLIM_INFINITY:
-            soft, hard = min(soft, allowed), min(hard, allowed)
-        resource.setrlimit(which, (soft, hard))
+def become(uid: int, gid: int) -> None:
+    """Give up root for good."""
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
 
 
 def _tasks_of_user(uid: int) -> int:

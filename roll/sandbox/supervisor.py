@@ -16,7 +16,7 @@ import time
 
 from roll.sandbox import kernel
 from roll.sandbox.filesystem import folder_bytes, remove_folder
-from roll.sandbox.program import FIRST_PRIVATE_UID, Setup, Streams, identity_for, start
+from roll.sandbox.program import FIRST_PRIVATE_UID, Launch, Setup, become
 
 WATCH_SECONDS = 0.02
 _CHUNK = 65536
@@ -45,7 +45,6 @@ class Watched:
     def __init__(self, setup: Setup) -> None:
         """Start the program."""
         self._setup = setup
-        self._identity = identity_for(setup.level, os.getpid())
         self._namespaces = setup.level == "namespaces"
         stdin, self._feed = os.pipe()
         self._out, stdout = os.pipe()
@@ -53,7 +52,9 @@ class Watched:
         self._notes, status = os.pipe()
         self._read = {end: bytearray() for end in (self._out, self._err, self._notes)}
         self._began = time.monotonic()
-        self._child = start(setup, self._identity, Streams(stdin, stdout, stderr, status))
+        launch = Launch(setup, (stdin, stdout, stderr), status)
+        self._identity = launch.identity
+        self._child = launch.start()
         for end in (stdin, stdout, stderr, status):
             os.close(end)
         for end in (*self._read, self._feed):
@@ -273,9 +274,7 @@ def end_all_of_user(uid: int) -> None:
         raise ValueError(f"user {uid} is not the program's alone")
     pid = os.fork()
     if pid == 0:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        become(uid, uid)
         if os.getresuid() == (uid, uid, uid):
             os.kill(-1, kernel.SIGKILL)
         raise SystemExit(0)

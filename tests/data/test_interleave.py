@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
 from fractions import Fraction
 
@@ -70,18 +69,6 @@ def test_each_prompt_comes_exactly_once_per_epoch_of_its_domain(sizes, seed, shu
             epoch = ids[start : start + size]
             assert len(set(epoch)) == len(epoch)
             assert len(epoch) < size or set(epoch) == everything
-        assert stream.epochs()[f"domain{domain}"] == len(ids) // size
-
-
-@given(SIZES, st.integers(0, 1000), st.integers(0, 50))
-@settings(max_examples=examples(60))
-def test_a_restored_stream_goes_on_where_the_other_stopped(sizes, seed, drawn):
-    first = PromptStream(make_prompts(sizes), seed=seed)
-    draw(first, drawn)
-    cursor = json.loads(json.dumps(first.state()))
-    second = PromptStream(make_prompts(sizes), seed=seed)
-    second.restore(cursor)
-    assert draw(first, 40) == draw(second, 40)
 
 
 def test_without_shares_all_domains_finish_an_epoch_together():
@@ -103,12 +90,6 @@ def test_order_changes_with_epoch_and_seed_and_not_with_the_other_domains():
 def test_without_shuffling_prompts_come_in_the_order_of_the_data():
     stream = PromptStream(make_prompts([4]), seed=3, shuffle=False)
     assert [prompt.prompt_id for prompt in draw(stream, 6)] == ["0:0", "0:1", "0:2", "0:3", "0:0", "0:1"]
-
-
-def test_a_cursor_of_other_data_is_refused():
-    cursor = PromptStream(make_prompts([4, 2]), seed=0).state()
-    with pytest.raises(ValueError, match="other prompts"):
-        PromptStream(make_prompts([4, 3]), seed=0).restore(cursor)
 
 
 def test_a_share_without_prompts_and_an_empty_stream_are_refused():

@@ -387,9 +387,9 @@ def test_a_worker_tells_right_from_wrong_and_names_prompts_with_malformed_tests(
 
     async def use(pool) -> list:
         records = [judged(f"```python\n{ADD}\n```", CALLS), judged("```\ndef add(a, b): return 3\n```", ASSERTS)]
-        outputs = await pool.score("test", [*records, judged("?", CALLS)])
+        outputs = await pool.score([*records, judged("?", CALLS)])
         with pytest.raises(RewardFailed, match="train.jsonl:1.*no pairs"):
-            await pool.score("test", [judged(ADD, {"inputs": [], "outputs": []})])
+            await pool.score([judged(ADD, {"inputs": [], "outputs": []})])
         return outputs
 
     outputs = run_pool(pool, use)
