@@ -24,7 +24,8 @@ from pathlib import Path
 import ray
 
 from roll.agentic.pool import EnvPool, PoolSettings
-from roll.agentic.worker import EnvSpec, HostSettings
+from roll.agentic.worker import HostSettings
+from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
 
 SAMPLE_SECONDS = 1.0
 MEBIBYTE = 2**20
@@ -77,10 +78,10 @@ def own_processor_seconds() -> float:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    envs = {"slow": EnvSpec("slow", {"median_seconds": arguments.median_seconds}, 600.0, 600.0)}
+    limits = {"reset_timeout_seconds": 600.0, "step_timeout_seconds": 600.0}
+    envs = {"slow": CustomEnvConfig("slow", {"median_seconds": arguments.median_seconds}, **limits)}
     settings = PoolSettings(
-        num_workers=arguments.workers,
-        max_sessions=arguments.episodes,
+        EnvWorkersConfig(num_workers=arguments.workers, max_sessions=arguments.episodes),
         host=HostSettings(thread_stack_bytes=arguments.stack_kib * 1024),
         make_env="_slow_environment:make",
         observe="_slow_environment:observe",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roll.agentic.base import side_of
+from roll.agentic.library.grid_games import side_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from roll.agentic.library.sokoban import DIRECTIONS, SYMBOLS, Level, SokobanEnv
+from roll.agentic.library.grid_games import Level, SokobanEnv
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tiny_player import DrawLessons, Lessons, WarmedModel, make_player, run  # noqa: E402
 
+DIRECTIONS, SYMBOLS = tuple(SokobanEnv.DIRECTIONS.values()), SokobanEnv.SYMBOLS
 MOVES = "UDLR"
 """Letters of the moves, in the order of `DIRECTIONS`."""
 CHARACTERS = "".join(SYMBOLS.values()) + "\n" + MOVES
@@ -92,18 +93,8 @@ def pupil(level: Level, solved_in: dict[Level, int]) -> np.ndarray:
 
 def board(level: Level) -> str:
     """Write the level as the environment does."""
-
-    def symbol(cell: tuple[int, int]) -> str:
-        on_target = cell in level.targets
-        if cell in level.walls:
-            return SYMBOLS["wall"]
-        if cell == level.player:
-            return SYMBOLS["player_on_target" if on_target else "player"]
-        if cell in level.boxes:
-            return SYMBOLS["box_on_target" if on_target else "box"]
-        return SYMBOLS["target" if on_target else "floor"]
-
-    return "\n".join("".join(symbol((row, column)) for column in range(level.width)) for row in range(level.height))
+    rows = ([SYMBOLS[level.kind((row, column))] for column in range(level.width)] for row in range(level.height))
+    return "\n".join(map("".join, rows))
 
 
 def lesson_maker(made: list[Level]) -> DrawLessons:

@@ -1,4 +1,4 @@
-"""Text environments: their interface, the reading of actions, and parts that grid games share.
+"""Text environments: their interface, and the reading of actions.
 
 An environment is a `gymnasium.Env` that speaks text: `reset(seed=, options=) -> (text, info)` and `step(text) -> (text,
 reward, terminated, truncated, info)`; `render()` returns a frame of text for people. An environment's answers are not
@@ -9,14 +9,13 @@ length of the text.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -78,12 +77,17 @@ class ActionReader:
         return f"That was no action. {self.instructions()}"
 
 
+def check_action_format(action_format: str) -> None:
+    """Raise `BadOption` for an unknown format of actions."""
+    if action_format not in ("answer_tag", "plain"):
+        raise BadOption("action_format", f"{action_format!r} is no format of actions", "`answer_tag` or `plain`")
+
+
 def action_reader(
     default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
 ) -> ActionReader:
     """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
-    if action_format not in ("answer_tag", "plain"):
-        raise BadOption("action_format", f"{action_format!r} is no format of actions", "`answer_tag` or `plain`")
+    check_action_format(action_format)
     names = tuple(str(name) for name in (default_names if action_names is None else action_names))
     if len(names) != len(default_names):
         message = f"{len(names)} names for {len(default_names)} actions"
@@ -145,6 +149,43 @@ class AnyText(spaces.Space[str]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AnyText)
+
+
+ResetAnswer = tuple[str, dict[str, Any]]
+StepAnswer = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+class TextGame(gymnasium.Env[str, str]):
+    """A text environment without its rules: spaces, render mode, and the refusal of a step after the end.
+
+    A game implements `_begin` and `_act`, which answer as `reset` and `step` do.
+    """
+
+    metadata = {"render_modes": ["ansi"]}
+
+    def __init__(self, render_mode: str | None = "ansi") -> None:
+        self.observation_space = AnyText()
+        self.action_space = AnyText()
+        self.render_mode = render_mode
+        self._is_over = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetAnswer:
+        super().reset(seed=seed)
+        self._is_over = False
+        return self._begin(seed)
+
+    def step(self, action: str) -> StepAnswer:
+        if self._is_over:
+            raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
+        answer = self._act(action)
+        self._is_over = answer[2] or answer[3]
+        return answer
+
+    def _begin(self, seed: int | None) -> ResetAnswer:
+        raise NotImplementedError
+
+    def _act(self, action: str) -> StepAnswer:
+        raise NotImplementedError
 
 
 def observation_from(
@@ -261,69 +302,3 @@ def _bad(name: str, value: Any, right: str) -> BadAnswer:
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return BadAnswer(f"{name} is {shown} ({type(value).__name__}); it has to be {right}")
-
-
-Cell = tuple[int, int]
-"""Row and column, counted from 0 at the top left."""
-
-GridStyle = Literal["grid", "spaced", "coordinates"]
-"""``grid``: rows of symbols; ``spaced``: with spaces between the symbols; ``coordinates``: a list of places."""
-
-
-def moved(cell: Cell, direction: Cell, steps: int = 1) -> Cell:
-    """Return the cell ``steps`` steps away."""
-    return cell[0] + steps * direction[0], cell[1] + steps * direction[1]
-
-
-def reachable(start: Cell, directions: Collection[Cell], is_free: Callable[[Cell], bool]) -> set[Cell]:
-    """Return all cells reachable from ``start`` over free cells, including ``start``."""
-    found, frontier = {start}, deque([start])
-    while frontier:
-        cell = frontier.popleft()
-        for direction in directions:
-            beside = moved(cell, direction)
-            if beside not in found and is_free(beside):
-                found.add(beside)
-                frontier.append(beside)
-    return found
-
-
-def written(rows: Sequence[Sequence[str]], style: GridStyle, names: Mapping[str, str]) -> str:
-    """Return a grid of symbols as text. ``names`` maps the symbols that ``coordinates`` lists to their meaning."""
-    if style == "grid":
-        return "\n".join("".join(row) for row in rows)
-    if style == "spaced":
-        return "\n".join(" ".join(row) for row in rows)
-    lines = [f"{len(rows)} rows, {len(rows[0])} columns. Places are (row, column), from (0, 0) at the top left."]
-    for symbol, name in names.items():
-        cells = [(r, c) for r, row in enumerate(rows) for c, each in enumerate(row) if each == symbol]
-        if cells:
-            lines.append(f"{name}: {', '.join(f'({r}, {c})' for r, c in cells)}")
-    return "\n".join(lines)
-
-
-def check_style(style: str) -> None:
-    """Raise `BadOption` for an unknown style."""
-    if style not in ("grid", "spaced", "coordinates"):
-        raise BadOption("observation", f"{style!r} is no way to write a grid", "`grid`, `spaced` or `coordinates`")
-
-
-def with_symbols(defaults: Mapping[str, str], symbols: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the symbol of each kind of cell, with the user's replacements. Raises `BadOption`."""
-    chosen = dict(defaults) | dict(symbols or {})
-    unknown = [key for key in chosen if key not in defaults]
-    if unknown:
-        raise BadOption("symbols", f"there is no `{unknown[0]}`", f"known: {', '.join(defaults)}")
-    if any(len(symbol) != 1 or symbol.isspace() for symbol in chosen.values()):
-        raise BadOption("symbols", f"{chosen} are not all one visible character", "one character for each")
-    if len(set(chosen.values())) < len(chosen):
-        raise BadOption("symbols", f"{chosen} are not all different", "a character of its own for each")
-    return chosen
-
-
-def side_of(drawing: str) -> int:
-    """Return 0 or 1: the half of all maps that this map belongs to.
-
-    Training has even seeds and validation odd ones. If each seed uses only maps of its own half, no map is in both.
-    """
-    return hashlib.blake2b(drawing.encode(), digest_size=1).digest()[0] % 2

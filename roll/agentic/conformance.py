@@ -1,22 +1,36 @@
 """Check that an environment keeps the interface: resets, seeds, odd actions, threads, leaks, deadlines.
 
-The environment runs in separate processes. Whatever it does (hang, end its process, leave children) is reported and
-cleaned up afterwards. `conformance_checks` defines the checks.
+The checks run in separate processes. Whatever the environment does (hang, end its process, leave children) is reported
+and cleaned up afterwards. Each call of the environment is announced through a pipe first, so that the other side knows
+which call hangs or ends the process. A check raises `_Defect` or `_Doubt`, or returns what it observed.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import traceback
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from roll.agentic.conformance_checks import CHECKS, MAKING, run_checks
+from roll.agentic.base import BadAnswer, observation_from
+from roll.agentic.episode import Observation
+from roll.agentic.registry import make_env
+from roll.agentic.worker import holdings
+from roll.configs.errors import ConfigError
 
 Level = Literal["passed", "warning", "failed"]
 
@@ -25,6 +39,56 @@ START_SECONDS = 120.0
 MAX_LOST_PROCESSES = 3
 EXIT_SECONDS = 10.0
 MARKS: Mapping[Level, str] = {"passed": "ok", "warning": "warning", "failed": "FAILED"}
+
+STEPS = 30
+STEPS_TO_AN_END = 250
+LEAK_CYCLES = 16
+LEAKED_BYTES_TRACED = 64 * 1024
+LEAKED_BYTES_RESIDENT = 512 * 1024
+"""Allowed growth per environment made and closed: Python's own memory counted exactly, and the resident size."""
+SETTLE_SECONDS = 1.0
+
+MAKING = "making the environment"
+"""Name of the call that has a separate time limit, since it may import much."""
+GUESSES = ("left", "1", "yes", "[1]", "<answer>left</answer>", "<answer>1</answer>")
+"""Actions for environments that give no `example_actions`."""
+_ODD_ANSWERS = (
+    "",
+    " ",
+    "\n\n",
+    "\x00",
+    "".join(chr(code) for code in range(32)) + "\x7f",
+    "\u202eright\u200b\ufeff",
+    "e\u0301\U0001f9ca\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u0663",
+    "-1",
+    "1e999",
+    "NaN",
+    "9" * 5000,
+    "null",
+    "{}",
+    '{"action": {"deep": [[[[[1e999]]]]]}}',
+    "[[[[",
+    "%s%n{0}{x}$(x)`x`",
+    "../../etc/passwd",
+    '<tool_call>{"name": 3, "arguments": "}</tool_call>',
+    "left right up down",
+    "LEFT",
+    "pickup",
+    "hit",
+    "\\boxed{7}",
+    "[up]",
+    "a" * 100_000,
+)
+ODD_ACTIONS = (
+    *_ODD_ANSWERS,
+    *(f"<answer>{answer}</answer>" for answer in _ODD_ANSWERS),
+    *(f"[{answer}]" for answer in _ODD_ANSWERS),
+    "<answer>",
+    "</answer><answer>",
+    "<answer>" * 20_000,
+    "</answer>" * 20_000,
+)
 
 
 @dataclass(frozen=True)
@@ -55,26 +119,6 @@ class ConformanceReport:
         return all(finding.passed for finding in self.findings)
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Time limits of calls, in seconds."""
-
-    call: float
-    making: float
-
-    def of(self, call: str | None) -> float:
-        """Return the limit of a call; None means the time between two calls."""
-        return START_SECONDS if call is None else self.making if call == MAKING else self.call
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """A process that ended early or had to be stopped."""
-
-    check: str
-    message: str
-
-
 def check_env(
     env_type: str,
     env_config: Mapping[str, Any],
@@ -96,22 +140,23 @@ def check_env(
         message = f"name and options cannot be sent to a worker process ({cause}); use plain values as in YAML"
         return ConformanceReport(env_type, (Finding("pickling", "failed", message),))
     findings = [Finding("pickling", "passed", "name and options can be sent to a worker process")]
-    limits = _Limits(deadline_seconds, make_deadline_seconds)
-    waiting = list(CHECKS)
-    lost: list[_Lost] = []
-    while waiting and len(lost) < MAX_LOST_PROCESSES:
-        arguments = (env_type, dict(env_config), max(1, episodes), seed, tuple(waiting))
-        found, loss = _in_a_process(arguments, limits)
+    limits = {None: START_SECONDS, MAKING: make_deadline_seconds}
+    waiting, lost = list(CHECKS), 0
+    while waiting and lost < MAX_LOST_PROCESSES:
+        arguments = (env_type, dict(env_config), max(1, episodes), seed, waiting)
+        found, is_lost = _in_a_process(arguments, lambda call: limits.get(call, deadline_seconds))
         findings += found
-        if loss is not None:
-            lost.append(loss)
-            findings.append(Finding(loss.check, "failed", loss.message))
+        lost += is_lost
         done = {finding.name for finding in findings}
         waiting = [name for name in waiting if name not in done]
-        if _cannot_be_made(findings):
+        if any(finding.name == "make" and not finding.passed for finding in found):
             break
     findings += [Finding(name, "warning", "was not run, because of what failed before") for name in waiting]
-    return ConformanceReport(env_type, (*findings, _process_finding(lost, limits)))
+    message = f"each call returned within {deadline_seconds:g} s, and no process was lost"
+    process = Finding("process", "passed", message)
+    if lost:
+        process = Finding("process", "failed", f"{lost} of the processes that held the environment were lost")
+    return ConformanceReport(env_type, (*findings, process))
 
 
 def render_report(report: ConformanceReport) -> str:
@@ -125,53 +170,39 @@ def render_report(report: ConformanceReport) -> str:
     return "\n".join([*lines, f"{report.env_type} {verdict}{warnings}"])
 
 
-def _cannot_be_made(findings: Sequence[Finding]) -> bool:
-    return any(finding.name == "make" and not finding.passed for finding in findings)
-
-
-def _process_finding(lost: Sequence[_Lost], limits: _Limits) -> Finding:
-    if lost:
-        return Finding("process", "failed", f"{len(lost)} of the processes that held the environment were lost")
-    return Finding("process", "passed", f"each call returned within {limits.call:g} s, and no process was lost")
-
-
-def _in_a_process(arguments: tuple[Any, ...], limits: _Limits) -> tuple[list[Finding], _Lost | None]:
-    """Run checks in a new process. Return the findings, and how the process was lost, if it was."""
+def _in_a_process(arguments: tuple[Any, ...], limit: Callable[[str | None], float]) -> tuple[list[Finding], bool]:
+    """Run checks in a new process. Return the findings, and True if the process was lost during the last one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_checks, args=(theirs, *arguments))
     process.start()
     theirs.close()
     try:
-        return _listened(ours, process, arguments[-1][0], limits)
+        return _listened(ours, process, arguments[-1][0], limit)
     finally:
         _end(process)
         ours.close()
 
 
 def _listened(
-    connection: Connection, process: SpawnProcess, check: str, limits: _Limits
-) -> tuple[list[Finding], _Lost | None]:
+    connection: Connection, process: SpawnProcess, check: str, limit: Callable[[str | None], float]
+) -> tuple[list[Finding], bool]:
     findings: list[Finding] = []
     call: str | None = None
     while True:
         try:
-            if not connection.poll(limits.of(call)):
-                return findings, _Lost(check, _hung(call, limits.of(call)))
-            kind, *values = connection.recv()
+            if not connection.poll(limit(call)):
+                return [*findings, Finding(check, "failed", _hung(call, limit(call)))], True
+            news = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join(EXIT_SECONDS)
-            return findings, _Lost(check, _died(call, process.exitcode))
-        if kind == "check":
-            check = values[0]
-        elif kind == "call":
-            call = values[0]
-        elif kind == "returned":
-            call = None
-        elif kind == "finding":
-            findings.append(Finding(*values))
-        elif kind == "end":
-            return findings, None
+            return [*findings, Finding(check, "failed", _died(call, process.exitcode))], True
+        if news is None:
+            return findings, False
+        if isinstance(news, Finding):
+            findings.append(news)
+        else:
+            check, call = news
 
 
 def _hung(call: str | None, seconds: float) -> str:
@@ -194,3 +225,401 @@ def _end(process: SpawnProcess) -> None:
         process.kill()
     process.join(EXIT_SECONDS)
     process.close()
+
+
+class _Defect(Exception):
+    """The environment breaks the interface. The message says what is wrong and what would be right."""
+
+
+class _Doubt(Exception):
+    """Something is probably unintended, or could not be checked."""
+
+
+class _Turn(NamedTuple):
+    """The comparable parts of an answer."""
+
+    text: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    state: str | None
+
+
+class _CheckedEnv:
+    """An environment each of whose calls is announced, and raises `_Defect` if it fails or gives an invalid answer."""
+
+    def __init__(self, subject: _Subject) -> None:
+        self._subject = subject
+        self.env = subject.call(MAKING, lambda: make_env(subject.env_type, subject.env_config))
+
+    def reset(self, seed: int) -> Observation:
+        what = f"reset(seed={seed})"
+        answer = self._subject.call(what, lambda: self.env.reset(seed=seed))
+        return _observation(what, answer, ("text", "info"))
+
+    def step(self, action: str) -> Observation:
+        what = f"step({_short(action)})"
+        answer = self._subject.call(what, lambda: self.env.step(action))
+        return _observation(what, answer, ("text", "reward", "terminated", "truncated", "info"))
+
+    def render(self) -> Any:
+        """Return a frame, or None if the environment has none."""
+        return None if self.env.render_mode is None else self._subject.call("render()", self.env.render)
+
+    def close(self) -> None:
+        self._subject.call("close()", self.env.close)
+
+    def play(
+        self, seed: int, actions: Sequence[str] | None = None, steps: int = STEPS
+    ) -> tuple[list[_Turn], list[str]]:
+        """Play an episode with these actions, or with actions drawn by the seed; return its answers and actions."""
+        turns = [_turn(self.reset(seed))]
+        taken: list[str] = []
+        draw = random.Random(seed)
+        for action in (draw.choice(self.examples()) for _ in range(steps)) if actions is None else actions:
+            turns.append(_turn(self.step(action)))
+            taken.append(action)
+            if turns[-1].terminated or turns[-1].truncated:
+                break
+        return turns, taken
+
+    def examples(self) -> tuple[str, ...]:
+        """Return actions that the environment may understand."""
+        if not self.env.has_wrapper_attr("example_actions"):
+            return GUESSES
+        return tuple(str(each) for each in self.env.get_wrapper_attr("example_actions")) or GUESSES
+
+
+@dataclass
+class _Subject:
+    """The environment under test."""
+
+    connection: Connection
+    env_type: str
+    env_config: Mapping[str, Any]
+    episodes: int
+    seed: int
+    check: str = "make"
+    """Name of the check that runs."""
+
+    def call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call the environment. Raises `_Defect` if it raises."""
+        self.connection.send((self.check, what))
+        try:
+            return function()
+        except Exception as cause:
+            raise _Defect(f"{what} raised {_described(cause)}") from cause
+        finally:
+            self.connection.send((self.check, None))
+
+    @contextmanager
+    def environment(self) -> Iterator[_CheckedEnv]:
+        """Make an environment and close it after a check without a defect.
+
+        A failing close is ignored: `_closes_in_any_state` reports it once.
+        """
+        env = _CheckedEnv(self)
+        yield env
+        try:
+            env.close()
+        except _Defect:
+            return
+
+    def seeds(self) -> range:
+        """Return a seed for each episode of a check."""
+        return range(self.seed, self.seed + self.episodes)
+
+
+def _makes_an_environment(subject: _Subject) -> str:
+    try:
+        _CheckedEnv(subject)
+    except _Defect as defect:
+        if isinstance(defect.__cause__, ConfigError):
+            raise _Defect(f"the environment cannot be made: {defect.__cause__}") from defect
+        raise
+    return "made in a fresh process from its name and options"
+
+
+def _resets_at_any_time(subject: _Subject) -> str:
+    with subject.environment() as env:
+        first = env.reset(subject.seed)
+        env.reset(subject.seed)
+        env.step(env.examples()[0])
+        again = env.reset(subject.seed)
+    if again.done:
+        raise _Defect("reset answered with the end of an episode")
+    if difference := _difference(_turn(first), _turn(again)):
+        raise _Defect(f"reset(seed={subject.seed}) answered differently after a step: {difference}")
+    return "reset works before a step, twice, and in the middle of an episode"
+
+
+def _answers_are_well_formed(subject: _Subject) -> str:
+    """Check that all answers of some episodes have the right types."""
+    with subject.environment() as env:
+        count = sum(len(env.play(seed)[0]) for seed in subject.seeds())
+    return f"{count} answers had the right types"
+
+
+def _equal_seeds_give_equal_episodes(subject: _Subject) -> str:
+    with subject.environment() as env, subject.environment() as other:
+        played = {seed: env.play(seed) for seed in subject.seeds()}
+        for seed in reversed(subject.seeds()):
+            turns, actions = played[seed]
+            _require_equal(f"episodes of seed {seed} with equal actions", turns, other.play(seed, actions)[0])
+    return f"{len(played)} episodes were repeated exactly"
+
+
+def _different_seeds_give_different_episodes(subject: _Subject) -> str:
+    with subject.environment() as env:
+        env.reset(subject.seed)
+        actions = env.examples()
+        seen = {tuple(env.play(seed, actions)[0]) for seed in subject.seeds()}
+    if len(seen) == 1 and subject.episodes > 1:
+        message = "every group of a run would be the same; draw from `self.np_random` after `super().reset(seed=seed)`"
+        raise _Doubt(f"{subject.episodes} seeds gave one and the same episode: {message}")
+    return f"{subject.episodes} seeds gave {len(seen)} different episodes"
+
+
+def _odd_actions_are_answered(subject: _Subject) -> str:
+    refused = 0
+    with subject.environment() as env:
+        env.reset(subject.seed)
+        for index, action in enumerate(ODD_ACTIONS):
+            answer = env.step(action)
+            refused += not answer.action_is_valid
+            if answer.done:
+                env.reset(subject.seed + index)
+    if not refused:
+        message = "say info['action_is_valid'] = False where a text holds no action, or no format penalty is ever given"
+        raise _Doubt(f"{len(ODD_ACTIONS)} odd texts were all valid actions: {message}")
+    return f"{len(ODD_ACTIONS)} odd texts were answered, {refused} of them as invalid actions"
+
+
+def _ended_episodes_stay_ended(subject: _Subject) -> str:
+    """Check that a step after the end raises or reports the end again, and that a reset works afterwards."""
+    with subject.environment() as env:
+        for seed in subject.seeds():
+            turns, _ = env.play(seed, steps=STEPS_TO_AN_END)
+            if turns[-1].terminated or turns[-1].truncated:
+                _require_ended(env)
+                env.reset(seed)
+                return "a step after the end is refused, or answered with the end"
+    message = f"no episode of {subject.episodes} ended within {STEPS_TO_AN_END} random actions, so its end was not seen"
+    raise _Doubt(f"{message}; `example_actions` with actions that lead to an end would help")
+
+
+def _require_ended(env: _CheckedEnv) -> None:
+    try:
+        answer = env.step(env.examples()[0])
+    except _Defect as refused:
+        if refused.__cause__ is None or isinstance(refused.__cause__, BadAnswer):
+            raise
+        return
+    if not answer.done:
+        raise _Defect("a step after the end went on with the episode; raise `gymnasium.error.ResetNeeded` there")
+
+
+def _success_is_reported(subject: _Subject) -> str:
+    """Check that success is reported, because success rates need it."""
+    with subject.environment() as env:
+        env.reset(subject.seed)
+        answer = env.step(env.examples()[0])
+    if answer.success is None:
+        raise _Doubt("info['success'] is never given; without it no success rate can be reported")
+    return "info['success'] is given"
+
+
+def _frames_are_text(subject: _Subject) -> str:
+    with subject.environment() as env:
+        env.reset(subject.seed)
+        frame = env.render()
+    if frame is None:
+        raise _Doubt("there are no frames to look at; set `render_mode = 'ansi'` and return a text from `render()`")
+    if not isinstance(frame, str):
+        raise _Defect(f"render() answered {_short(frame)} ({type(frame).__name__}); it has to be a str")
+    return "frames are text"
+
+
+def _environments_share_no_state(subject: _Subject) -> str:
+    """Check that two environments stepped in turn behave as each does alone."""
+    with subject.environment() as env, subject.environment() as other:
+        for seed in subject.seeds()[:5]:
+            plays = [(env, seed, *env.play(seed)), (other, seed + 1, *other.play(seed + 1))]
+            beside = [[_turn(each.reset(number))] for each, number, _, _ in plays]
+            for step in range(STEPS):
+                for (each, _, _, actions), turns in zip(plays, beside, strict=True):
+                    if step < len(actions):
+                        turns.append(_turn(each.step(actions[step])))
+            for (_, _, alone, _), turns in zip(plays, beside, strict=True):
+                _require_equal("an episode alone and one beside another environment's", alone, turns)
+    return "two environments in one process do not notice each other"
+
+
+def _works_in_another_thread(subject: _Subject) -> str:
+    """Check that an environment works in a thread that did not make it: environment workers call it that way."""
+    outcome: list[Any] = []
+
+    def again() -> None:
+        try:
+            outcome.append(env.play(subject.seed, actions)[0])
+        except _Defect as defect:
+            outcome.append(defect)
+
+    with subject.environment() as env:
+        turns, actions = env.play(subject.seed)
+        thread = threading.Thread(target=again)
+        thread.start()
+        thread.join()
+    if isinstance(outcome[0], _Defect):
+        raise _Defect(f"in a thread that did not make the environment, {outcome[0]}; workers use several threads")
+    _require_equal("episodes in two threads", turns, outcome[0])
+    return "an environment works in a thread that did not make it"
+
+
+def _closes_in_any_state(subject: _Subject) -> str:
+    _CheckedEnv(subject).close()
+    env = _CheckedEnv(subject)
+    env.reset(subject.seed)
+    env.close()
+    env.close()
+    return "close works before a reset, in the middle of an episode, and twice"
+
+
+def _closed_environments_leave_nothing(subject: _Subject) -> str:
+    if not Path("/proc/self/task").is_dir():
+        raise _Doubt("files, threads, processes and memory cannot be counted on this system")
+    tracemalloc.start()
+    try:
+        _cycles(subject, LEAK_CYCLES // 3)
+        before = _usage()
+        _cycles(subject, LEAK_CYCLES)
+        deadline = time.monotonic() + SETTLE_SECONDS  # ending threads and processes get time to end
+        while (leaks := _leaks(_usage() - before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        tracemalloc.stop()
+    if leaks:
+        what = f"{LEAK_CYCLES} environments made, used and closed left {', '.join(leaks)}"
+        raise _Defect(f"{what}; free them in `close()`")
+    return f"{LEAK_CYCLES} environments made, used and closed left nothing"
+
+
+def _cycles(subject: _Subject, count: int) -> None:
+    for index in range(count):
+        with subject.environment() as env:
+            env.play(subject.seed + index, steps=3)
+
+
+def _usage() -> Counter[str]:
+    gc.collect()
+    traced = tracemalloc.get_traced_memory()[0]
+    return holdings() + Counter({"child processes": _children(), "traced bytes": traced})
+
+
+def _leaks(grown: Counter[str]) -> list[str]:
+    """Return leaks: resources left by at least every second environment. One held once for all does not count."""
+    counted = ("open files", "threads", "child processes")
+    leaks = [f"{grown[name]} {name}" for name in counted if 2 * grown[name] >= LEAK_CYCLES]
+    traced, resident = grown["traced bytes"], grown["resident bytes"]
+    if traced >= LEAKED_BYTES_TRACED * LEAK_CYCLES or resident >= LEAKED_BYTES_RESIDENT * LEAK_CYCLES:
+        leaks.append(f"{max(traced, resident) / 2**20:.1f} MiB of memory")
+    return leaks
+
+
+def _children() -> int:
+    """Return the number of this process's children."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it ended in the meantime
+            continue
+        count += len(fields) > 1 and int(fields[1]) == os.getpid()
+    return count
+
+
+def _observation(what: str, answer: Any, due: tuple[str, ...]) -> Observation:
+    """Convert the answer of a call, a tuple of the parts ``due``. Raises `_Defect` if it is invalid."""
+    if not isinstance(answer, tuple) or len(answer) != len(due):
+        raise _Defect(f"{what} answered {_short(answer)}; it has to be ({', '.join(due)})")
+    try:
+        return observation_from(**dict(zip(due, answer, strict=True)))
+    except BadAnswer as bad:
+        raise _Defect(f"{what}: {bad}") from bad
+
+
+def _turn(answer: Observation) -> _Turn:
+    text = "\n".join(f"{message['role']}: {message['content']}" for message in answer.messages)
+    return _Turn(text, answer.reward, answer.terminated, answer.truncated, answer.state)
+
+
+def _require_equal(what: str, expected: Sequence[_Turn], seen: Sequence[_Turn]) -> None:
+    remedy = "draw only from `self.np_random` after `super().reset(seed=seed)`, and keep state in the instance"
+    for number, (one, other) in enumerate(zip(expected, seen, strict=False)):
+        if difference := _difference(one, other):
+            raise _Defect(f"{what} differ at answer {number}: {difference}; {remedy}")
+    if len(expected) != len(seen):
+        raise _Defect(f"{what} have {len(expected)} and {len(seen)} answers; {remedy}")
+
+
+def _difference(one: _Turn, other: _Turn) -> str | None:
+    for name, mine, theirs in zip(_Turn._fields, one, other, strict=True):
+        if mine != theirs:
+            return f"{name} is {_short(mine)} and {_short(theirs)}"
+    return None
+
+
+def _described(cause: BaseException) -> str:
+    """Describe the error and the line of code that raised it."""
+    message = str(cause).strip().split("\n")[0]
+    frames = traceback.extract_tb(cause.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(cause).__name__}: {_short(message) if len(message) > 200 else message}{place}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+CHECKS: Mapping[str, Callable[[_Subject], str]] = {
+    "make": _makes_an_environment,
+    "reset": _resets_at_any_time,
+    "answers": _answers_are_well_formed,
+    "same seed": _equal_seeds_give_equal_episodes,
+    "other seeds": _different_seeds_give_different_episodes,
+    "odd actions": _odd_actions_are_answered,
+    "after the end": _ended_episodes_stay_ended,
+    "success": _success_is_reported,
+    "frames": _frames_are_text,
+    "separate state": _environments_share_no_state,
+    "threads": _works_in_another_thread,
+    "close": _closes_in_any_state,
+    "leaks": _closed_environments_leave_nothing,
+}
+"""Checks by the name of their finding, in the order in which they run. If the first fails, no other makes sense."""
+
+
+def run_checks(
+    connection: Connection, env_type: str, env_config: Mapping[str, Any], episodes: int, seed: int, names: Sequence[str]
+) -> None:
+    """Run the checks of these names in this process. Send each finding, and None at the end."""
+    os.setsid()  # so that everything the environment starts can be killed with it
+    subject = _Subject(connection, env_type, env_config, episodes, seed)
+    for name in names:
+        subject.check = name
+        connection.send((subject.check, None))
+        finding = _finding(subject)
+        connection.send(finding)
+        if finding.name == "make" and not finding.passed:
+            break
+    connection.send(None)
+
+
+def _finding(subject: _Subject) -> Finding:
+    try:
+        return Finding(subject.check, "passed", CHECKS[subject.check](subject))
+    except _Defect as defect:
+        return Finding(subject.check, "failed", str(defect))
+    except _Doubt as doubt:
+        return Finding(subject.check, "warning", str(doubt))

@@ -6,7 +6,6 @@ environment never sees tokens, and a policy never sees rewards; the manager betw
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -28,7 +27,7 @@ class PolicyAborted(RuntimeError):
 
 @dataclass(frozen=True)
 class ManagerSettings:
-    """Settings of a manager."""
+    """Settings of a manager; the configuration has checked their ranges."""
 
     max_steps: int
     """Largest number of turns of an episode."""
@@ -44,15 +43,6 @@ class ManagerSettings:
     """Number of earlier turns that a prompt repeats. Step-wise only."""
     keep_first_observation: bool = True
     """True if a prompt keeps the first observation after the history window has passed it. Step-wise only."""
-
-    def __post_init__(self) -> None:
-        for name, smallest in (("max_steps", 1), ("prompt_length", 1), ("sequence_length", 2), ("history_length", 0)):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
-        if self.max_tokens_per_step is not None and self.max_tokens_per_step < 1:
-            raise ValueError(f"max_tokens_per_step is {self.max_tokens_per_step}; it must be at least 1, or None")
-        if not (self.format_penalty <= 0 and math.isfinite(self.format_penalty)):
-            raise ValueError(f"format_penalty is {self.format_penalty}; it is added to rewards and must be at most 0")
 
     @property
     def prompt_limit(self) -> int:

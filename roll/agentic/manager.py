@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -36,141 +37,16 @@ from roll.configs.plugins import Kind, PlugIn
 from roll.data.chat import Conversation, TurnTemplate
 from roll.data.records import Sample
 
-
-def trajectory_sample(played: PlayedEpisode, decoder: Decoder) -> Sample:
-    """Return the whole episode as one sample. Its text is everything after the first prompt, with special tokens."""
-    sample = _sample_of(played.turns, _credited_rewards(played.turns))
-    sample.response_text = decoder.decode(
-        sample.token_ids[len(played.turns[0].prompt) :].tolist(), skip_special_tokens=False
-    )
-    sample.finish_reason = _finish_reason(played)
-    return _scored(sample, played)
-
-
-def turn_samples(played: PlayedEpisode) -> list[Sample]:
-    """Return one sample per turn in which the policy wrote anything; the first turn's if it never did."""
-    rewards = _credited_rewards(played.turns)
-    written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
-    samples = [_sample_of([turn], rewards) for turn in written]
-    for sample, turn in zip(samples, written, strict=True):
-        sample.response_text = turn.text
-    for sample in samples:
-        sample.finish_reason = _finish_reason(played)
-    return [_scored(sample, played) for sample in samples]
-
-
-def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
-    """Return the episode with these samples. Its success is the last value that the environment reported."""
-    answers = [turn.answer for turn in played.turns]
-    said = [answer.success for answer in answers if answer.success is not None]
-    return Episode(
-        tag=played.tag,
-        seed=played.seed,
-        samples=samples,
-        end=played.end,
-        success=said[-1] if said else None,
-        score=_score(played),
-        turns=[_record(turn) for turn in played.turns],
-        last_frame=answers[-1].frame,
-        metrics=_metrics(played),
-    )
-
-
-def state_id(state: str | None) -> int:
-    """Return a signed 64-bit number for a state, equal on every machine. None, and only None, gives -1."""
-    if state is None:
-        return -1
-    digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
-    number = int.from_bytes(digest, "big", signed=True)
-    return number if number != -1 else -2
-
-
-def readable(messages: Sequence[Message]) -> str:
-    """Return the contents of messages as one text."""
-    return "\n".join(str(message.get("content", "")) for message in messages)
-
-
-def _credited_rewards(turns: Sequence[PlayedTurn]) -> dict[int, float]:
-    """Return the reward by turn number.
-
-    A turn without a token adds its reward to the last turn before it that has one. Rewards before the first token are
-    credited to no turn.
-    """
-    rewards: dict[int, float] = {}
-    for turn in turns:
-        if len(turn.sampled.token_ids):
-            rewards[turn.number] = turn.reward
-        elif rewards:
-            rewards[next(reversed(rewards))] += turn.reward
-    return rewards
-
-
-def _sample_of(turns: Sequence[PlayedTurn], rewards: dict[int, float]) -> Sample:
-    """Return one row for the given turns. Each turn's prompt must begin with the row up to it."""
-    token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
-    length = len(token_ids)
-    numbers = np.full(length, -1, dtype=np.int32)
-    credited = np.zeros(length, dtype=np.float32)
-    states = np.full(length, -1, dtype=np.int64)
-    sample = Sample(
-        token_ids=token_ids,
-        response_mask=np.zeros(length, dtype=bool),
-        behaviour_logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int32),
-        finish_reason=turns[-1].sampled.finish_reason,
-        turns=numbers,
-        turn_rewards=credited,
-        turn_states=states,
-    )
-    for turn in turns:
-        place = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))
-        sample.response_mask[place] = True
-        sample.behaviour_logprobs[place] = turn.sampled.logprobs
-        sample.versions[place] = turn.sampled.versions
-        numbers[place] = turn.number
-        states[place] = state_id(turn.observation.state)
-        if turn.number in rewards:
-            credited[place.stop - 1] = rewards[turn.number]
-    return sample
-
-
-def _finish_reason(played: PlayedEpisode) -> str:
-    """Return ``length`` if the episode ran out of room, else ``stop``. A turn cut at its own limit does not count."""
-    return "length" if played.end == "sequence_length" else "stop"
-
-
-def _scored(sample: Sample, played: PlayedEpisode) -> Sample:
-    sample.score = _score(played)
-    sample.reward = float(sum(turn.reward for turn in played.turns))
-    return sample
-
-
-def _score(played: PlayedEpisode) -> float:
-    return float(sum(turn.answer.reward for turn in played.turns))
-
-
-def _record(turn: PlayedTurn) -> TurnRecord:
-    return TurnRecord(
-        observation=readable(turn.observation.messages),
-        response=turn.text,
-        reward=turn.answer.reward,
-        action_is_valid=turn.answer.action_is_valid,
-        frame=turn.observation.frame,
-    )
-
-
-def _metrics(played: PlayedEpisode) -> dict[str, float]:
-    """Return the environment's last values. Our own metrics replace those of the same name."""
-    metrics = dict(played.turns[0].observation.metrics)
-    for turn in played.turns:
-        metrics |= turn.answer.metrics
-    invalid = sum(not turn.answer.action_is_valid for turn in played.turns)
-    return metrics | {
-        "turns": float(len(played.turns)),
-        "invalid_actions": invalid / len(played.turns),
-        "capped_turns": sum(turn.sampled.finish_reason == "length" for turn in played.turns) / len(played.turns),
-        "tokens": float(sum(len(turn.sampled.token_ids) for turn in played.turns)),
-    }
+ENVIRONMENT_MANAGERS = Kind(
+    "environment manager",
+    "roll.environment_managers",
+    {
+        "trajectory": PlugIn("roll.agentic.manager:TrajectoryManager"),
+        "step": PlugIn("roll.agentic.manager:StepManager"),
+    },
+    PlugIn,
+    "package.module:Class",
+)
 
 
 class Decoder(Protocol):
@@ -178,6 +54,19 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; without special tokens if ``skip_special_tokens``."""
+
+
+class EnvManager(Protocol):
+    """A manager that runs episodes; it may run many at once."""
+
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run one episode with the session, and close the session."""
+
+
+class EnvManagerFactory(Protocol):
+    """The class or function behind a name. It takes three arguments."""
+
+    def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
 
 
 @dataclass(frozen=True)
@@ -212,6 +101,26 @@ class PlayedEpisode:
     turns: tuple[PlayedTurn, ...]
     end: EpisodeEnd
 
+    @property
+    def score(self) -> float:
+        """Sum of the environment's rewards."""
+        return float(sum(turn.answer.reward for turn in self.turns))
+
+    @cached_property
+    def credited_rewards(self) -> dict[int, float]:
+        """Reward by turn number.
+
+        A turn without a token adds its reward to the last turn before it that has one. Rewards before the first token
+        are credited to no turn.
+        """
+        rewards: dict[int, float] = {}
+        for turn in self.turns:
+            if len(turn.sampled.token_ids):
+                rewards[turn.number] = turn.reward
+            elif rewards:
+                rewards[next(reversed(rewards))] += turn.reward
+        return rewards
+
 
 class Prompter(Protocol):
     """Source of the prompts of one episode."""
@@ -223,54 +132,57 @@ class Prompter(Protocol):
         """Return the prompt after these turns, int32; None if none fits that leaves room for a token."""
 
 
-async def play(
-    session: EnvSession,
-    policy: Policy,
-    prompter: Prompter,
-    decoder: Decoder,
-    settings: ManagerSettings,
-    *,
-    tag: str,
-    seed: int,
-) -> PlayedEpisode:
-    """Play one episode. Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, and what the policy raises."""
-    try:
-        return await _play(session, policy, prompter, decoder, settings, tag, seed)
-    finally:
-        await session.close()
+@dataclass(frozen=True)
+class BuiltInManager:
+    """The course of an episode. The managers differ in its prompts and in its samples."""
 
+    settings: ManagerSettings
+    template: TurnTemplate
+    decoder: Decoder
 
-async def _play(
-    session: EnvSession,
-    policy: Policy,
-    prompter: Prompter,
-    decoder: Decoder,
-    settings: ManagerSettings,
-    tag: str,
-    seed: int,
-) -> PlayedEpisode:
-    observation = await session.reset(seed)
-    if observation.done:
-        raise EnvironmentFailed(f"environment {tag!r}, seed {seed}: the reset answered that the episode is over")
-    prompt = prompter.first(observation)
-    if len(prompt) > settings.prompt_limit:
-        raise EpisodeRefused(_too_long(tag, seed, len(prompt), settings))
-    turns: list[PlayedTurn] = []
-    while True:
-        where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
-        prompt.flags.writeable = False  # it is part of the record and of later prompts
-        sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
-        text = decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
-        answer = await session.step(text)
-        penalty = 0.0 if answer.action_is_valid else settings.format_penalty
-        turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
-        end = _end(answer, len(turns), settings.max_steps)
-        if end is not None:
-            return PlayedEpisode(tag, seed, tuple(turns), end)
-        following = prompter.following(turns)
-        if following is None:
-            return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
-        prompt, observation = following, answer
+    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
+        """Run one episode and close the session, whatever happens.
+
+        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
+        """
+        try:
+            played = await self._play(session, policy, tag, seed)
+        finally:
+            await session.close()
+        return episode_of(played, self.samples(played))
+
+    def prompter(self) -> Prompter:
+        """Return the source of the prompts of one episode."""
+        raise NotImplementedError
+
+    def samples(self, played: PlayedEpisode) -> list[Sample]:
+        """Return an episode's training samples."""
+        raise NotImplementedError
+
+    async def _play(self, session: EnvSession, policy: Policy, tag: str, seed: int) -> PlayedEpisode:
+        settings, prompter = self.settings, self.prompter()
+        observation = await session.reset(seed)
+        if observation.done:
+            raise EnvironmentFailed(f"environment {tag!r}, seed {seed}: the reset answered that the episode is over")
+        prompt = prompter.first(observation)
+        if len(prompt) > settings.prompt_limit:
+            raise EpisodeRefused(_too_long(tag, seed, len(prompt), settings))
+        turns: list[PlayedTurn] = []
+        while True:
+            where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
+            prompt.flags.writeable = False  # it is part of the record and of later prompts
+            sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
+            text = self.decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
+            answer = await session.step(text)
+            penalty = 0.0 if answer.action_is_valid else settings.format_penalty
+            turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
+            end = _end(answer, len(turns), settings.max_steps)
+            if end is not None:
+                return PlayedEpisode(tag, seed, tuple(turns), end)
+            following = prompter.following(turns)
+            if following is None:
+                return PlayedEpisode(tag, seed, tuple(turns), "sequence_length")
+            prompt, observation = following, answer
 
 
 async def _sample(policy: Policy, prompt: np.ndarray, turn: int, max_new_tokens: int, where: str) -> SampledTurn:
@@ -303,65 +215,69 @@ def _too_long(tag: str, seed: int, tokens: int, settings: ManagerSettings) -> st
     )
 
 
-ENVIRONMENT_MANAGERS = Kind(
-    "environment manager",
-    "roll.environment_managers",
-    {
-        "trajectory": PlugIn("roll.agentic.manager:TrajectoryManager"),
-        "step": PlugIn("roll.agentic.manager:StepManager"),
-    },
-    PlugIn,
-    "package.module:Class",
-)
+class TrajectoryManager(BuiltInManager):
+    """A manager for episodes whose context only grows. Needs an append-only template."""
+
+    def prompter(self) -> Prompter:
+        """Return a growing context."""
+        return GrowingContext(self.template, self.settings.sequence_length)
+
+    def samples(self, played: PlayedEpisode) -> list[Sample]:
+        """Return the whole episode as one sample. Its text is all after the first prompt, with special tokens."""
+        last = played.turns[-1]
+        after_prompt = np.concatenate([last.prompt, last.sampled.token_ids])[len(played.turns[0].prompt) :]
+        text = self.decoder.decode(after_prompt.tolist(), skip_special_tokens=False)
+        return [_sample_of(played, played.turns, text)]
 
 
-class EnvManager(Protocol):
-    """A manager that runs episodes; it may run many at once."""
+class GrowingContext:
+    """The prompts of one episode. Each one is the beginning of the next.
 
-    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run one episode with the session, and close the session."""
-
-
-class EnvManagerFactory(Protocol):
-    """The class or function behind a name. It takes three arguments."""
-
-    def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
-
-
-def make_manager(
-    name: str, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder, path: str = "env_manager_cls"
-) -> EnvManager:
-    """Return the manager called ``name``: `trajectory`, `step`, or a plug-in's (see `EnvManagerFactory`).
-
-    ``path`` is the configuration key that named it. Raises `ConfigError`.
+    They are views of one buffer, so an episode costs the memory of its longest prompt, not of all prompts.
     """
-    return ENVIRONMENT_MANAGERS.load(name, path)(settings, template, decoder)
+
+    def __init__(self, template: TurnTemplate, sequence_length: int) -> None:
+        self._template = template
+        self._sequence_length = sequence_length
+        self._conversation: Conversation
+        self._tokens = np.zeros(0, dtype=np.int32)
+
+    def first(self, observation: Observation) -> np.ndarray:
+        """Return the observation as the template renders it."""
+        self._conversation = self._template.begin(observation.messages, observation.tools)
+        return self._conversation.prompt_token_ids
+
+    def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
+        """Return the last prompt, the sampled tokens and the glue before the policy's next turn; None if too long."""
+        last = turns[-1]
+        glue = self._conversation.glue(last.sampled.token_ids, last.answer.messages)
+        pieces = (last.sampled.token_ids, glue)
+        end = len(last.prompt)
+        if end + sum(map(len, pieces)) >= self._sequence_length:
+            return None
+        if len(turns) == 1:
+            self._tokens = np.empty(self._sequence_length, dtype=np.int32)
+            self._tokens[:end] = last.prompt
+        for piece in pieces:
+            self._tokens[end : end + len(piece)] = piece
+            end += len(piece)
+        return self._tokens[:end]
 
 
-@dataclass(frozen=True)
-class StepManager:
-    """A manager for episodes whose turns are read and trained on separately."""
+class StepManager(BuiltInManager):
+    """A manager for episodes whose turns are read and trained on separately.
 
-    settings: ManagerSettings
-    template: TurnTemplate
-    decoder: Decoder
+    A prompt has the system messages, the first observation, the last turns and the current observation.
+    """
 
-    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run one episode and close the session, whatever happens.
+    def prompter(self) -> Prompter:
+        """Return this manager, since its prompts depend on nothing but the turns."""
+        return self
 
-        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
-        """
-        prompter = HistoryWindow(self.template, self.settings)
-        played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
-        return episode_of(played, turn_samples(played))
-
-
-@dataclass(frozen=True)
-class HistoryWindow:
-    """The prompts of one episode: system messages, first observation, last turns, current observation."""
-
-    template: TurnTemplate
-    settings: ManagerSettings
+    def samples(self, played: PlayedEpisode) -> list[Sample]:
+        """Return one sample per turn in which the policy wrote anything; the first turn's if it never did."""
+        written = [turn for turn in played.turns if len(turn.sampled.token_ids)] or played.turns[:1]
+        return [_sample_of(played, [turn], turn.text) for turn in written]
 
     def first(self, observation: Observation) -> np.ndarray:
         """Return the observation as the template renders it."""
@@ -416,55 +332,88 @@ def _is_user_text(message: Message) -> bool:
     return message["role"] == "user" and isinstance(message["content"], str)
 
 
-@dataclass(frozen=True)
-class TrajectoryManager:
-    """A manager for episodes whose context only grows. Needs an append-only template."""
+def _sample_of(played: PlayedEpisode, turns: Sequence[PlayedTurn], text: str) -> Sample:
+    """Return one row for some turns of an episode. Each turn's prompt must begin with the row up to it."""
+    token_ids = np.concatenate([turns[-1].prompt, turns[-1].sampled.token_ids]).astype(np.int32)
+    length = len(token_ids)
+    numbers = np.full(length, -1, dtype=np.int32)
+    credited = np.zeros(length, dtype=np.float32)
+    states = np.full(length, -1, dtype=np.int64)
+    sample = Sample(
+        token_ids=token_ids,
+        response_mask=np.zeros(length, dtype=bool),
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        # A turn cut at its own limit does not count: only an episode that ran out of room has its length as its end.
+        finish_reason="length" if played.end == "sequence_length" else "stop",
+        response_text=text,
+        score=played.score,
+        reward=float(sum(turn.reward for turn in played.turns)),
+        turns=numbers,
+        turn_rewards=credited,
+        turn_states=states,
+    )
+    for turn in turns:
+        span = slice(len(turn.prompt), len(turn.prompt) + len(turn.sampled.token_ids))
+        sample.response_mask[span] = True
+        sample.behaviour_logprobs[span] = turn.sampled.logprobs
+        sample.versions[span] = turn.sampled.versions
+        numbers[span] = turn.number
+        states[span] = state_id(turn.observation.state)
+        if turn.number in played.credited_rewards:
+            credited[span.stop - 1] = played.credited_rewards[turn.number]
+    return sample
 
-    settings: ManagerSettings
-    template: TurnTemplate
-    decoder: Decoder
 
-    async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
-        """Run one episode and close the session, whatever happens.
+def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
+    """Return the episode with these samples. Its success is the last value that the environment reported."""
+    answers = [turn.answer for turn in played.turns]
+    reported = [answer.success for answer in answers if answer.success is not None]
+    return Episode(
+        tag=played.tag,
+        seed=played.seed,
+        samples=samples,
+        end=played.end,
+        success=reported[-1] if reported else None,
+        score=played.score,
+        turns=[
+            TurnRecord(
+                observation=readable(turn.observation.messages),
+                response=turn.text,
+                reward=turn.answer.reward,
+                action_is_valid=turn.answer.action_is_valid,
+                frame=turn.observation.frame,
+            )
+            for turn in played.turns
+        ],
+        last_frame=answers[-1].frame,
+        metrics=_metrics(played),
+    )
 
-        Raises `EpisodeRefused`, `PolicyAborted`, `EnvironmentFailed`, `TemplateRefused`, and what the policy raises.
-        """
-        prompter = GrowingContext(self.template, self.settings.sequence_length)
-        played = await play(session, policy, prompter, self.decoder, self.settings, tag=tag, seed=seed)
-        return episode_of(played, [trajectory_sample(played, self.decoder)])
+
+def _metrics(played: PlayedEpisode) -> dict[str, float]:
+    """Return the environment's last values. Our own metrics replace those of the same name."""
+    metrics = dict(played.turns[0].observation.metrics)
+    for turn in played.turns:
+        metrics |= turn.answer.metrics
+    invalid = sum(not turn.answer.action_is_valid for turn in played.turns)
+    return metrics | {
+        "turns": float(len(played.turns)),
+        "invalid_actions": invalid / len(played.turns),
+        "capped_turns": sum(turn.sampled.finish_reason == "length" for turn in played.turns) / len(played.turns),
+        "tokens": float(sum(len(turn.sampled.token_ids) for turn in played.turns)),
+    }
 
 
-class GrowingContext:
-    """The prompts of one episode. Each one is the beginning of the next.
+def state_id(state: str | None) -> int:
+    """Return a signed 64-bit number for a state, equal on every machine. None, and only None, gives -1."""
+    if state is None:
+        return -1
+    digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big", signed=True)
+    return number if number != -1 else -2
 
-    They are views of one buffer, so an episode costs the memory of its longest prompt, not of all prompts.
-    """
 
-    def __init__(self, template: TurnTemplate, sequence_length: int) -> None:
-        self._template = template
-        self._sequence_length = sequence_length
-        self._conversation: Conversation | None = None
-        self._tokens = np.zeros(0, dtype=np.int32)
-
-    def first(self, observation: Observation) -> np.ndarray:
-        """Return the observation as the template renders it."""
-        conversation = self._conversation = self._template.begin(observation.messages, observation.tools)
-        return conversation.prompt_token_ids
-
-    def following(self, turns: Sequence[PlayedTurn]) -> np.ndarray | None:
-        """Return the last prompt, the sampled tokens and the glue before the policy's next turn; None if too long."""
-        if self._conversation is None:
-            raise RuntimeError("a prompt follows the first one: call `first` before `following`")
-        last = turns[-1]
-        glue = self._conversation.glue(last.sampled.token_ids, last.answer.messages)
-        pieces = (last.sampled.token_ids, glue)
-        end = len(last.prompt)
-        if end + sum(map(len, pieces)) >= self._sequence_length:
-            return None
-        if len(turns) == 1:
-            self._tokens = np.empty(self._sequence_length, dtype=np.int32)
-            self._tokens[:end] = last.prompt
-        for piece in pieces:
-            self._tokens[end : end + len(piece)] = piece
-            end += len(piece)
-        return self._tokens[:end]
+def readable(messages: Sequence[Message]) -> str:
+    """Return the contents of messages as one text."""
+    return "\n".join(str(message.get("content", "")) for message in messages)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -34,115 +35,97 @@ from roll.agentic.worker import (
     Command,
     EnvFailure,
     EnvPoolClosed,
-    EnvSpec,
     EnvWorker,
-    HostSettings,
+    PoolSettings,
     Report,
     Reset,
     SessionFailed,
     Step,
-    WorkerSetup,
 )
 from roll.configs.errors import nearest_name_hint
+from roll.configs.run import CustomEnvConfig
 from roll.runtime.actors import ACTOR_GONE, memory_death
 from roll.runtime.process import driver_folders
 from roll.tracking.timeline import BusySpans
 from roll.tracking.waits import WORKER, waiting
-
-
-class Places:
-    """A semaphore that can be closed. No caller waits while a slot is free."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = count
-        self._queue: OrderedDict[asyncio.Future[None], None] = OrderedDict()
-        self._closed_because: str | None = None
-
-    @property
-    def taken(self) -> int:
-        """Number of slots in use."""
-        return self.count - self._free
-
-    @property
-    def waiting(self) -> int:
-        """Number of callers that wait for a slot."""
-        return sum(not turn.done() for turn in self._queue)
-
-    async def take(self) -> None:
-        """Wait for a slot. A cancelled call has taken none. Raises `EnvPoolClosed`."""
-        if self._closed_because is not None:
-            raise EnvPoolClosed(self._closed_because)
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue[turn] = None
-        try:
-            await turn
-        except asyncio.CancelledError:
-            self._queue.pop(turn, None)
-            if not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # the slot arrived at the same moment as the cancellation
-            raise
-
-    def give_back(self) -> None:
-        """Free a slot; the longest waiting caller gets it."""
-        self._free += 1
-        while self._free and self._queue:
-            turn, _ = self._queue.popitem(last=False)
-            if not turn.done():
-                self._free -= 1
-                turn.set_result(None)
-
-    def close(self, because: str) -> None:
-        """Make all waiting and all later calls raise `EnvPoolClosed`."""
-        self._closed_because = because
-        while self._queue:
-            turn, _ = self._queue.popitem(last=False)
-            if not turn.done():
-                turn.set_exception(EnvPoolClosed(because))
-
 
 logger = logging.getLogger(__name__)
 
 SessionEnd = Literal["whole", "failed", "interrupted"]
 """``whole``: between two calls; ``failed``: the environment raised, hung or gave an invalid answer; ``interrupted``:
 the session ended during a call."""
+DEATHS_TO_CONFINE = 2
+EXIT_TIMEOUT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class PoolSettings:
-    """Settings that all environment workers of a run share."""
+class EpisodeKey(NamedTuple):
+    """Tag and seed, which identify an episode and its repetitions."""
 
-    num_workers: int = 2
-    max_sessions: int = 4096
-    """Largest number of episodes that hold an environment at the same time, over all workers."""
-    host: HostSettings = field(default_factory=HostSettings)
-    make_env: str = "roll.agentic.registry:make_env"
-    """`package.module:function` of an `EnvFactory`."""
-    observe: str = "roll.agentic.base:observation_from"
-    """`package.module:function` of an `Observe`."""
-    actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the Ray actors besides `num_cpus=0`, such as a scheduling strategy."""
-    log_dir: str | None = None
-    start_timeout_seconds: float = 120.0
-    silence_timeout_seconds: float = 60.0
-    """Longest silence of a process before it is killed, and so the longest time a call may block the process."""
-    place_timeout_seconds: float = 3600.0
-    """Longest wait of an episode for a slot."""
-    max_failed_starts: int = 3
-    """Number of failed replacements in a row after which the pool gives up."""
+    tag: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"environment `{self.tag}`, seed {self.seed}"
+
+
+class Suspects:
+    """Record of the episodes that were in a call when a process died."""
+
+    def __init__(self) -> None:
+        self._deaths: Counter[EpisodeKey] = Counter()
+        self._proven: set[EpisodeKey] = set()
+
+    def must_be_alone(self, key: EpisodeKey) -> bool:
+        """Return True if the episode must not share its process."""
+        return key in self._proven or self._deaths[key] >= DEATHS_TO_CONFINE
+
+    def process_died(self, in_a_call: Iterable[EpisodeKey]) -> None:
+        """Record a death. Each of these may have caused it; repetitions of an episode count once."""
+        self._deaths.update(set(in_a_call))
+
+    def prove(self, key: EpisodeKey) -> None:
+        """Record that the episode was alone in a process that died."""
+        self._proven.add(key)
+
+    def acquit(self, key: EpisodeKey) -> None:
+        """Clear the suspicion: the episode has ended alone in a process that did not die. Proof stays."""
+        del self._deaths[key]
+
+
+class Slots(asyncio.Semaphore):
+    """A semaphore, first come, first served, that counts its holders and the callers that wait."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.taken = 0
+        self.waiting = 0
+
+    async def acquire(self) -> Literal[True]:
+        """Wait for a slot. A cancelled call has taken none."""
+        self.waiting += 1
+        try:
+            await super().acquire()
+        finally:
+            self.waiting -= 1
+        self.taken += 1
+        return True
+
+    def release(self) -> None:
+        """Free a slot; the longest waiting caller gets it."""
+        self.taken -= 1
+        super().release()
 
 
 class EnvPool:
     """The environment workers of a run."""
 
-    def __init__(self, envs: Mapping[str, EnvSpec], settings: PoolSettings) -> None:
+    def __init__(self, envs: Mapping[str, CustomEnvConfig], settings: PoolSettings) -> None:
         """Prepare the pool without starting anything."""
         self._envs = dict(envs)
         self._settings = settings
-        self._places = Places(settings.max_sessions)
+        self._slots = Slots(settings.workers.max_sessions)
+        self._waits: set[asyncio.Timeout] = set()
+        """Time limits of the callers that wait for a slot or a process; closing the pool lets them expire."""
         self._numbers = itertools.count()
         self._processes: set[EnvProcess] = set()
         """All processes that are not known to be dead."""
@@ -150,8 +133,11 @@ class EnvPool:
         """Processes that take new sessions."""
         self._any_live = asyncio.Event()
         self._suspects = Suspects()
-        self._quarantine = Quarantine(lambda: self._in_background(self._start_another(self._quarantined)))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = Slots(1)
+        """The turn of the quarantine: one episode at a time has its process."""
+        self._quarantine: EnvProcess | None = None
+        self._quarantine_start: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._failed_starts = 0
         self.busy = BusySpans()
         self._closed_because: str | None = None
@@ -161,14 +147,12 @@ class EnvPool:
 
     async def start(self) -> None:
         """Start all worker processes. If one does not start, stop the others and raise `EnvPoolClosed`."""
-        starts = [asyncio.create_task(self._started()) for _ in range(self._settings.num_workers)]
+        starts = [asyncio.create_task(self._started()) for _ in range(self._settings.workers.num_workers)]
+        self._tasks.update(starts)
         try:
             for process in await asyncio.gather(*starts):
                 self._admit(process)
         except BaseException as error:
-            for start in starts:
-                start.cancel()
-            await asyncio.wait(starts)
             await self.shutdown()
             if isinstance(error, ProcessLost):
                 raise EnvPoolClosed(f"an environment worker did not start: {error}") from error
@@ -194,8 +178,8 @@ class EnvPool:
         environments = self._gone_counts.copy()
         for process in self._processes:
             environments.update(process.counts)
-        waiting = self._places.waiting + self._quarantine.waiting
-        now = {"sessions": self._places.taken, "waiting": waiting, "workers": len(self._live)}
+        waiting = self._slots.waiting + self._turn.waiting
+        now = {"sessions": self._slots.taken, "waiting": waiting, "workers": len(self._live)}
         always = ("steps", "resets", "restarts", "retired", "quarantined")
         totals = {name: self._counts[name] for name in always} | self._counts
         return now | totals | {f"environments/{name}": count for name, count in environments.items()}
@@ -217,29 +201,40 @@ class EnvPool:
             await asyncio.wait(tasks)
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
-    async def take(self, who: Who) -> Lease:
+    async def take(self, key: EpisodeKey) -> Lease:
         """Wait for a slot, and open a session in the least loaded process or in quarantine.
 
-        Raises `TimeoutError`, `EnvPoolClosed`.
+        Raises `EnvironmentFailed` if that takes too long, and `EnvPoolClosed`.
         """
-        async with asyncio.timeout(self._settings.place_timeout_seconds):
-            while True:
-                lease = await self._leased(who, alone=self._suspects.must_be_alone(who))
-                if lease is not None:
-                    return lease
+        seconds = self._settings.workers.place_timeout_seconds
+        wait = asyncio.timeout(seconds)
+        self._waits.add(wait)
+        try:
+            with waiting("places for episodes", "a place"):
+                async with wait:
+                    while True:
+                        lease = await self._leased(key, alone=self._suspects.must_be_alone(key))
+                        if lease is not None:
+                            return lease
+        except TimeoutError:
+            self.check_open()
+            limit = f"{seconds:g} s (place_timeout_seconds)"
+            raise EnvironmentFailed(f"{key}: no place among the running episodes within {limit}") from None
+        finally:
+            self._waits.discard(wait)
 
     def give_back(self, lease: Lease, end: SessionEnd) -> None:
         """End a session and free its slot."""
         if lease.alone:
             self._judge(lease, end)
         lease.process.release(lease.session)
-        self._places.give_back()
+        self._slots.release()
         if lease.alone:
-            self._quarantine.leave()
+            self._turn.release()
 
-    def may_stay(self, lease: Lease, who: Who) -> bool:
+    def may_stay(self, lease: Lease, key: EpisodeKey) -> bool:
         """Return True if a session may begin its next episode in the same process."""
-        return not (lease.alone or self._suspects.must_be_alone(who))
+        return not (lease.alone or self._suspects.must_be_alone(key))
 
     def check_open(self) -> None:
         """Raise `EnvPoolClosed` once the pool is closed."""
@@ -250,33 +245,38 @@ class EnvPool:
         """Add one to a total."""
         self._counts[what] += 1
 
-    @property
-    def place_timeout_seconds(self) -> float:
-        """Longest wait of an episode for a slot, in seconds."""
-        return self._settings.place_timeout_seconds
-
-    async def _leased(self, who: Who, alone: bool) -> Lease | None:
+    async def _leased(self, key: EpisodeKey, alone: bool) -> Lease | None:
         """Return a lease, or None if ``alone`` has become wrong during the wait."""
-        with ExitStack() as undo:
+        async with AsyncExitStack() as undo:
             if alone:
-                await self._quarantine.enter()
-                undo.callback(self._quarantine.leave)
-                if not self._suspects.must_be_alone(who):
+                await undo.enter_async_context(self._turn)
+                if not self._suspects.must_be_alone(key):
                     return None
-            await self._places.take()
-            undo.callback(self._places.give_back)
-            process = await (self._quarantine.process() if alone else self._least_loaded())
-            if alone != self._suspects.must_be_alone(who):
+            await undo.enter_async_context(self._slots)
+            process = await (self._quarantine_process() if alone else self._least_loaded())
+            if alone != self._suspects.must_be_alone(key):
                 return None
             undo.pop_all()
         self._counts["quarantined"] += alone
-        return Lease(process, process.open(), who, alone)
+        return Lease(process, process.open(), key, alone)
 
     async def _least_loaded(self) -> EnvProcess:
         while not self._live:
             self.check_open()
             await self._any_live.wait()
         return min(self._live, key=lambda each: each.load)
+
+    async def _quarantine_process(self) -> EnvProcess:
+        """Return the process of the quarantine. Only the holder of the turn may call this.
+
+        A caller that is cancelled leaves a starting process to the next one.
+        """
+        while self._quarantine is None or not self._quarantine.takes_sessions:
+            self.check_open()
+            if self._quarantine_start is None or self._quarantine_start.done():
+                self._quarantine_start = self._in_background(self._start_another(alone=True))
+            await asyncio.wait([self._quarantine_start])
+        return self._quarantine
 
     def _judge(self, lease: Lease, end: SessionEnd) -> None:
         """Update the suspicion after a session in quarantine.
@@ -285,10 +285,10 @@ class EnvPool:
         episode.
         """
         if lease.process.is_lost:
-            self._suspects.prove(lease.who)
+            self._suspects.prove(lease.key)
             return
         if end != "interrupted":
-            self._suspects.acquit(lease.who)
+            self._suspects.acquit(lease.key)
         if end != "whole":
             lease.process.retire()
 
@@ -296,12 +296,9 @@ class EnvPool:
         """Start a process and wait until it takes commands. On failure raise `ProcessLost` and leave nothing behind."""
         settings = self._settings
         name = f"environments/{next(self._numbers)}"
-        setup = WorkerSetup(
-            name, self._envs, settings.host, settings.make_env, settings.observe, driver_folders(), settings.log_dir
-        )
         options = {"num_cpus": 0, "max_restarts": 0, **settings.actor_options}
-        actor = ray.remote(EnvWorker).options(**options).remote(setup)
-        process = EnvProcess(name, actor, settings.silence_timeout_seconds, self._retire)
+        actor = ray.remote(EnvWorker).options(**options).remote(name, self._envs, settings, driver_folders())
+        process = EnvProcess(name, actor, settings.workers.silence_timeout_seconds, self._retire)
         self._processes.add(process)
         try:
             await process.start(settings.start_timeout_seconds)
@@ -310,55 +307,51 @@ class EnvPool:
             raise
         return process
 
-    def _admit(self, process: EnvProcess) -> None:
+    def _admit(self, process: EnvProcess, alone: bool = False) -> None:
         self._failed_starts = 0
-        self._live.append(process)
-        self._any_live.set()
-        self._in_background(self._serve(process))
-
-    def _quarantined(self, process: EnvProcess) -> None:
-        self._failed_starts = 0
-        self._quarantine.admit(process)
+        if alone:
+            self._quarantine = process
+        else:
+            self._live.append(process)
+            self._any_live.set()
         self._in_background(self._serve(process))
 
     async def _serve(self, process: EnvProcess) -> None:
         """Supervise a process from its admission to its end."""
-        death = await process.serve()
-        if death is None:
+        try:
+            await process.serve()
+        except ProcessLost as lost:
+            self._suspects.process_died(lost.suspects)
+            self._replace(process, "restarts", str(lost))
+            await self._kill(process)
+        else:
             await self._end(process)
-            return
-        self._suspects.process_died(death.suspects)
-        logger.warning("environment worker %s: %s", process.name, death.because)
-        if process in self._live:
-            self._counts["restarts"] += 1
-            self._replace(process)
-        await self._kill(process)
 
     def _retire(self, process: EnvProcess, because: str) -> None:
-        if process not in self._live:
-            return
-        logger.warning("environment worker %s is replaced: %s", process.name, because)
-        self._counts["retired"] += 1
-        self._replace(process)
+        self._replace(process, "retired", f"it is replaced, since {because}")
 
-    def _replace(self, process: EnvProcess) -> None:
-        self._live.remove(process)
-        if not self._live:
-            self._any_live.clear()
-        self._in_background(self._start_another(self._admit))
+    def _replace(self, process: EnvProcess, total: str, because: str) -> None:
+        """Stop sending sessions to a process, and start another one unless it was that of the quarantine."""
+        logger.warning("environment worker %s: %s", process.name, because)
+        if process in self._live:
+            self._counts[total] += 1
+            self._live.remove(process)
+            if not self._live:
+                self._any_live.clear()
+            self._in_background(self._start_another())
 
-    async def _start_another(self, admit: Callable[[EnvProcess], None]) -> None:
+    async def _start_another(self, alone: bool = False) -> None:
         while True:
             try:
                 process = await self._started()
             except ProcessLost as lost:
                 self._failed_starts += 1
-                if self._failed_starts >= self._settings.max_failed_starts:
+                if self._failed_starts >= self._settings.workers.max_failed_starts:
                     self._close(f"{self._failed_starts} environment workers in a row did not start; the last: {lost}")
                     return
                 logger.warning("an environment worker did not start: %s", lost)
             else:
-                admit(process)
+                self._admit(process, alone)
                 return
 
     async def _end(self, process: EnvProcess) -> None:
@@ -375,19 +368,20 @@ class EnvPool:
     def _close(self, because: str) -> None:
         """Fail every call and all waiting. The first cause is kept."""
         self._closed_because = self._closed_because or because
-        self._places.close(self._closed_because)
-        self._quarantine.close(self._closed_because)
         self._live.clear()
         for process in self._processes:
             process.lose(self._closed_because)
-        self._any_live.set()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(-math.inf)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
+        return task
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("the care of environment workers failed", exc_info=task.exception())
@@ -400,7 +394,7 @@ class Lease:
 
     process: EnvProcess
     session: int
-    who: Who
+    key: EpisodeKey
     """The episode for which it was taken."""
     alone: bool
     """True if the session runs in quarantine; then it also has the quarantine's turn."""
@@ -426,20 +420,21 @@ class EnvPoolSession:
         """
         self._seed, self._turn, self._closed = seed, None, False
         with self._one_call():
-            self._pool.check_open()
-            if self._lease is not None and not self._pool.may_stay(self._lease, self._who):
+            if self._lease is not None and not self._pool.may_stay(self._lease, self._key):
                 self._release("whole")
             if self._lease is None:
-                self._lease = await self._taken()
+                self._lease = await self._pool.take(self._key)
+                if self._closed:
+                    self._release("interrupted")
+                    raise EnvironmentFailed(f"{self._key}: closed while it waited for a place")
             self._pool.count("resets")
             return await self._ask(self._lease, Reset(self._lease.session, self._tag, seed, self._frames))
 
     async def step(self, text: str) -> Observation:
         """Carry out an action. Raises as `reset` does, and `EnvironmentFailed` without a successful reset before."""
         with self._one_call():
-            self._pool.check_open()
             if self._lease is None:
-                raise self._failed("a step without a successful reset before it")
+                raise EnvironmentFailed(f"{self._key}: a step without a successful reset before it")
             self._turn = 0 if self._turn is None else self._turn + 1
             self._pool.count("steps")
             return await self._ask(self._lease, Step(self._lease.session, text))
@@ -450,42 +445,30 @@ class EnvPoolSession:
         self._release("interrupted" if self._busy else "whole")
 
     @property
-    def _who(self) -> Who:
-        return Who(self._tag, self._seed)
+    def _key(self) -> EpisodeKey:
+        return EpisodeKey(self._tag, self._seed)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
         if self._busy:
-            raise RuntimeError(f"environment `{self._tag}`, seed {self._seed}: two calls at the same time")
+            raise RuntimeError(f"{self._key}: two calls at the same time")
+        self._pool.check_open()
         self._busy = True
         try:
             yield
         finally:
             self._busy = False
 
-    async def _taken(self) -> Lease:
-        try:
-            with waiting("places for episodes", "a place"):
-                lease = await self._pool.take(self._who)
-        except TimeoutError:
-            limit = f"{self._pool.place_timeout_seconds:g} s (place_timeout_seconds)"
-            raise self._failed(f"no place among the running episodes within {limit}") from None
-        if self._closed:
-            self._pool.give_back(lease, "interrupted")
-            raise self._failed("closed while it waited for a place")
-        return lease
-
-    def _failed(self, cause: str) -> EnvironmentFailed:
-        return EnvironmentFailed(f"environment `{self._tag}`, seed {self._seed}: {cause}")
-
     async def _ask(self, lease: Lease, command: Reset | Step) -> Observation:
         try:
             with self._pool.busy.working():
-                outcome = await lease.process.ask(command, self._who)
+                outcome = await lease.process.ask(command, self._key)
         except ProcessLost as lost:
             self._release("interrupted")
             self._pool.check_open()
-            outcome = self._loss(lease, str(lost))
+            proven = lease.alone and lease.process.is_lost
+            cause = f"{lost}; no other environment was in it" if proven else str(lost)
+            outcome = EnvFailure(self._tag, self._seed, self._turn, "lost", cause, proven)
         except BaseException:
             self._release("interrupted")
             raise
@@ -495,39 +478,19 @@ class EnvPoolSession:
             raise SessionFailed(outcome)
         return outcome
 
-    def _loss(self, lease: Lease, cause: str) -> EnvFailure:
-        proven = lease.alone and lease.process.is_lost
-        cause += "; no other environment was in it" if proven else ""
-        return EnvFailure(self._tag, self._seed, self._turn, "lost", cause, proven)
-
     def _release(self, end: SessionEnd) -> None:
         if self._lease is not None:
             lease, self._lease = self._lease, None
             self._pool.give_back(lease, end)
 
 
-EXIT_TIMEOUT_SECONDS = 10.0
-
-
 class ProcessLost(Exception):
     """The process is gone. The message is the cause."""
 
-
-@dataclass(frozen=True)
-class Death:
-    """The cause of a process's early death, and the suspects."""
-
-    because: str
-    suspects: frozenset[Who]
-    """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
-
-
-@dataclass(frozen=True)
-class OpenCall:
-    """A call without an answer."""
-
-    who: Who
-    answer: asyncio.Future[Observation | EnvFailure]
+    def __init__(self, because: str) -> None:
+        super().__init__(because)
+        self.suspects: frozenset[EpisodeKey] = frozenset()
+        """Episodes with a call in flight when the process died. A call that was never sent kills no process."""
 
 
 class EnvProcess:
@@ -537,7 +500,6 @@ class EnvProcess:
         self, name: str, actor: ActorHandle, silence_seconds: float, on_retire: Callable[[EnvProcess, str], None]
     ) -> None:
         self.name = name
-        self.pid: int | None = None
         self.counts: dict[str, int] = {}
         """Totals of its last report."""
         self._actor = actor
@@ -545,7 +507,8 @@ class EnvProcess:
         self._on_retire = on_retire
         self._numbers = itertools.count()
         self._sessions: set[int] = set()
-        self._pending: dict[int, OpenCall] = {}
+        self._pending: dict[int, tuple[EpisodeKey, asyncio.Future[Observation | EnvFailure | ProcessLost]]] = {}
+        """Calls without an answer, by session."""
         self._outgoing: list[Command] = []
         self._to_send = asyncio.Event()
         self._lost_because: str | None = None
@@ -569,7 +532,7 @@ class EnvProcess:
 
     async def start(self, timeout_seconds: float) -> None:
         """Wait until the process takes commands. Raises `ProcessLost`."""
-        self.pid = await self._remote(self._actor.start.remote(), timeout_seconds)
+        await self._remote(self._actor.start.remote(), timeout_seconds)
 
     def open(self) -> int:
         """Open a session and return its number. The process learns of it with its first `Reset`."""
@@ -581,8 +544,7 @@ class EnvProcess:
         """End a session. A running call of it raises `ProcessLost`."""
         self._sessions.discard(session)
         self._send(Close(session))
-        if session in self._pending:
-            self._fail(session, "its session was closed during the call")
+        self._settle(session, ProcessLost("its session was closed during the call"))
         self._end_if_drained()
 
     def retire(self) -> None:
@@ -590,24 +552,26 @@ class EnvProcess:
         self._retiring = True
         self._end_if_drained()
 
-    async def ask(self, command: Reset | Step, who: Who) -> Observation | EnvFailure:
+    async def ask(self, command: Reset | Step, key: EpisodeKey) -> Observation | EnvFailure:
         """Send a command and return its outcome. Raises `ProcessLost`."""
         if self._lost_because is not None:
             raise ProcessLost(self._lost_because)
-        call = OpenCall(who, asyncio.get_running_loop().create_future())
-        self._pending[command.session] = call
+        answer: asyncio.Future[Observation | EnvFailure | ProcessLost] = asyncio.get_running_loop().create_future()
+        self._pending[command.session] = (key, answer)
         self._send(command)
         try:
-            with waiting(f"{WORKER}{self.name}", f"{type(command).__name__.lower()} of {who.tag}, seed {who.seed}"):
-                return await call.answer
+            with waiting(f"{WORKER}{self.name}", f"{type(command).__name__.lower()} of {key.tag}, seed {key.seed}"):
+                outcome = await answer
         finally:
             del self._pending[command.session]
+        if isinstance(outcome, ProcessLost):
+            raise outcome
+        return outcome
 
-    async def serve(self) -> Death | None:
-        """Transfer commands and answers until the process ends.
+    async def serve(self) -> None:
+        """Transfer commands and answers until the process was retired and its last session has ended.
 
-        Returns how the process died, or None if it was retired and its last session has ended. After a death, open
-        calls fail with `ProcessLost`.
+        Raises `ProcessLost`, with the suspects, if it dies before. Open calls fail with `ProcessLost`, too.
         """
         watches = [asyncio.ensure_future(work) for work in (self._submit(), self._collect(), self._drained.wait())]
         try:
@@ -615,11 +579,12 @@ class EnvProcess:
             for watch in watches:
                 if watch.done():
                     watch.result()
-            return None
         except ProcessLost as lost:
-            death = Death(str(lost), self._suspects())
-            self.lose(death.because)
-            return death
+            unsent = {command.session for command in self._outgoing}
+            calls = ((key, answer) for session, (key, answer) in self._pending.items() if session not in unsent)
+            lost.suspects = frozenset(key for key, answer in calls if not answer.done())
+            self.lose(str(lost))
+            raise
         finally:
             for watch in watches:
                 watch.cancel()
@@ -628,7 +593,7 @@ class EnvProcess:
         """Fail all calls with `ProcessLost`, now and later. The first cause is kept."""
         self._lost_because = self._lost_because or because
         for session in self._pending:
-            self._fail(session, self._lost_because)
+            self._settle(session, ProcessLost(self._lost_because))
 
     async def close_environments(self, timeout_seconds: float) -> None:
         """Let the environments end their own processes and connections. `kill` handles those that cannot."""
@@ -663,7 +628,7 @@ class EnvProcess:
             report: Report = await self._remote(self._actor.collect.remote(wait_seconds), self._silence_seconds)
             self.counts = report.counts
             for answer in report.answers:
-                self._answer(answer.session, answer.outcome)
+                self._settle(answer.session, answer.outcome)
             if report.retire_because is not None and not self._retiring:
                 self._on_retire(self, report.retire_because)
                 self.retire()
@@ -687,20 +652,12 @@ class EnvProcess:
         finally:
             answer.cancel()
 
-    def _suspects(self) -> frozenset[Who]:
-        unsent = {command.session for command in self._outgoing}
-        calls = ((session, call) for session, call in self._pending.items() if session not in unsent)
-        return frozenset(call.who for _, call in calls if not call.answer.done())
-
-    def _answer(self, session: int, outcome: Observation | EnvFailure) -> None:
-        call = self._pending.get(session)
-        if call is not None and not call.answer.done():
-            call.answer.set_result(outcome)
-
-    def _fail(self, session: int, because: str) -> None:
-        answer = self._pending[session].answer
-        if not answer.done():
-            answer.set_exception(ProcessLost(because))
+    def _settle(self, session: int, outcome: Observation | EnvFailure | ProcessLost) -> None:
+        """End the session's running call, if there is one that has no outcome yet."""
+        if session in self._pending:
+            _, answer = self._pending[session]
+            if not answer.done():
+                answer.set_result(outcome)
 
     def _end_if_drained(self) -> None:
         if self._retiring and not self._sessions:
@@ -723,87 +680,3 @@ def death_cause(text: str) -> str:
 
 def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1]
-
-
-class Quarantine:
-    """The turn and the process."""
-
-    def __init__(self, order_process: Callable[[], None]) -> None:
-        """Prepare without starting. ``order_process`` must lead to a call of `admit` or of `close`."""
-        self._order_process = order_process
-        self._turn = Places(1)
-        self._process: EnvProcess | None = None
-        self._is_ordered = False
-        self._news = asyncio.Event()
-        self._closed_because: str | None = None
-
-    @property
-    def waiting(self) -> int:
-        """Number of sessions that wait for their turn."""
-        return self._turn.waiting
-
-    async def enter(self) -> None:
-        """Wait for the turn. A cancelled call has not entered. Raises `EnvPoolClosed`."""
-        await self._turn.take()
-
-    def leave(self) -> None:
-        """End the turn."""
-        self._turn.give_back()
-
-    async def process(self) -> EnvProcess:
-        """Return the process. Only the holder of the turn may call this. Raises `EnvPoolClosed`."""
-        while self._process is None or not self._process.takes_sessions:
-            if self._closed_because is not None:
-                raise EnvPoolClosed(self._closed_because)
-            self._news.clear()
-            if not self._is_ordered:
-                self._is_ordered = True
-                self._order_process()
-            await self._news.wait()
-        return self._process
-
-    def admit(self, process: EnvProcess) -> None:
-        """Accept a new process."""
-        self._process = process
-        self._is_ordered = False
-        self._news.set()
-
-    def close(self, because: str) -> None:
-        """Make all waiting raise `EnvPoolClosed`."""
-        self._closed_because = because
-        self._turn.close(because)
-        self._news.set()
-
-
-DEATHS_TO_CONFINE = 2
-
-
-class Who(NamedTuple):
-    """Tag and seed, which identify an episode and its repetitions."""
-
-    tag: str
-    seed: int
-
-
-class Suspects:
-    """Record of the episodes that were in a call when a process died."""
-
-    def __init__(self) -> None:
-        self._deaths: Counter[Who] = Counter()
-        self._proven: set[Who] = set()
-
-    def must_be_alone(self, who: Who) -> bool:
-        """Return True if its episodes must not share their process."""
-        return who in self._proven or self._deaths[who] >= DEATHS_TO_CONFINE
-
-    def process_died(self, in_a_call: Iterable[Who]) -> None:
-        """Record a death. Each of these may have caused it; several episodes of one count once."""
-        self._deaths.update(set(in_a_call))
-
-    def prove(self, who: Who) -> None:
-        """Record that it was alone in a process that died."""
-        self._proven.add(who)
-
-    def acquit(self, who: Who) -> None:
-        """Clear the suspicion: an episode of it has ended alone in a process that did not die. Proof stays."""
-        del self._deaths[who]

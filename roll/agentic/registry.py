@@ -16,8 +16,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -25,7 +26,7 @@ from gymnasium.envs import registration
 from gymnasium.envs.registration import parse_env_id
 
 from roll.agentic.base import ActionFormat, AnyText, BadOption, action_reader
-from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint
+from roll.configs.errors import ConfigProblem, nearest, nearest_name_hint, problems_of
 from roll.configs.plugins import (
     IMPORT_REMEDY,
     Kind,
@@ -50,8 +51,8 @@ class Game:
     rules: str
     describe: Callable[[Any, Any], str]
     """Function from the bare environment and its observation to text. Equal states give equal texts."""
-    is_success: Callable[[float, bool], bool]
-    """Function from a step's reward, and whether the step terminated the episode, to success."""
+    any_end_is_success: bool = False
+    """False if only an end with a positive reward is a success."""
 
 
 class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
@@ -102,11 +103,11 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self._seen, info = self.env.reset(seed=seed, options=options)
         self._has_begun, self._is_over = True, False
         text = self.render()
-        told = {"state": text}
+        said = {"state": text}
         if self._instructions:
             rules = "You play a game." if self._game is None else self._game.rules
-            told["system"] = f"{rules} {self._reader.instructions()}"
-        return text, dict(info) | told
+            said["system"] = f"{rules} {self._reader.instructions()}"
+        return text, dict(info) | said
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self._is_over:
@@ -119,10 +120,10 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self._seen, reward, terminated, truncated, info = self._game_env.step(self._first_action + chosen)
         self._is_over = bool(terminated or truncated)
         text = self.render()
-        told: dict[str, Any] = {"action_is_valid": True, "state": text}
+        said: dict[str, Any] = {"action_is_valid": True, "state": text}
         if self._game is not None:
-            told["success"] = self._game.is_success(float(reward), bool(terminated))
-        return text, float(reward), terminated, truncated, dict(info) | told
+            said["success"] = bool(terminated) and (self._game.any_end_is_success or float(reward) > 0)
+        return text, float(reward), terminated, truncated, dict(info) | said
 
     def render(self) -> str:
         """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
@@ -137,12 +138,6 @@ def without_colours(text: str) -> str:
     """Return the text without terminal escapes and trailing spaces, with coloured parts in brackets."""
     plain = ESCAPE.sub("", COLOURED.sub(r"[\1]", text))
     return "\n".join(line.rstrip() for line in plain.split("\n")).strip("\n")
-
-
-def accepted_options() -> dict[str, inspect.Parameter]:
-    """Return the adapter's own options by name."""
-    parameters = dict(inspect.signature(TextAdapter.__init__, eval_str=True).parameters)
-    return {name: each for name, each in parameters.items() if name not in ("self", "env")}
 
 
 def _known_game(env: gymnasium.Env[Any, Any]) -> Game | None:
@@ -182,25 +177,16 @@ def _blackjack(game: Any, observation: Any) -> str:
     return f"Your cards sum to {total}, {ace} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
 
 
-def _won(reward: float, terminated: bool) -> bool:
-    return terminated and reward > 0
-
-
-def _ended(reward: float, terminated: bool) -> bool:
-    return terminated
-
-
 _LAKE = Game(
     ("left", "down", "right", "up"),
     "You (P) walk over a frozen lake of safe cells (S, F) to the goal (G). A hole (H) ends the game.",
     _frozen_lake,
-    _won,
 )
 _CLIFF = Game(
     ("up", "right", "down", "left"),
     "You (x) walk from the bottom left to the target (T). The cliff (C) costs 100 and takes you back to the start.",
     _cliff_walking,
-    _ended,
+    any_end_is_success=True,
 )
 KNOWN_GAMES = {
     "FrozenLake": _LAKE,
@@ -212,13 +198,11 @@ KNOWN_GAMES = {
         "You drive a taxi: pick up the passenger and drop them at their destination. Places are (row, column) from "
         "(0, 0), top left; | is a wall, : is none.",
         _taxi,
-        _won,
     ),
     "Blackjack": Game(
         ("stick", "hit"),
         "You play blackjack against the dealer: come nearer to 21 than the dealer, but not above it.",
         _blackjack,
-        _won,
     ),
 }
 """Known games by gymnasium's name, without the version."""
@@ -230,45 +214,31 @@ NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Se
 """Gymnasium's action spaces that contain no text."""
 
 
-@dataclass(frozen=True)
-class EnvironmentPlugIn(PlugIn):
-    """An environment."""
-
-    gymnasium_id: str = ""
-    """The id under which a built-in one is registered with gymnasium."""
-
-
 ENVIRONMENTS = Kind(
     "environment",
     "roll.environments",
     {
-        "frozen_lake": EnvironmentPlugIn(
-            "roll.agentic.library.frozen_lake:FrozenLakeEnv", gymnasium_id="roll/FrozenLake-v0"
-        ),
-        "math_tools": EnvironmentPlugIn(
-            "roll.agentic.library.math_tools:MathToolsEnv", gymnasium_id="roll/MathTools-v0"
-        ),
-        "number_guessing": EnvironmentPlugIn(
-            "roll.agentic.library.number_guessing:NumberGuessingEnv", gymnasium_id="roll/NumberGuessing-v0"
-        ),
-        "reasoning_gym": EnvironmentPlugIn(
-            "roll.agentic.library.reasoning_gym:ReasoningGymEnv", ("reasoning_gym",), "roll/ReasoningGym-v0"
-        ),
-        "sokoban": EnvironmentPlugIn("roll.agentic.library.sokoban:SokobanEnv", gymnasium_id="roll/Sokoban-v0"),
-        "textarena": EnvironmentPlugIn(
-            "roll.agentic.library.textarena:TextArenaEnv", ("textarena",), "roll/TextArena-v0"
-        ),
+        "frozen_lake": PlugIn("roll.agentic.library.grid_games:FrozenLakeEnv"),
+        "math_tools": PlugIn("roll.agentic.library.math_tools:MathToolsEnv"),
+        "number_guessing": PlugIn("roll.agentic.library.question_games:NumberGuessingEnv"),
+        "reasoning_gym": PlugIn("roll.agentic.library.question_games:ReasoningGymEnv", ("reasoning_gym",)),
+        "sokoban": PlugIn("roll.agentic.library.grid_games:SokobanEnv"),
+        "textarena": PlugIn("roll.agentic.library.textarena:TextArenaEnv", ("textarena",)),
     },
-    EnvironmentPlugIn,
+    PlugIn,
     "package.module:Class",
 )
 
 
 def register_built_ins() -> None:
-    """Register the built-in environments with gymnasium. Calling it twice is harmless."""
+    """Register the built-in environments with gymnasium: `FrozenLakeEnv` as `roll/FrozenLake-v0`.
+
+    Calling it twice is harmless.
+    """
     for built_in in ENVIRONMENTS.built_in.values():
-        if built_in.gymnasium_id not in registration.registry:
-            gymnasium.register(built_in.gymnasium_id, entry_point=built_in.path, disable_env_checker=True)
+        gymnasium_id = f"roll/{built_in.path.partition(':')[2].removesuffix('Env')}-v0"
+        if gymnasium_id not in registration.registry:
+            gymnasium.register(gymnasium_id, entry_point=built_in.path, disable_env_checker=True)
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
@@ -278,7 +248,8 @@ def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str,
     code of the environment runs, except its module's. The environment may still refuse a value or turn out not to be a
     text environment.
     """
-    return _checked(env_type, env_config, _Paths("env_type", "env_config")).made()
+    source = _find(env_type, "")
+    return source.made(*source.checked(env_config))
 
 
 def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
@@ -287,20 +258,14 @@ def check_env_type(tag: str, env_type: str, env_config: Mapping[str, Any]) -> li
     Built-in environments and gymnasium's own are made for this check (they are small). For others, only the name and
     the signature are checked.
     """
-    paths = _Paths(f"custom_envs.{tag}.env_type", f"custom_envs.{tag}.env_config")
-    try:
-        ready = _checked(env_type, env_config, paths)
-        if ready.source.is_small:
-            ready.made().close()
-    except ConfigError as error:
-        return error.problems
-    return []
 
+    def check() -> None:
+        source = _find(env_type, f"custom_envs.{tag}.")
+        options = source.checked(env_config)
+        if source.is_small:
+            source.made(*options).close()
 
-@dataclass(frozen=True)
-class _Paths:
-    env_type: str
-    env_config: str
+    return problems_of(check)
 
 
 @dataclass(frozen=True)
@@ -308,6 +273,8 @@ class _Source:
     """Origin of an environment."""
 
     env_type: str
+    at: str
+    """Beginning of the paths of `env_type` and `env_config` in messages."""
     create: Callable[..., Any]
     """The class or factory whose signature is checked."""
     call: Callable[..., Any]
@@ -318,69 +285,60 @@ class _Source:
     is_small: bool = False
     """True if making it is fast and uses nothing but memory."""
 
+    def checked(self, env_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the checked options of the environment, and those of an adapter. Raises `ConfigError`."""
+        parameters = parameters_of(self.create, self.env_type, f"{self.at}env_type")
+        named = by_name(parameters)
+        of_adapter: dict[str, inspect.Parameter] = {}
+        if not takes_anything(parameters) and self.env_type not in ENVIRONMENTS.built_in:
+            of_adapter = by_name(parameters_of(TextAdapter, "TextAdapter", self.at), filled={"env", *named})
+        settable = {
+            **parameters,
+            **of_adapter,
+            **{key: named[key].replace(default=value) for key, value in self.given.items() if key in named},
+            **{key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None) for key in self.extra_options},
+        }
+        values = checked_arguments(self.env_type, settable, env_config, f"{self.at}env_config")
+        options = {key: value for key, value in values.items() if key not in of_adapter}
+        metadata = getattr(self.create, "metadata", None)
+        render_modes = metadata.get("render_modes", ()) if isinstance(metadata, Mapping) else ()
+        if "render_mode" in named and "render_mode" not in options and "ansi" in render_modes:
+            options["render_mode"] = "ansi"
+        return options, {key: value for key, value in values.items() if key in of_adapter}
 
-@dataclass(frozen=True)
-class _Ready:
-    """An environment whose options have been checked."""
-
-    source: _Source
-    options: dict[str, Any]
-    adapter_options: dict[str, Any]
-    paths: _Paths
-
-    def made(self) -> gymnasium.Env[str, str]:
+    def made(self, options: dict[str, Any], adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
+        """Make the environment as one of text. Raises `ConfigError`."""
         try:
-            return self._as_text(self.source.call(**self.options))
+            return self._as_text(self.call(**options), adapter_options)
         except BadOption as bad:
-            path = f"{self.paths.env_config}.{bad.option}"
-            raise ConfigError([ConfigProblem(path, bad.message, bad.remedy)]) from bad
+            raise problem(f"{self.at}env_config.{bad.option}", bad.message, bad.remedy) from bad
 
-    def _as_text(self, env: Any) -> gymnasium.Env[str, str]:
+    def _as_text(self, env: Any, adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
+        path = f"{self.at}env_type"
         if not isinstance(env, gymnasium.Env):
-            made = f"`{self.source.env_type}` made a {type(env).__name__}"
-            raise problem(self.paths.env_type, made, "name a class of, or a function that returns, a `gymnasium.Env`")
+            made = f"`{self.env_type}` made a {type(env).__name__}"
+            raise problem(path, made, "name a class of, or a function that returns, a `gymnasium.Env`")
         space = getattr(env, "action_space", None)
         if isinstance(space, gymnasium.spaces.Discrete):
-            return self._adapted(env)
+            try:
+                return TextAdapter(env, **adapter_options)
+            except TypeError as cause:
+                remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
+                raise problem(path, str(cause), remedy) from cause
         if type(space).__name__ in NOT_TEXT and type(space).__module__.startswith("gymnasium."):
-            message = f"`{self.source.env_type}` takes actions of {space}, which are no texts"
-            raise problem(self.paths.env_type, message, "wrap it into an environment that takes and gives text")
-        if self.adapter_options:
-            key = next(iter(self.adapter_options))
-            own = by_name(parameters_of(self.source.create, self.source.env_type, self.paths.env_type))
-            hint = nearest_name_hint(key, {*own, *self.source.extra_options})
-            message = f"`{self.source.env_type}` has no option `{key}`, and it takes text already"
-            raise problem(f"{self.paths.env_config}.{key}", message, hint)
+            message = f"`{self.env_type}` takes actions of {space}, which are no texts"
+            raise problem(path, message, "wrap it into an environment that takes and gives text")
+        if adapter_options:
+            key = next(iter(adapter_options))
+            own = by_name(parameters_of(self.create, self.env_type, path))
+            hint = nearest_name_hint(key, {*own, *self.extra_options})
+            message = f"`{self.env_type}` has no option `{key}`, and it takes text already"
+            raise problem(f"{self.at}env_config.{key}", message, hint)
         return env
 
-    def _adapted(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[str, str]:
-        try:
-            return TextAdapter(env, **self.adapter_options)
-        except TypeError as cause:
-            remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
-            raise problem(self.paths.env_type, str(cause), remedy) from cause
 
-
-def _checked(env_type: str, env_config: Mapping[str, Any], paths: _Paths) -> _Ready:
-    source = _find(env_type, paths.env_type)
-    parameters = parameters_of(source.create, env_type, paths.env_type)
-    named = by_name(parameters)
-    adaptable = not takes_anything(parameters) and env_type not in ENVIRONMENTS.built_in
-    of_adapter = _without(accepted_options(), named) if adaptable else {}
-    settable = {
-        **parameters,
-        **of_adapter,
-        **{key: named[key].replace(default=value) for key, value in source.given.items() if key in named},
-        **{key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None) for key in source.extra_options},
-    }
-    values = checked_arguments(env_type, settable, env_config, paths.env_config)
-    options = _without(values, of_adapter)
-    if "render_mode" in named and "render_mode" not in options and "ansi" in _render_modes(source.create):
-        options["render_mode"] = "ansi"
-    return _Ready(source, options, {key: value for key, value in values.items() if key in of_adapter}, paths)
-
-
-def _find(env_type: str, path: str) -> _Source:
+def _find(env_type: str, at: str) -> _Source:
+    path = f"{at}env_type"
     module, _, name = env_type.partition(":")
     if name and GYMNASIUM_ID.fullmatch(name):
         look_in_working_folder()  # the console command does not add the working folder
@@ -389,15 +347,16 @@ def _find(env_type: str, path: str) -> _Source:
         except Exception as cause:
             message = f"module {module!r} cannot be imported: {type(cause).__name__}: {cause}"
             raise problem(path, message, IMPORT_REMEDY) from cause
-        return _registered(env_type, name, path)
+        return _registered(env_type, name, at)
     if name or env_type in ENVIRONMENTS.names():
         found = ENVIRONMENTS.load(env_type, path)
-        return _Source(env_type, found, found, is_small=env_type in ENVIRONMENTS.built_in)
-    return _registered(env_type, env_type, path)
+        return _Source(env_type, at, found, found, is_small=env_type in ENVIRONMENTS.built_in)
+    return _registered(env_type, env_type, at)
 
 
-def _registered(env_type: str, env_id: str, path: str) -> _Source:
+def _registered(env_type: str, env_id: str, at: str) -> _Source:
     """Return an environment of gymnasium's registry by its id. Without a version, the newest one is used."""
+    path = f"{at}env_type"
     try:
         spec = gymnasium.spec(env_id)
     except gymnasium.error.Error as cause:
@@ -414,20 +373,9 @@ def _registered(env_type: str, env_id: str, path: str) -> _Source:
         message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
         raise problem(path, message, "install what it needs, or correct its entry point") from cause
 
-    def call(**options: Any) -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(spec, disable_env_checker=True, **options)
-
+    call = partial(gymnasium.make, spec, disable_env_checker=True)
     is_small = create.__module__.startswith("gymnasium.")
-    return _Source(env_type, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
-
-
-def _render_modes(create: Callable[..., Any]) -> tuple[str, ...]:
-    metadata = getattr(create, "metadata", None)
-    return tuple(metadata.get("render_modes", ())) if isinstance(metadata, Mapping) else ()
-
-
-def _without(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in others}
+    return _Source(env_type, at, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
 
 
 register_built_ins()

@@ -26,7 +26,7 @@ import numpy as np
 from roll.agentic.episode import EnvironmentFailed, EnvSession, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
-from roll.agentic.worker import EnvPoolClosed, EnvSpec, HostSettings, SessionFailed
+from roll.agentic.worker import EnvPoolClosed, HostSettings, SessionFailed
 from roll.configs import derived
 from roll.configs.roles import GeneratingArguments
 from roll.configs.run import AgenticConfig, CustomEnvConfig, EnvManagerConfig
@@ -61,7 +61,7 @@ class AgenticSide:
         self._config = prepared.config
         self._plan = plan
         self._on_event = on_event
-        self.workers = EnvPool(env_specs(self._config), pool_settings(self._config, log_dir))
+        self.workers = EnvPool(self._config.custom_envs, pool_settings(self._config, log_dir))
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return random tokens, since observations are not known before the environments run."""
@@ -142,25 +142,12 @@ class AgenticSide:
         }
 
 
-def env_specs(config: AgenticConfig) -> dict[str, EnvSpec]:
-    """Return how the environments of each tag are made."""
-    return {
-        tag: EnvSpec(env.env_type, env.env_config, env.reset_timeout_seconds, env.step_timeout_seconds)
-        for tag, env in config.custom_envs.items()
-    }
-
-
 def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
     """Return the settings of the processes that run the environments."""
-    workers = config.env_workers
     return PoolSettings(
-        num_workers=workers.num_workers,
-        max_sessions=workers.max_sessions,
-        host=HostSettings(max_memory_growth_bytes=int(workers.max_memory_growth_gib * 2**30)),
+        config.env_workers,
+        HostSettings(max_memory_growth_bytes=int(config.env_workers.max_memory_growth_gib * 2**30)),
         start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
-        silence_timeout_seconds=workers.silence_timeout_seconds,
-        max_failed_starts=workers.max_failed_starts,
-        place_timeout_seconds=workers.place_timeout_seconds,
         log_dir=log_dir,
     )
 

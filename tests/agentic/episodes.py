@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roll.agentic.episode import Episode, ManagerSettings, Observation, SampledTurn
-from roll.agentic.manager import make_manager
+from roll.agentic.manager import ENVIRONMENT_MANAGERS, EnvManager
 from roll.data.chat import RawTurns, TurnTemplate
 from tests.data.chat_templates import make_tokenizer
 
@@ -92,6 +92,12 @@ def limits(**changes) -> ManagerSettings:
 def plain_turns() -> RawTurns:
     """Observations end with `>`, responses with `;`."""
     return RawTurns(make_tokenizer("chatml"), prompt_end=">", response_end=";")
+
+
+def make_manager(
+    name: str, settings: ManagerSettings, template: TurnTemplate, decoder, path: str = "env_manager_cls"
+) -> EnvManager:
+    return ENVIRONMENT_MANAGERS.load(name, path)(settings, template, decoder)
 
 
 def run_episode(

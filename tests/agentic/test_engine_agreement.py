@@ -16,13 +16,12 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll.agentic.episode import SampledTurn
-from roll.agentic.manager import make_manager
 from roll.data.chat import ChatTurns
 from roll.data.records import SampleBatch
 from roll.engines.base import GenerateRequest, InferStrategy, SamplingParams
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.trainers.base import build_trainer
-from tests.agentic.episodes import ScriptedSession, limits, observe
+from tests.agentic.episodes import ScriptedSession, limits, make_manager, observe
 from tests.data.chat_templates import FORMATS, make_tokenizer
 from tests.trainers.trainers import trainer_setup
 

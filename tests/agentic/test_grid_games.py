@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.agentic.base import BadOption, moved
-from roll.agentic.library.frozen_lake import FrozenLakeEnv, random_map
-from roll.agentic.library.sokoban import CELLS_PER_BOX, DIRECTIONS, Level, SokobanEnv, make_level
+from roll.agentic.base import BadOption
+from roll.agentic.library.grid_games import (
+    CELLS_PER_BOX,
+    FrozenLakeEnv,
+    Level,
+    SokobanEnv,
+    make_level,
+    moved,
+    random_map,
+)
 from tests.tiers import examples
 
 SEEDS = st.integers(0, 2**31)
+DIRECTIONS = tuple(SokobanEnv.DIRECTIONS.values())
 ROOMS = st.tuples(st.integers(3, 7), st.integers(5, 7))
 
 

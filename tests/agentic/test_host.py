@@ -13,7 +13,8 @@ import gymnasium
 import pytest
 
 from roll.agentic.episode import Observation
-from roll.agentic.worker import EnvFactory, EnvFailure, EnvHost, EnvSpec, HostSession, HostSettings
+from roll.agentic.worker import EnvFactory, EnvFailure, EnvHost, HostSession, HostSettings
+from roll.configs.run import CustomEnvConfig
 from tests.agentic import sample_environments
 from tests.agentic.sample_environments import Obedient, make, observe
 
@@ -42,15 +43,15 @@ class Made:
         return environment
 
 
-def spec(env_type: str = "obedient", *, reset: float = 20.0, step: float = 20.0, **env_config: str) -> EnvSpec:
-    return EnvSpec(env_type, env_config, reset_timeout_seconds=reset, step_timeout_seconds=step)
+def spec(env_type: str = "obedient", *, reset: float = 20.0, step: float = 20.0, **env_config: str) -> CustomEnvConfig:
+    return CustomEnvConfig(env_type, env_config, reset_timeout_seconds=reset, step_timeout_seconds=step)
 
 
 def run(
     use: Callable[[EnvHost], Awaitable[T]],
     factory: EnvFactory = make,
     limits: HostSettings | None = None,
-    **specs: EnvSpec,
+    **specs: CustomEnvConfig,
 ) -> T:
     """Use a host whose tag ``a`` is a plain environment unless said otherwise, within a minute."""
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ import pytest
 
 from roll.agentic.episode import EnvironmentFailed
 from roll.agentic.pool import EnvPool, EnvPoolSession, PoolSettings
-from roll.agentic.worker import EnvPoolClosed, EnvSpec, HostSettings, SessionFailed
+from roll.agentic.worker import EnvPoolClosed, HostSettings, SessionFailed
+from roll.configs.run import CustomEnvConfig, EnvWorkersConfig
 from tests.warm_workers import COLD
 
 T = TypeVar("T")
@@ -34,15 +36,15 @@ def pool_of(
     num_workers: int = 1,
     max_sessions: int = 1000,
     host: HostSettings | None = None,
-    envs: dict[str, EnvSpec] | None = None,
+    envs: dict[str, CustomEnvConfig] | None = None,
     **rest: Any,
 ) -> EnvPool:
     """A pool whose tag ``a`` is a plain environment."""
-    specs = {"a": EnvSpec("obedient")} | (envs or {})
+    specs = {"a": CustomEnvConfig("obedient")} | (envs or {})
+    limits = {field.name: rest.pop(field.name) for field in fields(EnvWorkersConfig) if field.name in rest}
     settings = PoolSettings(
-        num_workers=num_workers,
-        max_sessions=max_sessions,
-        host=host or HostSettings(close_timeout_seconds=SHORT, leak_check_seconds=0.0),
+        EnvWorkersConfig(num_workers=num_workers, max_sessions=max_sessions, **limits),
+        host or HostSettings(close_timeout_seconds=SHORT, leak_check_seconds=0.0),
         **{"make_env": f"{HERE}:make", "observe": f"{HERE}:observe"} | rest,
     )
     return EnvPool(specs, settings)
@@ -147,7 +149,7 @@ def test_workers_are_light_processes_that_are_gone_after_shutdown(tmp_path):
         ids = {(await session.step("process")).messages[0]["content"] for session in sessions}
         return ids, await episode(pool, 1, "loaded")
 
-    envs = {"noting": EnvSpec("obedient", {"folder": str(tmp_path)})}
+    envs = {"noting": CustomEnvConfig("obedient", {"folder": str(tmp_path)})}
     ids, (_, loaded) = run(pool_of(num_workers=2, envs=envs, actor_options=COLD), use)
     assert len(ids) == 2 and str(os.getpid()) not in ids
     assert loaded == ""
@@ -188,7 +190,7 @@ def test_a_bad_environment_fails_its_own_episode_and_is_named(action, kind, word
         assert await episode(pool, 9, "go", tag="bad") == ["seed 9, episode 1", "go 9 1"]
         return str(caught.value)
 
-    pool = pool_of(envs={"bad": EnvSpec("obedient", step_timeout_seconds=2.0 if action == "hang" else 60.0)})
+    pool = pool_of(envs={"bad": CustomEnvConfig("obedient", step_timeout_seconds=2.0 if action == "hang" else 60.0)})
     message = run(pool, use)
     assert message.startswith("environment `bad`, seed 7, turn 2: ") and words in message
     counts = pool.counts()
@@ -292,7 +294,7 @@ def test_an_episode_that_waits_for_its_policy_while_its_process_dies_is_no_suspe
         await episode(pool, 1, "go")
         return pool.counts()["quarantined"] - before
 
-    assert run(pool_of(envs={"bad": EnvSpec("obedient")}), use) == 0
+    assert run(pool_of(envs={"bad": CustomEnvConfig("obedient")}), use) == 0
 
 
 def test_a_proven_killer_never_shares_a_process_again():
@@ -462,7 +464,7 @@ def test_a_process_full_of_stuck_threads_is_replaced_and_ends_with_its_last_sess
         await until(lambda: not runs(before))
         return before
 
-    envs = {"hanging": EnvSpec("obedient", step_timeout_seconds=SHORT)}
+    envs = {"hanging": CustomEnvConfig("obedient", step_timeout_seconds=SHORT)}
     host = HostSettings(close_timeout_seconds=SHORT, leak_check_seconds=0.0, max_stuck_threads=1)
     pool = pool_of(envs=envs, host=host, silence_timeout_seconds=30.0)
     run(pool, use)
@@ -580,7 +582,7 @@ def test_a_storm_of_cancellations_and_failures_keeps_the_places_exact(storm):
         assert await episode(pool, 5, "go", "on", tag="patient")
 
     host = HostSettings(close_timeout_seconds=SHORT, leak_check_seconds=0.0, max_stuck_threads=4)
-    envs = {"a": EnvSpec("obedient", step_timeout_seconds=SHORT), "patient": EnvSpec("obedient")}
+    envs = {"a": CustomEnvConfig("obedient", step_timeout_seconds=SHORT), "patient": CustomEnvConfig("obedient")}
     pool = pool_of(num_workers=2, max_sessions=7, host=host, envs=envs, silence_timeout_seconds=30.0)
     run(pool, use)
     assert most <= 7
@@ -603,7 +605,7 @@ def test_a_cancelled_episode_gives_its_place_back_without_being_closed(tmp_path)
             assert (await episode(pool, 2, "go"))[1] == "go 2 1"
         (tmp_path / "go").touch()
 
-    slow = EnvSpec("obedient", {"at_reset": f"wait-for {tmp_path / 'go'}"})
+    slow = CustomEnvConfig("obedient", {"at_reset": f"wait-for {tmp_path / 'go'}"})
     run(pool_of(max_sessions=1, envs={"slow": slow}), use)
 
 

@@ -94,10 +94,11 @@ def test_a_death_that_ray_has_another_class_for_is_one_and_the_process_is_taken_
         process = EnvProcess("environments/0", actor, 1.0, lambda process, because: None)
         with pytest.raises(ProcessLost, match="the worker process died"):
             await process.start(1.0)
-        death = await process.serve()
+        with pytest.raises(ProcessLost) as death:
+            await process.serve()
         await process.close_environments(1.0)
         await process.kill()
         assert killed == [actor]
-        return death.because
+        return str(death.value)
 
     assert words in asyncio.run(asyncio.wait_for(main(), 60))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.base import BadOption, observation_from
-from roll.agentic.library.number_guessing import NumberGuessingEnv
-from roll.agentic.library.reasoning_gym import ReasoningGymEnv
+from roll.agentic.library.question_games import NumberGuessingEnv, ReasoningGymEnv
 
 # Number guessing
 

@@ -7,12 +7,19 @@ import gymnasium
 import pytest
 
 from roll.agentic.base import observation_from
-from roll.agentic.library.frozen_lake import FrozenLakeEnv
+from roll.agentic.library.grid_games import FrozenLakeEnv
 from roll.agentic.registry import ENVIRONMENTS, TextAdapter, check_env_type, make_env
 from roll.configs.errors import ConfigError, ConfigProblem
 from tests.agentic.sample_envs import GoodEnv, Walk
 
 SAMPLES = "tests.agentic.sample_envs:"
+GYMNASIUM_IDS = {
+    "frozen_lake": "roll/FrozenLake-v0",
+    "number_guessing": "roll/NumberGuessing-v0",
+    "reasoning_gym": "roll/ReasoningGym-v0",
+    "sokoban": "roll/Sokoban-v0",
+    "textarena": "roll/TextArena-v0",
+}
 NEEDED = {"reasoning_gym": {"dataset": "chain_sum"}, "textarena": {"game": "GuessTheNumber-v0"}}
 
 
@@ -32,7 +39,7 @@ def built_in_names() -> list[str]:
 @pytest.mark.parametrize("name", built_in_names())
 def test_a_built_in_environment_is_made_by_name_and_by_gymnasium(name):
     options = NEEDED.get(name, {})
-    for env in (make_env(name, options), gymnasium.make(ENVIRONMENTS.built_in[name].gymnasium_id, **options)):
+    for env in (make_env(name, options), gymnasium.make(GYMNASIUM_IDS[name], **options)):
         observation = observation_from(*env.reset(seed=1))
         assert observation.messages[-1]["content"]
         env.close()

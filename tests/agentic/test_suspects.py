@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from roll.agentic.pool import Suspects, Who
+from roll.agentic.pool import EpisodeKey, Suspects
 
-ONE, OTHER = Who("a", 1), Who("a", 2)
+ONE, OTHER = EpisodeKey("a", 1), EpisodeKey("a", 2)
 
 
 def test_who_was_near_two_deaths_must_be_alone():
@@ -13,7 +13,7 @@ def test_who_was_near_two_deaths_must_be_alone():
     assert not suspects.must_be_alone(ONE)
     suspects.process_died([ONE])
     assert suspects.must_be_alone(ONE) and not suspects.must_be_alone(OTHER)
-    assert not suspects.must_be_alone(Who("b", 1))
+    assert not suspects.must_be_alone(EpisodeKey("b", 1))
 
 
 def test_a_death_counts_once_however_many_episodes_of_a_seed_were_there():

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from roll.agentic.episode import Observation
-from roll.agentic.worker import Close, Command, EnvSpec, EnvWorker, HostSettings, Reset, Step, WorkerSetup
+from roll.agentic.worker import Close, Command, EnvWorker, PoolSettings, Reset, Step
+from roll.configs.run import CustomEnvConfig
 from roll.runtime.process import DriverFolders
 
 T = TypeVar("T")
@@ -24,9 +25,8 @@ LONG = 30.0
 def run(use: Callable[[EnvWorker], Awaitable[T]], observe: str = f"{HERE}:observe") -> T:
     async def main() -> T:
         async with asyncio.timeout(60):
-            specs, make = {"a": EnvSpec("obedient")}, f"{HERE}:make"
-            setup = WorkerSetup("w", specs, HostSettings(), make, observe, DriverFolders(), None)
-            worker = EnvWorker(setup)
+            settings = PoolSettings(make_env=f"{HERE}:make", observe=observe)
+            worker = EnvWorker("w", {"a": CustomEnvConfig("obedient")}, settings, DriverFolders())
             await worker.start()
             try:
                 return await use(worker)
@@ -83,7 +83,7 @@ def test_closing_frees_the_environment_for_the_next_command_of_the_same_batch():
 def test_an_error_of_the_worker_itself_fails_the_poll():
     async def use(worker: EnvWorker) -> None:
         await answered(worker, Reset(0, "a", 0, False))
-        worker._sessions[0]._step_limit = None
+        worker._sessions[0]._config = None
         await worker.submit([Step(0, "go")])
         with pytest.raises(AttributeError):
             await worker.collect(LONG)

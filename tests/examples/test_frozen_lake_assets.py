@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll.agentic.library.frozen_lake import FrozenLakeEnv
+from roll.agentic.library.grid_games import FrozenLakeEnv
 
 FOLDER = Path(__file__).parents[2] / "examples" / "frozen_lake-tiny-cpu"
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import gymnasium
 import numpy as np
 
+from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
 from roll.agentic.tools.base import ToolSpec, make_tools
 from roll.agentic.tools.environment import ToolEnv, ToolSettings
-from roll.configs.errors import ConfigError, ConfigProblem, nearest_name_hint
+from roll.configs.errors import nearest_name_hint
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(/\d+)?")
@@ -32,11 +32,6 @@ class Problem:
 
     question: str
     answer: Fraction
-
-
-def make_problem(kind: str, level: int, random: np.random.Generator) -> Problem:
-    """Return a problem of one of the `KINDS`, at a level from 1 to 5."""
-    return KINDS[kind](level, random)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -133,14 +128,11 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Problem]] = {
 }
 
 
-class MathProblemEnv(gymnasium.Env[str, str]):
+class MathProblemEnv(TextGame):
     """One problem per episode, with a limited number of attempts."""
 
-    metadata = {"render_modes": ["ansi"]}
-
     def __init__(self, kinds: Sequence[str], levels: Sequence[int], attempts: int, instructions: bool) -> None:
-        self.render_mode = "ansi"
-        self.action_space = self.observation_space = gymnasium.spaces.Text(max_length=100_000)
+        super().__init__()
         self._kinds = list(kinds)
         self._levels = list(levels)
         self._attempts = attempts
@@ -149,17 +141,16 @@ class MathProblemEnv(gymnasium.Env[str, str]):
         self._left = 0
         self._said = ""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        super().reset(seed=seed)
+    def _begin(self, seed: int | None) -> ResetAnswer:
         kind = self._kinds[int(self.np_random.integers(len(self._kinds)))]
         level = self._levels[int(self.np_random.integers(len(self._levels)))]
-        self._problem = make_problem(kind, level, self.np_random)
+        self._problem = KINDS[kind](level, self.np_random)
         self._left = self._attempts
         self._said = ""
         info: dict[str, Any] = {"system": _INSTRUCTIONS} if self._instructions else {}
         return self._problem.question, info | {"state": self._state(), "metrics": {"level": level}}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _act(self, action: str) -> StepAnswer:
         answers = _ANSWER.findall(action)
         if not answers:
             return _MISSING, 0.0, False, False, self._info(action_is_valid=False)
@@ -195,30 +186,22 @@ class MathToolsEnv(ToolEnv):
         attempts: int = 1,
         instructions: bool = True,
     ) -> None:
-        """Check the options and build the tools. Raises `ConfigError`.
+        """Check the options and build the tools. Raises `BadOption`, and `ConfigError` for the tools.
 
         ``tools``: see `roll.agentic.tools.base`; empty for none. ``tool_settings``: fields of `ToolSettings`.
         ``levels``: from 1 (easy) to 5. ``attempts``: number of answers allowed. ``instructions``: add a system message.
         """
-        problems = [
-            ConfigProblem("kinds", f"there are no problems of the kind `{kind}`", nearest_name_hint(str(kind), KINDS))
-            for kind in kinds
-            if kind not in KINDS
-        ]
-        for name, values in (("kinds", kinds), ("levels", levels)):
+        for name, values, known in (("kinds", kinds, tuple(KINDS)), ("levels", levels, LEVELS)):
             if not values:
-                problems.append(ConfigProblem(name, "it is empty", "name at least one"))
-        problems += [
-            ConfigProblem("levels", f"there is no level {level}", f"levels are {', '.join(map(str, LEVELS))}")
-            for level in levels
-            if level not in LEVELS
-        ]
+                raise BadOption(name, "it is empty", "name at least one")
+            for value in values:
+                if value not in known:
+                    hint = nearest_name_hint(str(value), map(str, known))
+                    raise BadOption(name, f"there are no problems of {name.removesuffix('s')} `{value}`", hint)
         if attempts < 1:
-            problems.append(ConfigProblem("attempts", f"it is {attempts}", "at least 1"))
-        if problems:
-            raise ConfigError(problems)
+            raise BadOption("attempts", f"it is {attempts}", "at least 1")
         try:
             settings = ToolSettings.named(dict(tool_settings or {}))
         except (ValueError, TypeError) as cause:
-            raise ConfigError([ConfigProblem("tool_settings", str(cause), "see docs/tools.md")]) from cause
+            raise BadOption("tool_settings", str(cause), "see docs/tools.md") from cause
         super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)

@@ -17,19 +17,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import gymnasium
 import numpy as np
 
-from roll.agentic.base import AnyText, BadOption
+from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
 from roll.configs.errors import nearest_name_hint
 
 _one_call_at_a_time = threading.Lock()
 
 
-class TextArenaEnv(gymnasium.Env[str, str]):
+class TextArenaEnv(TextGame):
     """A TextArena game. Its own prompt says which actions exist and how to write them, usually ``[action]``."""
-
-    metadata = {"render_modes": ["ansi"]}
 
     def __init__(
         self,
@@ -49,30 +46,24 @@ class TextArenaEnv(gymnasium.Env[str, str]):
         registered = textarena.envs.registration.ENV_REGISTRY
         if game not in registered:
             raise BadOption("game", f"TextArena has no game `{game}`", nearest_name_hint(game, registered))
-        self.observation_space = AnyText()
-        self.action_space = AnyText()
-        self.render_mode = render_mode
+        super().__init__(render_mode)
         self._textarena = textarena
         self._random = _Generators()
         self._game = self._made(game, dict(game_args or {}))
         self._name = game
         self._success_reward = success_reward
         self._shown: list[str] = []
-        self._is_over = True
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        super().reset(seed=seed)
+    def _begin(self, seed: int | None) -> ResetAnswer:
         drawn = int(self.np_random.integers(2**32))
         self._random = _Generators(drawn)
         with self._random.in_place():
             self._game.reset(num_players=1, seed=drawn)
             text, _ = self._news()
-        self._shown, self._is_over = [text], False
+        self._shown = [text]
         return text, {"state": self._state(), "success": False}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if self._is_over:
-            raise gymnasium.error.ResetNeeded("the episode is over: reset the environment before its next step")
+    def _act(self, action: str) -> StepAnswer:
         with self._random.in_place():
             try:
                 done, _ = self._game.step(action=action)
@@ -80,52 +71,50 @@ class TextArenaEnv(gymnasium.Env[str, str]):
                 return self._given_up(cause)
             text, is_refused = self._news()
             rewards, game_info = self._game.close() if done else ({}, {})
-        self._is_over = bool(done)
         reward = float((rewards or {}).get(0, 0.0))
         outcome = game_info.get(0, {})
         self._shown += [action, text]
         info = {
             "action_is_valid": not is_refused and not outcome.get("invalid_move", False),
-            "success": self._is_over and reward >= self._success_reward,
+            "success": bool(done) and reward >= self._success_reward,
             "state": self._state(),
             "metrics": {"game_failed": False},
         }
-        return text or str(outcome.get("reason", "")), reward, self._is_over, False, info
+        return text or str(outcome.get("reason", "")), reward, bool(done), False, info
 
     def _made(self, game: str, game_args: dict[str, Any]) -> Any:
         """Return the game after one reset: only then does it report that it needs more players or lacks something."""
-        with self._random.in_place():
-            try:
-                made = self._textarena.make(game, **game_args)
-            except TypeError as cause:
-                remedy = "use what the game's class takes"
-                raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
-            except LookupError as cause:
-                _refuse_if_words_are_missing(game, cause)
+        try:
+            with self._random.in_place():
+                try:
+                    made = self._textarena.make(game, **game_args)
+                except TypeError as cause:
+                    remedy = "use what the game's class takes"
+                    raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
+                while isinstance(made, self._textarena.Wrapper):
+                    made = made.env
+                try:
+                    made.reset(num_players=1, seed=0)
+                except AssertionError as cause:
+                    message = f"`{game}` is not for one player ({cause})"
+                    raise BadOption("game", message, "name a 1-player game") from cause
+                return made
+        except LookupError as cause:
+            # NLTK's word lists are not part of TextArena: a game that needs them downloads them when it is made.
+            resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))
+            if resource is None:
                 raise
-            while isinstance(made, self._textarena.Wrapper):
-                made = made.env
-            try:
-                made.reset(num_players=1, seed=0)
-            except AssertionError as cause:
-                raise BadOption("game", f"`{game}` is not for one player ({cause})", "name a 1-player game") from cause
-            except LookupError as cause:
-                _refuse_if_words_are_missing(game, cause)
-                raise
-        return made
+            message = f"`{game}` needs NLTK's `{resource[1]}`, which this machine lacks and could not download"
+            remedy = f"where there is a network, run `python -m nltk.downloader {resource[1]}` once"
+            raise BadOption("game", message, remedy) from cause
 
-    def _given_up(self, cause: Exception) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _given_up(self, cause: Exception) -> StepAnswer:
         """End the episode without reward after a game has raised on an odd action, and count the failure.
 
         The action is the policy's, so the environment does not fail. The game is not trusted until its next reset.
         """
-        self._is_over = True
-        info = {
-            "action_is_valid": False,
-            "success": False,
-            "state": self._state(),
-            "metrics": {"game_failed": True},
-        }
+        metrics = {"game_failed": True}
+        info = {"action_is_valid": False, "success": False, "state": self._state(), "metrics": metrics}
         return f"The game could not go on with that ({type(cause).__name__}).", 0.0, False, True, info
 
     def render(self) -> str:
@@ -141,19 +130,6 @@ class TextArenaEnv(gymnasium.Env[str, str]):
     def _state(self) -> str:
         """Return the whole dialogue, because nothing else is known about a game's state."""
         return "\n".join(self._shown)
-
-
-def _refuse_if_words_are_missing(game: str, cause: LookupError) -> None:
-    """Raise `BadOption` if NLTK's word lists are missing.
-
-    They are not part of TextArena: a game that needs them tries to download them when it is made.
-    """
-    resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))
-    if resource is None:
-        return
-    message = f"`{game}` needs NLTK's `{resource[1]}`, which this machine lacks and could not download"
-    remedy = f"where there is a network, run `python -m nltk.downloader {resource[1]}` once"
-    raise BadOption("game", message, remedy) from cause
 
 
 class _Generators:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jsonschema import Draft202012Validator
 
-from roll.configs.errors import ConfigError, ConfigProblem, shown
+from roll.configs.errors import ConfigError, shown
 from roll.configs.plugins import Kind, PlugIn, checked_arguments, parameters_of, problem
 
 
@@ -98,12 +98,6 @@ def argument_problem(tool: Tool, arguments: dict[str, Any]) -> str | None:
     return f"the arguments of `{tool.name}` do not fit: {'; '.join(problems)}"
 
 
-def call_tool(tool: Tool, arguments: dict[str, Any], deadline: Deadline) -> Answer:
-    """Check the arguments, then call the tool."""
-    problem = argument_problem(tool, arguments)
-    return Answer(problem, is_error=True) if problem else tool.call(arguments, deadline)
-
-
 def _shortened(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
@@ -111,6 +105,7 @@ def _shortened(text: str, longest: int = 200) -> str:
 CALL_BEGIN = "<tool_call>"
 CALL_END = "</tool_call>"
 _LONGEST_CALL = 100_000
+_CALL = re.compile(rf"{CALL_BEGIN}(.*?)(?:{CALL_END}|\Z)", re.DOTALL)
 _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 
 
@@ -137,73 +132,58 @@ def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | M
     `code`; None: such blocks are plain text. A call inside another one makes the whole call malformed. A last call
     without its end tag is malformed too, unless its JSON is complete: the end tag may have been a stop text.
     """
-    found: list[tuple[int, ToolCall | MalformedCall]] = []
-    outside, begin = [], 0
-    for start, stop, body in _tagged(text):
-        outside.append((begin, start))
-        found.append((start, _parsed(body)))
-        begin = stop
-    outside.append((begin, len(text)))
+    tagged = list(_CALL.finditer(text))
+    found = [(match.start(), _call_in(match[1])) for match in tagged]
     if code_tool is not None:
-        for first, last in outside:
-            for match in _FENCE.finditer(text, first, last):
-                found.append((match.start(), ToolCall(code_tool, {"code": match.group(1)})))
+        begins = [0, *(match.end() for match in tagged)]
+        ends = [*(match.start() for match in tagged), len(text)]
+        for begin, end in zip(begins, ends, strict=True):
+            for match in _FENCE.finditer(text, begin, end):
+                found.append((match.start(), ToolCall(code_tool, {"code": match[1]})))
     return [call for _, call in sorted(found, key=lambda each: each[0])]
 
 
-def _tagged(text: str) -> list[tuple[int, int, str | None]]:
-    """Return begin, end and content of the outermost tagged parts; the content is None if calls are nested."""
-    parts: list[tuple[int, int, str | None]] = []
-    begin = text.find(CALL_BEGIN)
-    while begin >= 0:
-        inside = begin + len(CALL_BEGIN)
-        end = text.find(CALL_END, inside)
-        body = text[inside:end] if end >= 0 else text[inside:]
-        stop = end + len(CALL_END) if end >= 0 else len(text)
-        if CALL_BEGIN in body and not _is_json(body):
-            parts.append((begin, stop, None))
-        else:
-            parts.append((begin, stop, body))
-        begin = text.find(CALL_BEGIN, stop)
-    return parts
+def _call_in(body: str) -> ToolCall | MalformedCall:
+    try:
+        return _read(body)
+    except ValueError as problem:
+        return MalformedCall(str(problem))
 
 
-def _is_json(text: str) -> bool:
-    return not isinstance(_loaded(text), MalformedCall)
-
-
-def _parsed(body: str | None) -> ToolCall | MalformedCall:
-    if body is None:
-        return MalformedCall(f"a call begins inside of another one; end each with {CALL_END} before the next")
-    content = _loaded(body)
-    if isinstance(content, MalformedCall):
-        return content
+def _read(body: str) -> ToolCall:
+    """Return the call that a tagged text holds. Raises `ValueError` with what is wrong."""
+    try:
+        content = _loaded(body)
+    except ValueError:
+        if CALL_BEGIN not in body:
+            raise
+        raise ValueError(f"a call begins inside of another one; end each with {CALL_END} before the next") from None
     if not isinstance(content, dict):
-        return MalformedCall('a call is a JSON object such as {"name": "...", "arguments": {...}}')
+        raise ValueError('a call is a JSON object such as {"name": "...", "arguments": {...}}')
     name, arguments = content.get("name"), content.get("arguments", content.get("parameters", {}))
     if not isinstance(name, str) or not name:
-        return MalformedCall('a call needs a "name", the name of a tool')
+        raise ValueError('a call needs a "name", the name of a tool')
     if isinstance(arguments, str):
-        arguments = _loaded(arguments)
-        if isinstance(arguments, MalformedCall):
-            return MalformedCall(f'the "arguments" of `{name}` are a text that is no JSON object')
-    if arguments is None:
-        arguments = {}
+        try:
+            arguments = _loaded(arguments)
+        except ValueError:
+            raise ValueError(f'the "arguments" of `{name}` are a text that is no JSON object') from None
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        return MalformedCall(f'the "arguments" of `{name}` must be a JSON object')
+        raise ValueError(f'the "arguments" of `{name}` must be a JSON object')
     return ToolCall(name, arguments)
 
 
 def _loaded(text: str) -> Any:
-    """Return the JSON value, or what is wrong with it."""
+    """Return the JSON value. Raises `ValueError` with what is wrong."""
     if len(text) > _LONGEST_CALL:
-        return MalformedCall(f"the call is longer than {_LONGEST_CALL} characters")
+        raise ValueError(f"the call is longer than {_LONGEST_CALL} characters")
     try:
         return json.loads(text.strip(), strict=False, parse_constant=_no_constant)
     except RecursionError:
-        return MalformedCall("the call is nested too deeply")
+        raise ValueError("the call is nested too deeply") from None
     except ValueError as error:  # includes numbers of absurd length
-        return MalformedCall(f"the call is no JSON: {error}")
+        raise ValueError(f"the call is no JSON: {error}") from None
 
 
 def _no_constant(name: str) -> Any:
@@ -225,27 +205,25 @@ TOOLS = Kind(
 ToolSpec = str | Mapping[str, Any]
 
 
-def check_tools(specs: Sequence[ToolSpec], path: str) -> list[ConfigProblem]:
-    """Return the problems of the tools configured at ``path``. Starts nothing."""
-    problems = []
+def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
+    """Return the tools configured at ``path``, starting nothing. Raises `ConfigError` with every problem."""
+    tools, problems = [], []
     for index, spec in enumerate(specs):
         try:
-            _made(spec, f"{path}[{index}]")
+            tools.append(_made(spec, f"{path}[{index}]"))
         except ConfigError as error:
             problems += error.problems
-    return problems
-
-
-def make_tools(specs: Sequence[ToolSpec], path: str) -> list[Tool | Toolset]:
-    """Return the tools configured at ``path``. Raises `ConfigError` with every problem."""
-    problems = check_tools(specs, path)
     if problems:
         raise ConfigError(problems)
-    return [_made(spec, f"{path}[{index}]") for index, spec in enumerate(specs)]
+    return tools
 
 
 def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
-    name, options = _name_and_options(spec, path)
+    options = dict(spec) if isinstance(spec, Mapping) else {"tool": spec}
+    name = options.pop("tool", None)
+    if not isinstance(name, str) or not name:
+        remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"
+        raise problem(path, f"{shown(spec)} names no tool", remedy)
     made_by = TOOLS.load(name, path)
     arguments = checked_arguments(name, parameters_of(made_by, name, path), options, path)
     try:
@@ -256,16 +234,3 @@ def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
         remedy = "see roll.agentic.tools.base for what a `Tool` or a `Toolset` has"
         raise problem(path, f"`{name}` gives a {type(tool).__name__}, which is no tool", remedy)
     return tool
-
-
-def _name_and_options(spec: ToolSpec, path: str) -> tuple[str, dict[str, Any]]:
-    options: dict[str, Any] = {}
-    if isinstance(spec, str):
-        options = {"tool": spec}
-    elif isinstance(spec, Mapping):
-        options = dict(spec)
-    name = options.pop("tool", None)
-    if not isinstance(name, str) or not name:
-        remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"
-        raise problem(path, f"{shown(spec)} names no tool", remedy)
-    return name, options

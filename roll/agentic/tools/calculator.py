@@ -157,8 +157,8 @@ def _choose(of: _Number, which: _Number) -> int:
 def _rounded(value: _Number, digits: _Number = 0.0) -> _Number:
     if digits > 300 or digits < -300:
         raise CannotCalculate("so many digits cannot be rounded to")
-    result = round(value, _whole(digits))
-    return Fraction(repr(result)) if isinstance(result, float) else result
+    places = _whole(digits)
+    return round(value, places) if isinstance(value, Fraction) else Fraction(repr(round(value, places)))
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[_Number, _Number], Any]] = {

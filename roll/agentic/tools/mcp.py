@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable
@@ -28,52 +28,46 @@ _MOST_PAGES = 100
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
 class McpServer:
-    """The tools `mcp`: those of one server, run as a process or reached at an address."""
+    """The tools `mcp`: those of one server, run as a process or reached at an address.
 
-    def __init__(
-        self,
-        *,
-        command: str | None = None,
-        args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        url: str | None = None,
-        only: Sequence[str] | None = None,
-        prefix: str = "",
-        start_timeout_seconds: float = 30.0,
-    ) -> None:
-        """Check the options without starting anything.
+    Nothing is started before the tools are requested. Raises `ValueError` unless exactly one of ``command`` and ``url``
+    is given.
+    """
 
-        ``command``, ``args``, ``env``: a program that speaks over its standard input and output; it sees no environment
-        variables except ``env`` and a few harmless ones (PATH, HOME, ...). ``url``: address of a server that speaks
-        streamable HTTP. ``only``: names of the tools to offer; all by default. ``prefix``: put before the tools' names.
-        Raises `ValueError` unless exactly one of ``command`` and ``url`` is given.
-        """
-        if (command is None) == (url is None):
+    command: str | None = None
+    """A program that speaks over its standard input and output."""
+    args: Sequence[str] = ()
+    env: Mapping[str, str] | None = None
+    """Environment variables of the program; it sees no others except a few harmless ones (PATH, HOME, ...)."""
+    url: str | None = None
+    """Address of a server that speaks streamable HTTP."""
+    only: Sequence[str] | None = None
+    """Names of the tools to offer; all by default."""
+    prefix: str = ""
+    """Text before the tools' names."""
+    start_timeout_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.url is None):
             raise ValueError("give either `command` (and `args`, `env`) or `url`")
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"`url` is {url!r}, which is no http address")
-        if url is not None and (args or env):
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"`url` is {self.url!r}, which is no http address")
+        if self.url is not None and (self.args or self.env):
             raise ValueError("`args` and `env` belong to `command`; a server at a `url` is not started from here")
-        self._command = command
-        self._args = list(args)
-        self._env = dict(env or {})
-        self._url = url
-        self._only = None if only is None else list(only)
-        self._prefix = prefix
-        self._start_seconds = start_timeout_seconds
         self._session: _Session | None = None
         self._tools: list[Tool] | None = None
 
     @property
     def where(self) -> str:
         """The server's command line or address, for messages."""
-        return self._url or " ".join([self._command or "", *self._args])
+        return self.url or " ".join([self.command or "", *self.args])
 
     def tools(self) -> list[Tool]:
         """Return the server's tools, requested once. Raises `ToolUnavailable`."""
         if self._tools is None:
-            deadline = Deadline.after(self._start_seconds)
+            deadline = Deadline.after(self.start_timeout_seconds)
             try:
                 listed = self.session(deadline).do(_listed, deadline)
             except McpFailed as error:
@@ -91,7 +85,7 @@ class McpServer:
         if self._session is None:
             session = _Session(self._connect, self.where)
             try:
-                session.open(Deadline.after(min(self._start_seconds, deadline.seconds_left())))
+                session.open(Deadline.after(min(self.start_timeout_seconds, deadline.seconds_left())))
             except BaseException:
                 session.close()
                 raise
@@ -106,47 +100,45 @@ class McpServer:
 
     def _offered(self, listed: Sequence[Any]) -> list[Tool]:
         names = [each.name for each in listed]
-        for name in self._only or ():
+        for name in self.only or ():
             if name not in names:
                 raise ToolUnavailable(f"the MCP server `{self.where}` has no tool `{name}`; it has {', '.join(names)}")
         return [
-            McpTool(self, each.name, f"{self._prefix}{each.name}", each.description or "", dict(each.input_schema))
+            McpTool(self, each.name, f"{self.prefix}{each.name}", each.description or "", dict(each.input_schema))
             for each in listed
-            if self._only is None or each.name in self._only
+            if self.only is None or each.name in self.only
         ]
 
     def _connect(self, error_output: IO[str]) -> Client:
         from mcp import Client, StdioServerParameters, stdio_client
 
-        if self._url is not None:
-            return Client(self._url)
-        parameters = StdioServerParameters(command=self._command or "", args=self._args, env=self._env)
+        if self.url is not None:
+            return Client(self.url)
+        parameters = StdioServerParameters(command=self.command or "", args=list(self.args), env=dict(self.env or {}))
         return Client(stdio_client(parameters, errlog=error_output))
 
 
+@dataclass
 class McpTool:
     """One tool of a server."""
 
-    def __init__(
-        self, server: McpServer, remote_name: str, name: str, description: str, parameters: dict[str, Any]
-    ) -> None:
-        self._server = server
-        self._remote_name = remote_name
-        self.name = name
-        self.description = description
-        self.parameters = parameters
+    server: McpServer
+    remote_name: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
 
     def call(self, arguments: dict[str, Any], deadline: Deadline) -> Answer:
         """See `Tool.call`; the server carries it out."""
         try:
-            result = self._server.session(deadline).do(
-                lambda client: client.call_tool(self._remote_name, arguments), deadline
+            result = self.server.session(deadline).do(
+                lambda client: client.call_tool(self.remote_name, arguments), deadline
             )
         except McpRefused as error:
             return Answer(f"the tool `{self.name}` refused: {error}", is_error=True)
         except McpFailed as error:
-            _logger.warning("a call of `%s` of the MCP server `%s` failed: %s", self.name, self._server.where, error)
-            self._server.drop_session()
+            _logger.warning("a call of `%s` of the MCP server `%s` failed: %s", self.name, self.server.where, error)
+            self.server.drop_session()
             return Answer(f"the tool `{self.name}` failed: {error}", is_error=True)
         return Answer(_text_of(result), is_error=result.is_error)
 
@@ -171,12 +163,11 @@ class _Session:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {where[:40]}", daemon=True)
         self._closing = asyncio.Event()
         self._opened: concurrent.futures.Future[Client] = concurrent.futures.Future()
-        self._keeping: concurrent.futures.Future[None] | None = None
+        self._keeping = asyncio.run_coroutine_threadsafe(self._keep_open(), self._loop)
+        self._thread.start()
 
     def open(self, deadline: Deadline) -> None:
-        """Start the server and connect. Raises `McpFailed`; the caller must call `close` even then."""
-        self._thread.start()
-        self._keeping = asyncio.run_coroutine_threadsafe(self._keep_open(), self._loop)
+        """Wait for the connection. Raises `McpFailed`; the caller must call `close` even then."""
         try:
             self._opened.result(deadline.seconds_left())
         except concurrent.futures.TimeoutError:
@@ -185,12 +176,10 @@ class _Session:
     def do(self, what: Any, deadline: Deadline) -> Any:
         """Run ``what(client)``, a coroutine. Raises `McpFailed` and `McpRefused`."""
         client = self._opened.result(0)
-        running = asyncio.run_coroutine_threadsafe(_told_apart(what(client)), self._loop)
+        running = asyncio.run_coroutine_threadsafe(_awaited(what(client)), self._loop)
         # Calls do not always end when their connection does.
-        ended = [running, *([self._keeping] if self._keeping else [])]
-        done, _ = concurrent.futures.wait(
-            ended, deadline.seconds_left(), return_when=concurrent.futures.FIRST_COMPLETED
-        )
+        ends = [running, self._keeping]
+        done, _ = concurrent.futures.wait(ends, deadline.seconds_left(), concurrent.futures.FIRST_COMPLETED)
         if running in done:
             return running.result()
         running.cancel()
@@ -201,10 +190,9 @@ class _Session:
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._closing.set)
-        if self._keeping is not None:
-            concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
-            self._keeping.cancel()
-            concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
+        concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
+        self._keeping.cancel()
+        concurrent.futures.wait([self._keeping], _CLOSE_SECONDS / 2)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -216,8 +204,8 @@ class _Session:
         """Open and close the connection in the same task, as the library requires."""
         with tempfile.TemporaryFile("w+", errors="replace") as error_output:
             try:
-                async with _either(self._closing, self._connect(error_output)) as client:
-                    if client is not None:
+                async with self._connect(error_output) as client:
+                    if not self._closing.is_set():
                         self._opened.set_result(client)
                         await self._closing.wait()
             except Exception as error:
@@ -227,14 +215,7 @@ class _Session:
                     self._opened.set_exception(McpFailed(_with_last_words(_cause(error), error_output)))
 
 
-@contextlib.asynccontextmanager
-async def _either(closing: asyncio.Event, client: Client) -> AsyncIterator[Client | None]:
-    """Yield the client once it is connected, or None if closing began before."""
-    async with client as connected:
-        yield None if closing.is_set() else connected
-
-
-async def _told_apart(call: Coroutine[Any, Any, _Result]) -> _Result:
+async def _awaited(call: Coroutine[Any, Any, _Result]) -> _Result:
     """Await a call. Raise `McpRefused` if the server refuses it, `McpFailed` if the server or the connection fails."""
     from mcp import MCPError
     from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT

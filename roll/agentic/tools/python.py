@@ -82,13 +82,13 @@ class PythonTool:
         except SandboxFailed as error:
             _logger.warning("a call of the tool `python` failed: %s", error)
             return Answer("the program could not be run; try again", is_error=True)
-        return Answer(_told(result), is_error=result.returncode != 0 or result.killed_because is not None)
+        return Answer(_as_text(result), is_error=result.returncode != 0 or result.killed_because is not None)
 
     def close(self) -> None:
         """Do nothing: nothing outlives a call."""
 
 
-def _told(result: SandboxResult) -> str:
+def _as_text(result: SandboxResult) -> str:
     parts = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
     if result.killed_because is not None:
         parts.append(f"[the program was stopped: {_REASONS[result.killed_because]}]")

@@ -6,12 +6,14 @@ import json
 import re
 from fractions import Fraction
 
+import gymnasium
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.library.math_tools import KINDS, LEVELS, MathToolsEnv, make_problem, read_number
+from roll.agentic.library.math_tools import KINDS, LEVELS, MathToolsEnv, read_number
+from roll.agentic.registry import make_env
 from roll.agentic.tools.calculator import calculate
 from roll.configs.errors import ConfigError
 from tests.sandbox.sandboxes import needs_sandbox
@@ -20,7 +22,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 def problem(kind: str, level: int, seed: int):
-    return make_problem(kind, level, np.random.default_rng(seed))
+    return KINDS[kind](level, np.random.default_rng(seed))
 
 
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(LEVELS), SEEDS)
@@ -126,6 +128,13 @@ def test_a_text_without_an_answer_is_an_invalid_action():
     assert (reward, terminated, info["action_is_valid"]) == (0.0, False, False)
 
 
+def test_a_step_after_the_end_is_refused():
+    env, _ = begun()
+    env.step("<answer>-1</answer>")
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step("<answer>-1</answer>")
+
+
 def test_seeds_decide_the_problem():
     assert begun(5)[1] == begun(5)[1]
     assert len({begun(seed)[1] for seed in range(20)}) > 15
@@ -141,16 +150,16 @@ def test_instructions_and_tools_are_offered():
 @pytest.mark.parametrize(
     ("options", "path", "words"),
     [
-        ({"kinds": ["multiplicaton"]}, "kinds", "did you mean `multiplication`?"),
-        ({"kinds": []}, "kinds", "empty"),
-        ({"levels": [9]}, "levels", "no level 9"),
-        ({"attempts": 0}, "attempts", "at least 1"),
+        ({"kinds": ["multiplicaton"]}, "env_config.kinds", "did you mean `multiplication`?"),
+        ({"kinds": []}, "env_config.kinds", "empty"),
+        ({"levels": [9]}, "env_config.levels", "no problems of level `9`"),
+        ({"attempts": 0}, "env_config.attempts", "at least 1"),
         ({"tools": ["calculater"]}, "tools[0]", "did you mean `calculator`?"),
-        ({"tool_settings": {"answer_rol": "user"}}, "tool_settings", "did you mean `answer_role`?"),
+        ({"tool_settings": {"answer_rol": "user"}}, "env_config.tool_settings", "did you mean `answer_role`?"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, path, words):
     with pytest.raises(ConfigError) as caught:
-        MathToolsEnv(**options)
+        make_env("math_tools", options)
     (found,) = caught.value.problems
     assert found.path == path and words in str(found)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from roll.agentic.library.math_tools import MathToolsEnv
-from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable, call_tool
+from roll.agentic.tools.base import Answer, Deadline, Tool, ToolUnavailable
 from roll.agentic.tools.python import PythonTool
 from roll.sandbox.sandbox import Sandbox
 from tests.sandbox.sandboxes import needs_sandbox
@@ -14,7 +14,7 @@ pytestmark = needs_sandbox
 def run(code: str, seconds: float = 60.0, **limits) -> Answer:
     tool = PythonTool(**limits)
     assert isinstance(tool, Tool)
-    return call_tool(tool, {"code": code}, Deadline.after(seconds))
+    return tool.call({"code": code}, Deadline.after(seconds))
 
 
 def test_what_is_printed_is_the_answer():
