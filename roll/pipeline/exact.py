@@ -28,8 +28,7 @@ from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correctio
 from roll.pipeline.context import RunContext
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import engine_spec
-from roll.pipeline.rollout_function import has_score_variance
-from roll.pipeline.rollout_side import RunDevices
+from roll.pipeline.rollouts import RunDevices, has_score_variance
 from roll.pipeline.stages import publication_due
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks

@@ -29,8 +29,7 @@ from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
-from roll.pipeline.rollout_side import WorkerProcesses
-from roll.pipeline.validation import ValidationResult
+from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console, say_beside
 from roll.tracking.logs import LogWatch

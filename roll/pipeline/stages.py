@@ -20,7 +20,7 @@ from roll.configs.errors import ConfigError, ConfigProblem, choose_among
 from roll.configs.plugins import Kind, PlugIn, problem
 from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
-from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, check_mismatch
 from roll.pipeline.context import RunContext
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
@@ -106,7 +106,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
             plan = TrainPlan(batch.step, config.ppo_epochs, size, run.train_temperature)
             metrics = await run.trainer.train(batch.data, run.objective, plan)
             run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
-        if publication_due(run.config, version):
+        if publication_due(config, version):
             batch.canaries = await gather(run, version)
             batch.gathered = True
         run.scheduler.training_step_done(version)
@@ -116,8 +116,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     batch.metrics.update(
         {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
     )
-    if run.mismatch_alarm is not None:
-        run.mismatch_alarm.check(version, batch.metrics)
+    check_mismatch(config, version, batch.metrics)
     return batch
 
 
@@ -294,7 +293,9 @@ def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]
     for name, stage in chosen.items():
         try:
             if isinstance(stage, InsertedStage):
-                _insert(chain, name, stage)
+                index = _place_of(name, stage, [each.name for each in chain])
+                # A stage beside one that is left out without its role is itself always there.
+                chain.insert(index, ChainedStage(name, _function(stage.use, f"stages.{name}.use")))
             else:
                 _replace(chain, name, stage)
         except ConfigError as error:
@@ -309,13 +310,13 @@ def _replace(chain: list[ChainedStage], name: str, chosen: str) -> None:
     if name not in STAGES.built_in:
         remedy = f"choose from {', '.join(STAGES.built_in)}, or write `{{after: <stage>, use: {chosen}}}` to insert one"
         raise problem(path, f"there is no stage `{name}` to replace", remedy)
-    index = _index(chain, name)
+    index = [each.name for each in chain].index(name)
     chain[index] = replace(chain[index], function=_function(chosen, path))
 
 
-def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
+def _place_of(name: str, stage: InsertedStage, names: list[str]) -> int:
+    """Return the position in the chain, whose stages have these names, of a stage to insert."""
     path = f"stages.{name}"
-    names = [each.name for each in chain]
     if name in names:
         remedy = f"give the inserted stage another name, or replace the built-in one: `stages: {{{name}: {stage.use}}}`"
         raise problem(path, f"the stage `{name}` is built in", remedy)
@@ -329,13 +330,7 @@ def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
         raise problem(f"{path}.{where}", f"there is no stage `{neighbour}`", choose_among(neighbour, names))
     if where == "before" and neighbour == names[0]:
         raise problem(f"{path}.{where}", f"there is no batch before `{neighbour}`", f"set `after: {neighbour}`")
-    index = _index(chain, neighbour)
-    # A stage beside one that is left out without its role is itself always there.
-    chain.insert(index + (where == "after"), ChainedStage(name, _function(stage.use, f"{path}.use")))
-
-
-def _index(chain: list[ChainedStage], name: str) -> int:
-    return [each.name for each in chain].index(name)
+    return names.index(neighbour) + (where == "after")
 
 
 def _function(chosen: str, path: str) -> StageFunction:

@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.parity import ParityCheck, build_parity_check
+from roll.pipeline.context import ParityCheck, build_parity_check
 
 SEQUENCES = [np.array([1, 2, 3], dtype=np.int32), np.array([4, 5], dtype=np.int32)]
 PROMPTS = [np.arange(4, dtype=np.int32)]
