@@ -182,7 +182,8 @@ class Checkpointer:
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._synced = 0
         """Number of bytes that this process has synced to the disk."""
-        discard_partial(folder)
+        for partial in folder.glob(".step-*.partial"):
+            shutil.rmtree(partial)
 
     def progress(self) -> tuple[object, ...]:
         """Return values that change while a checkpoint is being written."""
@@ -275,10 +276,7 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
     """
     steps = saved_steps(folder)
     for step in steps[:-keep] if keep else []:
-        # Renamed first: half a checkpoint must not look like one.
-        partial = folder / f".step-{step}.partial"
-        os.replace(checkpoint_folder(folder, step), partial)
-        shutil.rmtree(partial)
+        _delete(checkpoint_folder(folder, step))
     for step in steps[-keep:]:
         try:
             return read_checkpoint(checkpoint_folder(folder, step)).state.progress
@@ -301,15 +299,14 @@ def prune_abandoned(folder: Path, keep: int) -> None:
     """Delete all abandoned checkpoints but the ``keep`` that were written last (0: delete none)."""
     abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
     for path in abandoned[:-keep] if keep else []:
-        partial = folder / f".step-{path.name}.partial"
-        os.replace(path, partial)
-        shutil.rmtree(partial)
+        _delete(path)
 
 
-def discard_partial(folder: Path) -> None:
-    """Remove what an earlier process was writing or deleting when it stopped."""
-    for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
+def _delete(checkpoint: Path) -> None:
+    # Renamed first: half a checkpoint must not look like one.
+    partial = checkpoint.with_name(f".step-{checkpoint.name.removeprefix('step-')}.partial")
+    os.replace(checkpoint, partial)
+    shutil.rmtree(partial)
 
 
 def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:

@@ -156,15 +156,16 @@ def resume_rollouts(
 
     Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are those in flight.
     """
-    recovered = recover(read_journal(point.run.journal), point.progress)
+    progress = point.state.progress
+    recovered = recover(read_journal(point.run.journal), progress)
     ended = len(recovered.finished) + len(recovered.dropped)
     changed = other_settings(point.run.journal, settings) if ended else []
     if changed:
         keys = ", ".join(changed[:MOST_KEYS_NAMED]) + (", ..." if len(changed) > MOST_KEYS_NAMED else "")
         on_event(f"{count(ended, 'group')} of after step {point.step} are made again, for these have changed: {keys}")
-        recovered = recover((), point.progress)
-    scheduler.resume(point.progress, recovered, finished_again)
-    advantages.load_state_dict(point.advantage_state)
+        recovered = recover((), progress)
+    scheduler.resume(progress, recovered, finished_again)
+    advantages.load_state_dict(point.state.advantage_state)
     if journal is not None:
         journal.went_back(point.step)
 
