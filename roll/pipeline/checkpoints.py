@@ -142,7 +142,6 @@ class _Pending:
     facts: dict[str, Any] | None
     """Content of ``checkpoint.json`` without its list of files; None: a model only."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    completed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Checkpointer:
@@ -236,11 +235,10 @@ class Checkpointer:
     async def step_recorded(self, step: int) -> None:
         """Record that a step's metrics are on the disk. For the last step, wait for its checkpoint."""
         if step in self._pending:
-            pending = self._pending[step]
-            pending.recorded.set()
+            self._pending[step].recorded.set()
             if step == self._max_steps:
                 with waiting("checkpoints", f"the checkpoint of step {step}"):
-                    await pending.completed.wait()
+                    await self._queue.join()
 
     async def run(self) -> None:
         """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
@@ -249,7 +247,7 @@ class Checkpointer:
             await pending.recorded.wait()
             await self._complete(pending)
             del self._pending[pending.step]
-            pending.completed.set()
+            self._queue.task_done()
 
     async def _written(self) -> None:
         for trainer in self._trainers.values():

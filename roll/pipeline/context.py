@@ -60,8 +60,7 @@ class RunContext:
     """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
     advantages: AdvantageSettings
     correction: Correction | None
-    parity_check: ParityCheck | None
-    """The log-probability parity check; None: trainer and engines are never compared."""
+    parity_check: ParityCheck
     max_staleness: int
     train_temperature: float
     checkpoints: Checkpointer
@@ -127,7 +126,7 @@ def build_context(
         steps=StepCounter(first_step),
         advantages=prepared.advantages,
         correction=prepared.correction,
-        parity_check=build_parity_check(config, side.canary_prompts()),
+        parity_check=ParityCheck(config, side.canary_prompts()),
         max_staleness=derived.resolved_max_staleness(config),
         train_temperature=config.actor_infer.generating_args.temperature,
         checkpoints=Checkpointer(
@@ -204,13 +203,14 @@ def build_scheduler(
 
 
 class ParityCheck:
-    """The canary sequences of a run, and the interval of checked weight updates."""
+    """The canary sequences of a run, and the interval of checked weight updates (0: none)."""
 
-    def __init__(self, sequences: Sequence[np.ndarray], *, interval: int, tolerance: float) -> None:
-        """Keep the sequences (int32 ``[length]`` each); ``tolerance`` is that of `CanaryScores`."""
-        self._sequences = list(sequences)
-        self._interval = interval
-        self._tolerance = tolerance
+    def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
+        """Make the sequences from ``prompts`` (int32 ``[prompt]`` each)."""
+        self._interval = config.weight_update.canary_interval
+        self._tolerance = derived.canary_tolerance(config)
+        number, length = config.weight_update.canary_prompts, derived.canary_length(config)
+        self._sequences = canary_sequences(prompts, count=number, length=length, seed=config.seed)
         self._publications = 0
 
     async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:
@@ -219,7 +219,7 @@ class ParityCheck:
         Call it once per weight update, while the trainer holds the weights of ``version``. The first one is always
         checked.
         """
-        due = self._publications % self._interval == 0
+        due = self._interval > 0 and self._publications % self._interval == 0
         self._publications += 1
         if not due:
             return None
@@ -230,17 +230,3 @@ class ParityCheck:
         )
         logprobs = np.split(await trainer.log_probs(batch, 1.0), batch.offsets[1:-1])
         return CanaryScores(version, self._sequences, logprobs, self._tolerance)
-
-
-def build_parity_check(config: PipelineConfig, prompts: Sequence[np.ndarray]) -> ParityCheck | None:
-    """Return the check with sequences made from ``prompts`` (int32 ``[prompt]`` each).
-
-    Returns None with `weight_update.canary_interval: 0`.
-    """
-    update = config.weight_update
-    if update.canary_interval == 0:
-        return None
-    sequences = canary_sequences(
-        prompts, count=update.canary_prompts, length=derived.canary_length(config), seed=config.seed
-    )
-    return ParityCheck(sequences, interval=update.canary_interval, tolerance=derived.canary_tolerance(config))

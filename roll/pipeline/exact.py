@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from roll.pipeline.context import RunContext
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import engine_spec
 from roll.pipeline.rollouts import RunDevices, has_score_variance
-from roll.pipeline.stages import publication_due
+from roll.pipeline.stages import publication_due, train_plan
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
@@ -45,7 +45,7 @@ from roll.trainers.base import (
 )
 from roll.trainers.checkpoint_files import CheckpointFiles
 from roll.trainers.model import save
-from roll.trainers.worker import TrainPlan, mean_over_updates, optimizer_batches
+from roll.trainers.worker import mean_over_updates, optimizer_batches
 from roll.weights.buckets import pack_buckets
 
 Strategy = TypeVar("Strategy", bound=ForwardStrategy)
@@ -205,8 +205,8 @@ class PlainLoop:
         if self._critic is not None:
             data.tokens["values"] = self._critic.values(data)
         add_advantages(batch, prepared.advantages)
-        if self._critic is not None and config.critic is not None:
-            self._train("critic", self._critic, config.critic, batch)
+        if self._critic is not None:
+            self._train("critic", self._critic, batch)
         if step + 1 > config.critic_warmup:
             objective = prepared.objective
             if prepared.correction is not None or "proximal_logprobs" in objective.token_fields:
@@ -214,7 +214,7 @@ class PlainLoop:
             if prepared.correction is not None:
                 lags = objective.max_lag
                 add_correction(batch, prepared.correction, max_lag=lags, lags_capped=objective.lags_capped)
-            self._train("actor", self.trainer, config.actor_train, batch)
+            self._train("actor", self.trainer, batch)
         if publication_due(config, step + 1):
             await self._hand_over(step + 1)
         return batch
@@ -254,14 +254,13 @@ class PlainLoop:
         strategy.initialize()
         return strategy
 
-    def _train(self, name: str, trainer: TrainStrategy, role: WorkerConfig, batch: TrainingBatch) -> None:
-        config, data = self._config, batch.data
-        size = derived.optimizer_batch_size(config, role, len(data))
-        plan = TrainPlan(batch.step, config.ppo_epochs, size, config.actor_infer.generating_args.temperature)
-        objective = self._prepared.objective if name == "actor" else self._prepared.value_objective
+    def _train(self, name: Literal["actor", "critic"], trainer: TrainStrategy, batch: TrainingBatch) -> None:
+        prepared, data = self._prepared, batch.data
+        plan = train_plan(self._config, "critic" if name == "critic" else "actor_train", batch)
+        objective = prepared.value_objective if name == "critic" else prepared.objective
         updates = [
             trainer.train_step(data.select(rows), objective, plan.temperature)
-            for rows in optimizer_batches(len(data), plan, config.seed)
+            for rows in optimizer_batches(len(data), plan, self._config.seed)
         ]
         batch.metrics.update({f"{name}/{key}": value for key, value in mean_over_updates(updates).items()})
 

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,29 +48,21 @@ FinalStatus = Literal["success", "failed", "interrupted"]
 SAID = {True: "success", False: "no success", None: "success not told"}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An animated GIF on disk, and its name in trackers."""
+def write_episodes(episodes: Sequence[Episode], folder: Path, version: int) -> dict[str, Path]:
+    """Write the chosen episodes below ``folder``.
 
-    name: str
-    path: Path
-
-
-def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Picture]:
-    """Write the chosen episodes below ``folder``. Returns the pictures of those whose environment can be rendered."""
-    place = folder / f"version-{version:06d}"
-    pictures = []
+    Returns the animated GIFs of those whose environment can be rendered, by their names in trackers.
+    """
+    below = folder / f"version-{version:06d}"
+    pictures = {}
     for (tag, which), episode in chosen(episodes, version).items():
-        place.mkdir(parents=True, exist_ok=True)
-        base = place / f"{tag}-{which}"
-        base.with_name(base.name + ".txt").write_text(as_text(episode), encoding="utf-8")
-        frames = frames_of(episode)
-        if not frames:
-            continue
-        gif = base.with_name(base.name + ".gif")
-        frames_to_gif(frames, gif)
-        text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), base.with_name(base.name + ".png"))
-        pictures.append(Picture(f"val/{tag}/{which}_episode", gif))
+        below.mkdir(parents=True, exist_ok=True)
+        (below / f"{tag}-{which}.txt").write_text(as_text(episode), encoding="utf-8")
+        if frames := frames_of(episode):
+            gif = below / f"{tag}-{which}.gif"
+            frames_to_gif(frames, gif)
+            text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), gif.with_suffix(".png"))
+            pictures[f"val/{tag}/{which}_episode"] = gif
     return pictures
 
 
@@ -340,8 +331,9 @@ class RunRecorder:
         """Record the samples and episodes of a validation. Its metrics are recorded with those of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
-        for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
-            self._trackers.picture(picture.name, picture.path, result.version)
+        pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
+        for name, path in pictures.items():
+            self._trackers.picture(name, path, result.version)
 
     def ended(self, status: FinalStatus, error: BaseException | str | None) -> bool:
         """Record how the run has ended, before everything is closed: closing may fail or hang.
