@@ -6,9 +6,8 @@ its environment, a spare episode replaces it. When the spare episodes are used u
 episode that was lost with its process, perhaps through another episode's fault, restarts. No episode is left out for
 being slow.
 
-Validation is a fixed set of seeds at one pinned policy version. It runs inside the stage that publishes weights, so no
-newer version can arrive before it ends. A group whose environments keep failing is left out, counted and reported. If
-no group is left, the validation fails.
+Validation is a fixed set of seeds. A group whose environments keep failing is left out, counted and reported. If no
+group is left, the validation fails.
 """
 
 from __future__ import annotations
@@ -17,36 +16,39 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll.agentic.episode import EnvironmentFailed, EnvSession, Episode, EpisodeRefused, ManagerSettings, SampledTurn
+from roll.agentic.episode import EnvironmentFailed, Episode, EpisodeRefused, ManagerSettings, SampledTurn
 from roll.agentic.manager import EnvManager
 from roll.agentic.pool import EnvPool, PoolSettings
 from roll.agentic.worker import EnvPoolClosed, HostSettings, SessionFailed
 from roll.configs import derived
 from roll.configs.roles import GeneratingArguments
-from roll.configs.run import AgenticConfig, CustomEnvConfig, EnvManagerConfig
+from roll.configs.run import AgenticConfig, EnvManagerConfig
 from roll.data.chat import TemplateRefused
 from roll.data.records import Group, Prompt, derive_seed
 from roll.engines.base import GenerateRequest, SamplingParams
 from roll.pipeline.preflight import AgenticPlan
-from roll.pipeline.rollout_function import sampling_params
-from roll.pipeline.rollout_side import Generator
-from roll.pipeline.validation import ValidationResult, check_versions
+from roll.pipeline.rollouts import Generator, ValidationResult, check_versions, sampling_params, within_deadline
 from roll.rollout.scheduler import FatalRolloutError, GroupRequest
 
 if TYPE_CHECKING:
     from roll.pipeline.preflight import Prepared
     from roll.runtime.actors import WorkerHandle
 
+logger = logging.getLogger(__name__)
+
 CANARY_PROMPTS = 64
 CANARY_TOKENS = 32
 TRAINING, VALIDATION = 0, 1
 """Low bit of environment seeds: even in training and odd in validation, so no seed is in both."""
+LOST_RETRIES = 5
+"""Number of times that an episode restarts after a loss that may not have been its fault."""
 
 
 class AgenticSide:
@@ -55,13 +57,18 @@ class AgenticSide:
     sample_metrics = "env/{domain}"
 
     def __init__(self, prepared: Prepared, plan: AgenticPlan, log_dir: str, on_event: Callable[[str], None]) -> None:
-        if not isinstance(prepared.config, AgenticConfig):
-            raise TypeError(f"this is the rollout side of agentic, not of {prepared.config.pipeline}")
         self._prepared = prepared
-        self._config = prepared.config
+        self._config = config = plan.config
         self._plan = plan
         self._on_event = on_event
-        self.workers = EnvPool(self._config.custom_envs, pool_settings(self._config, log_dir))
+        workers = config.env_workers
+        settings = PoolSettings(
+            workers,
+            HostSettings(max_memory_growth_bytes=int(workers.max_memory_growth_gib * 2**30)),
+            start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
+            log_dir=log_dir,
+        )
+        self.workers = EnvPool(config.custom_envs, settings)
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return random tokens, since observations are not known before the environments run."""
@@ -76,24 +83,20 @@ class AgenticSide:
 
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[EpisodeTask]], Awaitable[Group]]:
         """Return the function that plays the episodes of a group."""
-        config, manager = self._config, self._config.train_env_manager
+        manager, arguments = self._config.train_env_manager, self._config.actor_infer.generating_args
         at_once = None if manager.num_env_groups is None else asyncio.Semaphore(manager.num_env_groups)
-        rollout = self._rollout(generator, manager, config.actor_infer.generating_args, "train", at_once=at_once)
-
-        def run_group(request: GroupRequest[EpisodeTask]) -> Awaitable[Group]:
-            return rollout.group(request.group_id, request.item, request.start_version)
-
-        return run_group
+        rollout = replace(self._rollout(generator, manager, arguments, "train"), at_once=at_once)
+        return lambda request: rollout.group(request.group_id, request.item, request.start_version)
 
     def validator(self, generator: Generator) -> EpisodeValidator | None:
         """Return the validator over the validation seeds; None without `val_env_manager`."""
         manager, settings = self._config.val_env_manager, self._config.validation
         if manager is None:
             return None
-        tasks = itertools.islice(episode_tasks(self._config, manager, VALIDATION), manager.num_env_groups)
+        rollout = self._rollout(generator, manager, settings.generating_args, "validation")
         return EpisodeValidator(
-            list(tasks),
-            self._rollout(generator, manager, settings.generating_args, "validation", frames=True),
+            list(itertools.islice(episode_tasks(self._config, manager, VALIDATION), manager.num_env_groups)),
+            replace(rollout, frames=True),
             attempts=1 + self._config.max_group_retries,
             timeout_seconds=settings.timeout_seconds,
             on_event=self._on_event,
@@ -108,64 +111,41 @@ class AgenticSide:
         return {f"env_workers/{name}": float(count) for name, count in self.workers.counts().items()}
 
     def _rollout(
-        self,
-        generator: Generator,
-        manager: EnvManagerConfig,
-        arguments: GeneratingArguments,
-        purpose: str,
-        *,
-        at_once: asyncio.Semaphore | None = None,
-        frames: bool = False,
+        self, generator: Generator, manager: EnvManagerConfig, arguments: GeneratingArguments, purpose: str
     ) -> EpisodeRollout:
-        config = self._config
+        longest = derived.sequence_length(self._config)
         return EpisodeRollout(
             generator=generator,
             environments=self.workers,
-            managers=self._managers(manager, arguments),
-            sampling=sampling_params(arguments, derived.sequence_length(config)),
+            managers={tag: self._manager(tag, manager, arguments) for tag in derived.used_tags(self._config, manager)},
+            sampling=sampling_params(arguments, longest),
             group_size=manager.group_size,
             spare=manager.group_size_redundancy,
-            run_seed=config.seed,
+            run_seed=self._config.seed,
             purpose=purpose,
-            at_once=at_once,
-            frames=frames,
         )
 
-    def _managers(self, manager: EnvManagerConfig, arguments: GeneratingArguments) -> Mapping[str, EnvManager]:
-        tokenizer = self._prepared.tokenizer
-        return {
-            tag: self._plan.managers[tag](
-                manager_settings(self._config, env, manager, arguments), self._plan.template, tokenizer
-            )
-            for tag, env in self._config.custom_envs.items()
-            if tag in derived.used_tags(self._config, manager)
-        }
+    def _manager(self, tag: str, manager: EnvManagerConfig, arguments: GeneratingArguments) -> EnvManager:
+        env = self._config.custom_envs[tag]
+        limits = (env.max_tokens_per_step, arguments.max_new_tokens)
+        settings = ManagerSettings(
+            max_steps=env.max_steps,
+            prompt_length=self._config.prompt_length,
+            sequence_length=derived.sequence_length(self._config),
+            max_tokens_per_step=min((limit for limit in limits if limit is not None), default=None),
+            format_penalty=manager.format_penalty,
+            history_length=env.history_length,
+            keep_first_observation=env.keep_first_observation,
+        )
+        return self._plan.managers[tag](settings, self._plan.template, self._prepared.tokenizer)
 
 
-def pool_settings(config: AgenticConfig, log_dir: str) -> PoolSettings:
-    """Return the settings of the processes that run the environments."""
-    return PoolSettings(
-        config.env_workers,
-        HostSettings(max_memory_growth_bytes=int(config.env_workers.max_memory_growth_gib * 2**30)),
-        start_timeout_seconds=config.cluster.worker_start_timeout_seconds,
-        log_dir=log_dir,
-    )
+@dataclass(frozen=True)
+class EpisodeTask:
+    """The environment tag and seed that the episodes of a group share."""
 
-
-def manager_settings(
-    config: AgenticConfig, env: CustomEnvConfig, manager: EnvManagerConfig, arguments: GeneratingArguments
-) -> ManagerSettings:
-    """Return the limits of the episodes of a tag."""
-    limits = (env.max_tokens_per_step, arguments.max_new_tokens)
-    return ManagerSettings(
-        max_steps=env.max_steps,
-        prompt_length=config.prompt_length,
-        sequence_length=derived.sequence_length(config),
-        max_tokens_per_step=min((limit for limit in limits if limit is not None), default=None),
-        format_penalty=manager.format_penalty,
-        history_length=env.history_length,
-        keep_first_observation=env.keep_first_observation,
-    )
+    tag: str
+    seed: int
 
 
 def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) -> Iterator[EpisodeTask]:
@@ -178,138 +158,14 @@ def episode_tasks(config: AgenticConfig, manager: EnvManagerConfig, split: int) 
     turn = [tag for tag, share in shares.items() for _ in range(share)]
     for cycle in itertools.count():
         rng = np.random.default_rng(derive_seed(config.seed, "tags", split, cycle))
-        for place, index in enumerate(rng.permutation(len(turn))):
-            number = cycle * len(turn) + place
+        for position, index in enumerate(rng.permutation(len(turn))):
+            number = cycle * len(turn) + position
             seed = derive_seed(config.seed, "environments", split, number) % 2**30 * 2 + split
             yield EpisodeTask(turn[index], seed)
 
 
-class EpisodeValidator:
-    """Plays the validation set."""
-
-    def __init__(
-        self,
-        tasks: Sequence[EpisodeTask],
-        rollout: EpisodeRollout,
-        *,
-        attempts: int,
-        timeout_seconds: float,
-        on_event: Callable[[str], None],
-    ) -> None:
-        """Create the validator; ``attempts``: tries per group whose episodes fail."""
-        self._tasks = tasks
-        self._rollout = rollout
-        self._attempts = attempts
-        self._timeout_seconds = timeout_seconds
-        self._on_event = on_event
-
-    async def run(self, version: int) -> ValidationResult:
-        """Play every group and measure the version.
-
-        Raises `TimeoutError` at the deadline, `MixedVersions` if the weights changed meanwhile, and `EpisodesFailed` if
-        no group could be played.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                played = await self._play_all()
-        except TimeoutError:
-            raise TimeoutError(
-                f"validation of version {version} did not end within {self._timeout_seconds:g} s "
-                "(validation.timeout_seconds)"
-            ) from None
-        groups = [as_group(index, self._tasks[index], episodes) for index, episodes in played.items()]
-        check_versions(groups, version)
-        episodes = [episode for group in played.values() for episode in group]
-        return ValidationResult(version, self._metrics(played), groups, episodes)
-
-    async def _play_all(self) -> dict[int, list[Episode]]:
-        """Return the episodes of each group that could be played, by the group's position."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self._tasks)]
-        outcomes = {index: task.result() for index, task in enumerate(running)}
-        played = {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, list)}
-        failures = [outcome for outcome in outcomes.values() if isinstance(outcome, EpisodesFailed)]
-        if failures:
-            self._on_event(f"validation: {len(failures)} of {len(outcomes)} groups failed; the first: {failures[0]}")
-        if not played:
-            raise failures[0]
-        return played
-
-    async def _play(self, index: int, task: EpisodeTask) -> list[Episode] | EpisodesFailed:
-        for attempt in range(1, self._attempts + 1):
-            try:
-                return await self._rollout.play(index, task)
-            except EpisodesFailed as failed:
-                if attempt == self._attempts:
-                    return failed
-        raise AssertionError("a validation needs at least one attempt")
-
-    def _metrics(self, played: Mapping[int, list[Episode]]) -> dict[str, float]:
-        by_tag: dict[str, list[list[Episode]]] = defaultdict(list)
-        for index, episodes in played.items():
-            by_tag[self._tasks[index].tag].append(episodes)
-        metrics: dict[str, float] = {}
-        for tag, groups in sorted(by_tag.items()):
-            episodes = [episode for group in groups for episode in group]
-            asked = sum(task.tag == tag for task in self._tasks)
-            metrics |= {f"val/{tag}/{name}": value for name, value in mean_metrics(episodes).items()}
-            metrics |= {
-                f"val/{tag}/score": float(np.mean([episode.score for episode in episodes])),
-                f"val/{tag}/failed_groups": float(asked - len(groups)),
-            }
-            metrics |= {f"val/{tag}/{name}": value for name, value in success_metrics(groups).items()}
-        return metrics
-
-
-def success_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Return the share of successes and of groups with at least one; empty if the environments report no success."""
-    said = [[each.success for each in group if each.success is not None] for group in groups]
-    said = [group for group in said if group]
-    if not said:
-        return {}
-    return {
-        "accuracy": float(np.mean([success for group in said for success in group])),
-        "best_of_group": float(np.mean([max(group) for group in said])),
-    }
-
-
-def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the mean of each metric over the episodes that have it."""
-    names = sorted({name for episode in episodes for name in episode.metrics})
-    return {
-        name: float(np.mean([episode.metrics[name] for episode in episodes if name in episode.metrics]))
-        for name in names
-    }
-
-
-logger = logging.getLogger(__name__)
-
-LOST_RETRIES = 5
-"""Number of times that an episode restarts after a loss that may not have been its fault."""
-
-
-@dataclass(frozen=True)
-class EpisodeTask:
-    """The environment tag and seed that the episodes of a group share."""
-
-    tag: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Prompt id of the group."""
-        return f"{self.tag}:{self.seed}"
-
-
 class EpisodesFailed(RuntimeError):
     """More episodes of a group failed than it has spare ones. The message has the tag, the seed and every cause."""
-
-
-class Environments(Protocol):
-    """Source of the environments of episodes."""
-
-    def session(self, tag: str, *, frames: bool = False) -> EnvSession:
-        """Return a session for one episode of an environment; ``frames``: keep pictures of it."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +195,7 @@ class EpisodeRollout:
     """Rollout of agentic groups; one object serves training, another one validation."""
 
     generator: Generator
-    environments: Environments
+    environments: EnvPool
     managers: Mapping[str, EnvManager]
     """Managers by environment tag."""
     sampling: SamplingParams
@@ -363,19 +219,16 @@ class EpisodeRollout:
 
         Raises `EpisodesFailed`, the engine's own errors, and `FatalRolloutError` for what a retry cannot cure.
         """
-        if self.at_once is None:
-            return await self._play(group_id, task, min_version)
-        async with self.at_once:
+        async with self.at_once or nullcontext():
             return await self._play(group_id, task, min_version)
 
     async def _play(self, group_id: int, task: EpisodeTask, min_version: int | None) -> list[Episode]:
-        places = [f"{self.purpose}-{group_id}-{index}" for index in range(self.group_size + self.spare)]
         causes: list[str] = []
         running: dict[asyncio.Task[Episode], int] = {}
         episodes: dict[int, Episode] = {}
 
         def begin(index: int) -> None:
-            running[asyncio.ensure_future(self._episode(places[index], group_id, index, task, min_version))] = index
+            running[asyncio.ensure_future(self._episode(group_id, index, task, min_version))] = index
 
         try:
             for index in range(self.group_size):
@@ -390,15 +243,15 @@ class EpisodeRollout:
                         logger.info("episode %d of group %d failed: %s", index, group_id, error)
                         causes.append(str(error))
                         if len(causes) > self.spare:
-                            raise EpisodesFailed(_described(task, causes)) from error
+                            failed = f"{len(causes)} episodes failed; " + "; ".join(causes)
+                            raise EpisodesFailed(f"environment `{task.tag}`, seed {task.seed}: {failed}") from error
                         begin(self.group_size + len(causes) - 1)
         finally:
             await _end(running)
         return [episodes[index] for index in sorted(episodes)]
 
-    async def _episode(
-        self, name: str, group_id: int, index: int, task: EpisodeTask, min_version: int | None
-    ) -> Episode:
+    async def _episode(self, group_id: int, index: int, task: EpisodeTask, min_version: int | None) -> Episode:
+        name = f"{self.purpose}-{group_id}-{index}"
         seed_parts = (self.run_seed, self.purpose, group_id, index)
         policy = EnginePolicy(self.generator, self.sampling, name, seed_parts, min_version)
         try:
@@ -410,18 +263,27 @@ class EpisodeRollout:
 
     async def _again_when_innocent(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
         """Return the episode. Restart it with the same random numbers after a loss that may not be its fault."""
-        for _ in range(LOST_RETRIES):
+        losses = 0
+        while True:
+            session = self.environments.session(task.tag, frames=self.frames)
             try:
-                return await self._once(policy, task)
+                return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
             except SessionFailed as error:
-                if not error.failure.may_be_innocent:
+                losses += 1
+                if losses > LOST_RETRIES or not error.failure.may_be_innocent:
                     raise
                 logger.info("begun again: %s", error)
-        return await self._once(policy, task)
 
-    async def _once(self, policy: EnginePolicy, task: EpisodeTask) -> Episode:
-        session = self.environments.session(task.tag, frames=self.frames)
-        return await self.managers[task.tag].run_episode(session, policy, tag=task.tag, seed=task.seed)
+
+async def _end(tasks: Collection[asyncio.Task[Episode]]) -> None:
+    """Cancel the tasks that still run, and wait until they have released what they hold."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved: the first failure is being raised
 
 
 def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group:
@@ -433,7 +295,7 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
         episode.samples[0].metrics = episode.metrics | success
     first = episodes[0]
     prompt = Prompt(
-        prompt_id=task.name,
+        prompt_id=f"{task.tag}:{task.seed}",
         domain=task.tag,
         token_ids=first.samples[0].token_ids[:0],
         text=first.turns[0].observation,
@@ -442,16 +304,85 @@ def as_group(group_id: int, task: EpisodeTask, episodes: list[Episode]) -> Group
     return Group(group_id, prompt, [sample for episode in episodes for sample in episode.samples])
 
 
-def _described(task: EpisodeTask, causes: list[str]) -> str:
-    return f"environment `{task.tag}`, seed {task.seed}: {len(causes)} episodes failed; " + "; ".join(causes)
+class EpisodeValidator:
+    """Plays the validation set."""
+
+    def __init__(
+        self,
+        tasks: Sequence[EpisodeTask],
+        rollout: EpisodeRollout,
+        *,
+        attempts: int,
+        timeout_seconds: float,
+        on_event: Callable[[str], None],
+    ) -> None:
+        """Create the validator; ``attempts``: tries per group whose episodes fail."""
+        self._tasks = tasks
+        self._rollout = rollout
+        self._attempts = attempts
+        self._timeout_seconds = timeout_seconds
+        self._on_event = on_event
+
+    async def run(self, version: int) -> ValidationResult:
+        """Play every group and measure the version.
+
+        Raises `TimeoutError` at the deadline, `MixedVersions` if the weights changed meanwhile, and `EpisodesFailed` if
+        no group could be played.
+        """
+        played = await within_deadline(self._play_all(), version, self._timeout_seconds)
+        groups = [as_group(index, self._tasks[index], episodes) for index, episodes in played.items()]
+        check_versions(groups, version)
+        episodes = [episode for group in played.values() for episode in group]
+        return ValidationResult(version, self._metrics(played), groups, episodes)
+
+    async def _play_all(self) -> dict[int, list[Episode]]:
+        """Return the episodes of each group that could be played, by the group's position."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._play(index, task)) for index, task in enumerate(self._tasks)]
+        outcomes = [task.result() for task in running]
+        played = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, list)}
+        failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodesFailed)]
+        if failures:
+            self._on_event(f"validation: {len(failures)} of {len(outcomes)} groups failed; the first: {failures[0]}")
+        if not played:
+            raise failures[0]
+        return played
+
+    async def _play(self, index: int, task: EpisodeTask) -> list[Episode] | EpisodesFailed:
+        failures = 0
+        while True:
+            try:
+                return await self._rollout.play(index, task)
+            except EpisodesFailed as failed:
+                failures += 1
+                if failures == self._attempts:
+                    return failed
+
+    def _metrics(self, played: Mapping[int, list[Episode]]) -> dict[str, float]:
+        by_tag: dict[str, list[list[Episode]]] = defaultdict(list)
+        for index, episodes in played.items():
+            by_tag[self._tasks[index].tag].append(episodes)
+        metrics: dict[str, float] = {}
+        for tag, groups in sorted(by_tag.items()):
+            requested = sum(task.tag == tag for task in self._tasks)
+            measured = validation_metrics(groups) | {"failed_groups": float(requested - len(groups))}
+            metrics |= {f"val/{tag}/{name}": value for name, value in measured.items()}
+        return metrics
 
 
-async def _end(tasks: Mapping[asyncio.Task[Episode], int]) -> None:
-    """Cancel the tasks that still run, and wait until they have released what they hold."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(list(tasks))
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: the first failure is being raised
+def validation_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Return the means of metrics and scores over all episodes that have them.
+
+    If the environments report success: also its share, and that of the groups with at least one.
+    """
+    episodes = [episode for group in groups for episode in group]
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values[name].append(value)
+    values["score"] = [episode.score for episode in episodes]
+    successes = [[each.success for each in group if each.success is not None] for group in groups]
+    if any(successes):
+        values["accuracy"] = [success for group in successes for success in group]
+        values["best_of_group"] = [max(group) for group in successes if group]
+    return {name: float(np.mean(values[name])) for name in sorted(values)}

@@ -11,6 +11,7 @@ one that sampled (behaviour).
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,13 @@ from roll.data.records import Group, Sample, SampleBatch
 
 if TYPE_CHECKING:  # Ray comes with it, and a refusal must not wait for that
     from roll.weights.verify import CanaryScores
+
+logger = logging.getLogger(__name__)
+
+MOST_LAGS_REPORTED = 8
+"""Highest lag with a metric of its own; that metric includes all older tokens."""
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -81,19 +89,21 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
     metrics = _shape(batch, settings)
     # Estimators see whole episodes, although an episode may reach the trainer as several samples.
     data = batch.data.joined([len(parts) for parts in batch.episodes])
-    mask = torch.from_numpy(data.padded("response_mask", fill=False))
-    penalty = settings.kl_controller
-    logprobs = torch.from_numpy(data.padded("behaviour_logprobs")) if penalty else None
-    reference = torch.from_numpy(data.padded("reference_logprobs")) if penalty else None
+
+    def padded(name: str, fill: float = 0.0) -> torch.Tensor:
+        return torch.from_numpy(data.padded(name, fill=fill))
+
+    mask, penalty = padded("response_mask", fill=False), settings.kl_controller
+    logprobs = padded("behaviour_logprobs") if penalty else None
+    reference = padded("reference_logprobs") if penalty else None
+    values = padded("values") if settings.estimator.requirements.needs_values else None
     baselines = [group.baseline_score for group in batch.groups for _ in group.episodes]
-    in_turns = "turns" in data.tokens
-    if settings.turn_weight and not in_turns:
+    turns = padded("turns", fill=-1) if "turns" in data.tokens else None
+    if settings.turn_weight and turns is None:
         raise ValueError(
             "the samples record no turns, so rewards of turns cannot be credited: let the environment manager fill "
             "`turns` and `turn_rewards`, or set `step_reward_weight: 0` and `episode_reward_weight: 1`"
         )
-    turns = torch.from_numpy(data.padded("turns", fill=-1)) if in_turns else None
-    values = torch.from_numpy(data.padded("values")) if settings.estimator.requirements.needs_values else None
     estimated = estimate_advantages(
         settings.estimator,
         settings.episode_weight * torch.from_numpy(data.per_sample["rewards"]),
@@ -105,24 +115,22 @@ def add_advantages(batch: TrainingBatch, settings: AdvantageSettings) -> dict[st
         kl_estimator=settings.kl_estimator,
         values=values,
         baseline_rewards=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
-        turn_rewards=settings.turn_weight * torch.from_numpy(data.padded("turn_rewards"))
-        if settings.turn_weight
-        else None,
+        turn_rewards=settings.turn_weight * padded("turn_rewards") if settings.turn_weight else None,
         turns=turns,
-        states=None if turns is None else _states(turns, torch.from_numpy(data.padded("turn_states", fill=-1))),
+        states=None if turns is None else _states(turns, padded("turn_states", fill=-1)),
     )
-    padded = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
+    shaped = shape_advantages(estimated, mask, settings.whitened, settings.advantage_clip).numpy()
     if penalty and logprobs is not None and reference is not None:
         divergence = token_kl(logprobs, reference, mask, settings.kl_estimator).sum(-1).mean().item()
         metrics |= {"kl_penalty/coef": penalty.coef, "kl_penalty/nats_per_response": divergence}
         penalty.update(divergence, len(data))
-    inside = np.arange(padded.shape[1])[None, :] < data.lengths[:, None]
-    data.tokens["advantages"] = np.ascontiguousarray(padded[inside], dtype=np.float32)
+    inside = np.arange(shaped.shape[1])[None, :] < data.lengths[:, None]
+    data.tokens["advantages"] = np.ascontiguousarray(shaped[inside], dtype=np.float32)
     if values is not None:
         returns = torch.where(mask, estimated + values, 0.0).numpy()
         data.tokens["returns"] = np.ascontiguousarray(returns[inside], dtype=np.float32)
         data.tokens["old_values"] = data.tokens["values"]
-    sampled = padded[mask.numpy()]
+    sampled = shaped[mask.numpy()]
     if not sampled.size:
         return metrics
     return metrics | {
@@ -163,12 +171,6 @@ def _states(turns: torch.Tensor, token_states: torch.Tensor) -> torch.Tensor:
     return states.scatter(1, torch.where(turns < 0, number, turns).long(), token_states)[:, :number]
 
 
-MOST_LAGS_REPORTED = 8
-"""Highest lag with a metric of its own; that metric includes all older tokens."""
-
-Built = TypeVar("Built")
-
-
 @dataclass(frozen=True)
 class Algorithms:
     """The losses, the correction and the advantage settings of a run."""
@@ -185,7 +187,8 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
     Raises `ConfigError` with every wrong name and argument, or else with every invalid combination.
     """
     problems: list[ConfigProblem] = []
-    correction = _attempt(problems, lambda: _correction(config))
+    settings = config.train_infer_correction
+    correction = _attempt(problems, lambda: parse_correction(settings)) if settings else None
     objective = _attempt(problems, lambda: _objective(config, correction), _policy_paths(config))
     estimator = _attempt(problems, lambda: make_advantage_estimator(config.adv_estimator, config.adv_estimator_args))
     if objective is not None and not problems:
@@ -194,7 +197,8 @@ def build_algorithms(config: PipelineConfig) -> Algorithms:
         problems += _estimator_problems(config, estimator, objective)
     if problems or objective is None or estimator is None:
         raise ConfigError(problems)
-    return Algorithms(objective, _value_objective(config), correction, _advantages(config, estimator))
+    value_objective = ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
+    return Algorithms(objective, value_objective, correction, _advantages(config, estimator))
 
 
 def _attempt(
@@ -238,22 +242,28 @@ def _objective(config: PipelineConfig, correction: Correction | None) -> PolicyO
     )
 
 
-def _value_objective(config: PipelineConfig) -> ValueObjective:
-    return ValueObjective(derived.max_new_tokens(config), config.loss_agg_mode, config.value_clip)
-
-
-def _correction(config: PipelineConfig) -> Correction | None:
-    return parse_correction(config.train_infer_correction) if config.train_infer_correction else None
-
-
 def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> AdvantageSettings:
-    controller = None
+    controller = length_penalty = difficulty = None
     if config.add_token_level_kl:
         controller = make_kl_controller(config.kl_controller, config.init_kl_coef, config.target_kl, config.kl_horizon)
+    if config.length_penalty is not None:
+        longest, penalty = derived.max_new_tokens(config), config.length_penalty
+        buffer = penalty.buffer or max(1, longest // 8)
+        length_penalty = LengthPenalty(penalty.kind, penalty.weight, longest, buffer, penalty.correct_above)
+    if config.difficulty_mask:
+        difficulty = (config.difficulty_low_threshold, config.difficulty_high_threshold)
     episode_weight, turn_weight = _reward_weights(config, estimator.requirements)
     return AdvantageSettings(
         estimator=estimator,
-        shaping=_shaping(config),
+        shaping=RewardShaping(
+            clip=config.reward_clip,
+            mean=config.norm_mean_type,
+            std=config.norm_std_type,
+            length_penalty=length_penalty,
+            drop_truncated=config.max_len_mask,
+            drop_zero_variance=config.zero_variance_mask,
+            difficulty=difficulty,
+        ),
         reward_moments=RunningMoments(),
         whitened=config.whiten_advantages,
         advantage_clip=config.advantage_clip,
@@ -267,30 +277,6 @@ def _advantages(config: PipelineConfig, estimator: AdvantageEstimator) -> Advant
 def _reward_weights(config: PipelineConfig, needs: AdvantageRequirements) -> tuple[float, float]:
     """Return the weights of the episode's reward and of the turn rewards. In RLVR a response is its own episode."""
     return derived.reward_weights(config, needs.for_episodes) if isinstance(config, AgenticConfig) else (1.0, 0.0)
-
-
-def _shaping(config: PipelineConfig) -> RewardShaping:
-    longest = derived.max_new_tokens(config)
-    penalty = config.length_penalty
-    return RewardShaping(
-        clip=config.reward_clip,
-        mean=config.norm_mean_type,
-        std=config.norm_std_type,
-        length_penalty=None
-        if penalty is None
-        else LengthPenalty(
-            kind=penalty.kind,
-            weight=penalty.weight,
-            max_length=longest,
-            buffer=penalty.buffer or max(1, longest // 8),
-            correct_above=penalty.correct_above,
-        ),
-        drop_truncated=config.max_len_mask,
-        drop_zero_variance=config.zero_variance_mask,
-        difficulty=(config.difficulty_low_threshold, config.difficulty_high_threshold)
-        if config.difficulty_mask
-        else None,
-    )
 
 
 def _policy_problems(
@@ -557,26 +543,18 @@ class TrainingBatch:
                 "lag/max": float(lags.max()) if lags.size else 0.0,
             }
         )
-        self.metrics.update(self._domain_rewards())
-        self.metrics.update(self._sample_metrics(detail))
-
-    def _domain_rewards(self) -> dict[str, float]:
-        domains = sorted({group.prompt.domain for group in self.groups})
-        return {
-            f"reward/{domain}/mean": float(
-                np.mean(np.concatenate([group.scores for group in self.groups if group.prompt.domain == domain]))
-            )
-            for domain in domains
-        }
-
-    def _sample_metrics(self, detail: str) -> dict[str, float]:
-        values: dict[str, list[float]] = defaultdict(list)
+        scores_of: dict[str, list[np.ndarray]] = defaultdict(list)
+        details: dict[str, list[float]] = defaultdict(list)
         for group in self.groups:
-            place = detail.format(domain=group.prompt.domain)
+            domain = group.prompt.domain
+            scores_of[domain].append(group.scores)
             for sample in group.samples:
                 for name, value in sample.metrics.items():
-                    values[f"{place}/{name}"].append(value)
-        return {name: float(np.mean(values[name])) for name in sorted(values)}
+                    details[f"{detail.format(domain=domain)}/{name}"].append(value)
+        for domain in sorted(scores_of):
+            self.metrics[f"reward/{domain}/mean"] = float(np.mean(np.concatenate(scores_of[domain])))
+        for name in sorted(details):
+            self.metrics[name] = float(np.mean(details[name]))
 
 
 def add_correction(
@@ -605,3 +583,26 @@ def add_correction(
     if correction.reject:
         batch.leave_out(result.kept.numpy()[inside])
     return result.metrics
+
+
+class MismatchTooLarge(RuntimeError):
+    """Trainer and engine disagree about the tokens that the engine sampled with the trainer's weights."""
+
+
+def check_mismatch(config: PipelineConfig, step: int, metrics: Mapping[str, float]) -> None:
+    """Compare the difference in training step ``step`` (from 1) with `mismatch_alarm`, in nats per token.
+
+    NaN is above every limit. A step without tokens of equal version measures nothing and raises no alarm; then only the
+    parity check of the weight update is left. Warns, or raises `MismatchTooLarge` if the alarm stops the run.
+    """
+    limit, value = config.mismatch_alarm, metrics.get("mismatch/abs_mean")
+    if limit is None or value is None or value <= limit:
+        return
+    text = (
+        f"step {step}: log-probabilities of trainer and engine differ by {value:.3g} nats per token on average "
+        f"over {metrics['mismatch/tokens']:.0f} tokens sampled with the trainer's weights (at most "
+        f"{metrics['mismatch/max']:.3g}); mismatch_alarm allows {limit:g}"
+    )
+    if config.mismatch_action == "stop":
+        raise MismatchTooLarge(text)
+    logger.warning(text)

@@ -142,7 +142,6 @@ class _Pending:
     facts: dict[str, Any] | None
     """Content of ``checkpoint.json`` without its list of files; None: a model only."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    completed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Checkpointer:
@@ -182,7 +181,8 @@ class Checkpointer:
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._synced = 0
         """Number of bytes that this process has synced to the disk."""
-        discard_partial(folder)
+        for partial in folder.glob(".step-*.partial"):
+            shutil.rmtree(partial)
 
     def progress(self) -> tuple[object, ...]:
         """Return values that change while a checkpoint is being written."""
@@ -235,11 +235,10 @@ class Checkpointer:
     async def step_recorded(self, step: int) -> None:
         """Record that a step's metrics are on the disk. For the last step, wait for its checkpoint."""
         if step in self._pending:
-            pending = self._pending[step]
-            pending.recorded.set()
+            self._pending[step].recorded.set()
             if step == self._max_steps:
                 with waiting("checkpoints", f"the checkpoint of step {step}"):
-                    await pending.completed.wait()
+                    await self._queue.join()
 
     async def run(self) -> None:
         """Complete one checkpoint after another. Raises `OSError` or `WorkerFailed` if one cannot be written."""
@@ -248,7 +247,7 @@ class Checkpointer:
             await pending.recorded.wait()
             await self._complete(pending)
             del self._pending[pending.step]
-            pending.completed.set()
+            self._queue.task_done()
 
     async def _written(self) -> None:
         for trainer in self._trainers.values():
@@ -275,10 +274,7 @@ def prune(folder: Path, keep: int) -> RolloutProgress:
     """
     steps = saved_steps(folder)
     for step in steps[:-keep] if keep else []:
-        # Renamed first: half a checkpoint must not look like one.
-        partial = folder / f".step-{step}.partial"
-        os.replace(checkpoint_folder(folder, step), partial)
-        shutil.rmtree(partial)
+        _delete(checkpoint_folder(folder, step))
     for step in steps[-keep:]:
         try:
             return read_checkpoint(checkpoint_folder(folder, step)).state.progress
@@ -301,15 +297,14 @@ def prune_abandoned(folder: Path, keep: int) -> None:
     """Delete all abandoned checkpoints but the ``keep`` that were written last (0: delete none)."""
     abandoned = sorted(folder.glob("abandoned-step-*"), key=lambda path: path.stat().st_mtime_ns)
     for path in abandoned[:-keep] if keep else []:
-        partial = folder / f".step-{path.name}.partial"
-        os.replace(path, partial)
-        shutil.rmtree(partial)
+        _delete(path)
 
 
-def discard_partial(folder: Path) -> None:
-    """Remove what an earlier process was writing or deleting when it stopped."""
-    for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
+def _delete(checkpoint: Path) -> None:
+    # Renamed first: half a checkpoint must not look like one.
+    partial = checkpoint.with_name(f".step-{checkpoint.name.removeprefix('step-')}.partial")
+    os.replace(checkpoint, partial)
+    shutil.rmtree(partial)
 
 
 def _publish(pending: _Pending, final: Path, on_synced: Callable[[int], None]) -> None:

@@ -1,4 +1,8 @@
-"""The services and settings that the stages of a run share, and how they are wired."""
+"""The services and settings that the stages of a run share, and how they are wired.
+
+One of them is the log-probability parity check. The trainer scores fixed sequences right after its weights are
+gathered, and the engines after they have loaded them (`InferencePool.publish`), so both score with the same version.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,31 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from roll.algorithms.correction import Correction
 from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.configs import derived
 from roll.configs.errors import count
-from roll.configs.run import ChaosEvent, PipelineConfig
-from roll.data.records import Group
+from roll.configs.run import PipelineConfig
+from roll.data.records import Group, SampleBatch
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import AdvantageSettings
 from roll.pipeline.checkpoints import Checkpointer
 from roll.pipeline.faults import Chaos
-from roll.pipeline.gate import EngineGate
 from roll.pipeline.journal import JournalKeeper, finished_again, other_settings
-from roll.pipeline.parity import MismatchAlarm, ParityCheck, build_alarm, build_parity_check
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint, rollout_settings
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_function import has_score_variance
-from roll.pipeline.rollout_side import RolloutSide, Validator
+from roll.pipeline.rollouts import EngineGate, RolloutSide, Validator, has_score_variance
 from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
-from roll.runtime.actors import WorkerHandle
 from roll.runtime.locks import DeviceLock
 from roll.tracking.waits import GROUP, WaitBoard, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
+from roll.weights.verify import CanaryScores, canary_sequences
 
 MOST_KEYS_NAMED = 5
 
@@ -46,9 +49,10 @@ class RunContext:
     reference: TrainerGroup | BaseOfTrainer | None
     critic: TrainerGroup | None
     pool: InferencePool
+    gate: EngineGate
     side: RolloutSide
     validator: Validator | None
-    locks: dict[str, DeviceLock]
+    locks: Mapping[str, DeviceLock]
     recorder: RunRecorder
     objective: PolicyObjective
     value_objective: ValueObjective
@@ -56,9 +60,7 @@ class RunContext:
     """Counter of the training steps that are over. The checkpoint of a step is taken before the step counts."""
     advantages: AdvantageSettings
     correction: Correction | None
-    parity_check: ParityCheck | None
-    """The log-probability parity check; None: trainer and engines are never compared."""
-    mismatch_alarm: MismatchAlarm | None
+    parity_check: ParityCheck
     max_staleness: int
     train_temperature: float
     checkpoints: Checkpointer
@@ -91,27 +93,22 @@ def build_context(
     prepared: Prepared,
     side: RolloutSide,
     roles: Roles,
-    locks: dict[str, DeviceLock],
-    gate: EngineGate,
     recorder: RunRecorder,
     journal: JournalKeeper | None,
     point: ResumePoint | None,
-    faults: Sequence[ChaosEvent],
-    processes: Callable[[], list[WorkerHandle]],
+    chaos: Chaos,
 ) -> RunContext:
-    """Wire services and settings. Admission starts paused, until the first version is published.
-
-    ``faults``: the injected faults that are still to come. ``processes`` returns those that have a model.
-    """
+    """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
-    steps = StepCounter(0 if point is None else point.step)
+    gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
     rollout = observed(side.rollout(gate), recorder.waits)
     scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
     scheduler.pause_admission()
     if point is not None:
-        go_on(point, scheduler, prepared.advantages, journal, rollout_settings(config), recorder.event)
+        resume_rollouts(point, scheduler, prepared.advantages, journal, rollout_settings(config), recorder.event)
     if journal is not None:
         journal.made_with(rollout_settings(config))
+    first_step = 0 if point is None else point.step
     return RunContext(
         config=config,
         scheduler=scheduler,
@@ -119,17 +116,17 @@ def build_context(
         reference=BaseOfTrainer(roles.trainer) if derived.reference_is_base(config) else roles.reference,
         critic=roles.critic,
         pool=roles.pool,
+        gate=gate,
         side=side,
         validator=side.validator(gate),
-        locks=locks,
+        locks=roles.locks,
         recorder=recorder,
         objective=prepared.objective,
         value_objective=prepared.value_objective,
-        steps=steps,
+        steps=StepCounter(first_step),
         advantages=prepared.advantages,
         correction=prepared.correction,
-        parity_check=build_parity_check(config, side.canary_prompts()),
-        mismatch_alarm=build_alarm(config),
+        parity_check=ParityCheck(config, side.canary_prompts()),
         max_staleness=derived.resolved_max_staleness(config),
         train_temperature=config.actor_infer.generating_args.temperature,
         checkpoints=Checkpointer(
@@ -141,12 +138,12 @@ def build_context(
             source=prepared.source,
             on_oldest=lambda oldest: journal.prune(oldest) if journal is not None else None,
         ),
-        chaos=Chaos(faults, recorder.run, processes, steps, recorder.event),
-        first_step=0 if point is None else point.step,
+        chaos=chaos,
+        first_step=first_step,
     )
 
 
-def go_on(
+def resume_rollouts(
     point: ResumePoint,
     scheduler: RolloutScheduler[Any, Group],
     advantages: AdvantageSettings,
@@ -158,15 +155,16 @@ def go_on(
 
     Groups that were made with other ``settings`` (`rollout_settings`) are generated again, as are those in flight.
     """
-    recovered = recover(read_journal(point.run.journal), point.progress)
+    progress = point.state.progress
+    recovered = recover(read_journal(point.run.journal), progress)
     ended = len(recovered.finished) + len(recovered.dropped)
     changed = other_settings(point.run.journal, settings) if ended else []
     if changed:
         keys = ", ".join(changed[:MOST_KEYS_NAMED]) + (", ..." if len(changed) > MOST_KEYS_NAMED else "")
         on_event(f"{count(ended, 'group')} of after step {point.step} are made again, for these have changed: {keys}")
-        recovered = recover((), point.progress)
-    scheduler.resume(point.progress, recovered, finished_again)
-    advantages.load_state_dict(point.advantage_state)
+        recovered = recover((), progress)
+    scheduler.resume(progress, recovered, finished_again)
+    advantages.load_state_dict(point.state.advantage_state)
     if journal is not None:
         journal.went_back(point.step)
 
@@ -202,3 +200,33 @@ def build_scheduler(
     )
     group_filter = has_score_variance if config.group_filter == "zero_variance" else None
     return RolloutScheduler(plan, side.source(), rollout, group_filter=group_filter, observer=journal)
+
+
+class ParityCheck:
+    """The canary sequences of a run, and the interval of checked weight updates (0: none)."""
+
+    def __init__(self, config: PipelineConfig, prompts: Sequence[np.ndarray]) -> None:
+        """Make the sequences from ``prompts`` (int32 ``[prompt]`` each)."""
+        self._interval = config.weight_update.canary_interval
+        self._tolerance = derived.canary_tolerance(config)
+        number, length = config.weight_update.canary_prompts, derived.canary_length(config)
+        self._sequences = canary_sequences(prompts, count=number, length=length, seed=config.seed)
+        self._publications = 0
+
+    async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:
+        """Return the trainer's scores at ``version``, or None if this weight update is not checked.
+
+        Call it once per weight update, while the trainer holds the weights of ``version``. The first one is always
+        checked.
+        """
+        due = self._interval > 0 and self._publications % self._interval == 0
+        self._publications += 1
+        if not due:
+            return None
+        token_ids = np.concatenate(self._sequences)
+        batch = SampleBatch(
+            lengths=np.array([len(tokens) for tokens in self._sequences], dtype=np.int64),
+            tokens={"token_ids": token_ids, "response_mask": np.ones(len(token_ids), dtype=bool)},
+        )
+        logprobs = np.split(await trainer.log_probs(batch, 1.0), batch.offsets[1:-1])
+        return CanaryScores(version, self._sequences, logprobs, self._tolerance)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
+from roll.algorithms.metrics import mean_over_updates
 from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.errors import ConfigError, ConfigProblem, count
@@ -28,9 +30,8 @@ from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correctio
 from roll.pipeline.context import RunContext
 from roll.pipeline.preflight import Prepared, prepare
 from roll.pipeline.roles import engine_spec
-from roll.pipeline.rollout_function import has_score_variance
-from roll.pipeline.rollout_side import RunDevices
-from roll.pipeline.stages import publication_due
+from roll.pipeline.rollouts import RunDevices, has_score_variance
+from roll.pipeline.stages import publication_due, train_plan
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
@@ -38,8 +39,10 @@ from roll.tracking.run_directory import RunDirectory
 from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
 from roll.trainers.model import save
 from roll.trainers.state import CheckpointFiles
-from roll.trainers.worker import TrainPlan, mean_over_updates, optimizer_batches
+from roll.trainers.worker import optimizer_batches
 from roll.weights.buckets import pack_buckets
+
+Strategy = TypeVar("Strategy", bound=ForwardStrategy)
 
 NOTES = "exact"
 """Folder of a run's notes, and name of the stage that writes them."""
@@ -81,10 +84,8 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
         message = "the plain loop has the built-in stages only"
         problems.append(ConfigProblem("stages", message, "remove them for this comparison"))
     for name, role in derived.present_roles(config).items():
-        devices, each = len(parse_device_mapping(role.device_mapping)), 1
-        if name == "actor_infer":
-            each = config.actor_infer.num_gpus_per_engine
-        elif devices > each:
+        devices = len(parse_device_mapping(role.device_mapping))
+        if name != "actor_infer" and devices > 1:
             message = f"the plain loop has one process, and {devices} ranks sum in another order"
             problems.append(ConfigProblem(f"{name}.device_mapping", message, "name one device for this comparison"))
     if problems:
@@ -109,15 +110,16 @@ def exact_config(config: PipelineConfig, steps: int) -> PipelineConfig:
 
 async def note(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Write what the run computed in this step beside its other files."""
-    folder = run.recorder.run.root / NOTES
-    await asyncio.to_thread(_write, folder, batch)
+    arrays: dict[str, Any] = contents(batch)
+    await asyncio.to_thread(np.savez, _notes_of(run.recorder.run, batch.step), **arrays)
     return batch
 
 
-def _write(folder: Path, batch: TrainingBatch) -> None:
+def _notes_of(run: RunDirectory, step: int) -> Path:
+    """Return the file of what a step (from 0) computed, in a folder that exists."""
+    folder = run.root / NOTES
     folder.mkdir(exist_ok=True)
-    arrays: dict[str, Any] = contents(batch)
-    np.savez(folder / f"step-{batch.step + 1}.npz", **arrays)
+    return folder / f"step-{step + 1}.npz"
 
 
 def contents(batch: TrainingBatch) -> dict[str, np.ndarray]:
@@ -134,19 +136,20 @@ def compared_with_plain_loop(config: PipelineConfig, run: RunDirectory) -> Diffe
 
 async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference | None:
     """Repeat a run of `exact_config` as a plain loop. Return the first tensor that differs; None if none does."""
-    config = prepared.config
-    loop = PlainLoop(prepared, run)
+    loop, steps = PlainLoop(prepared, run), prepared.config.max_steps
     await loop.start()
     try:
-        for step in range(config.max_steps):
+        for step in range(steps):
             mine = contents(await loop.step(step))
-            with np.load(run.root / NOTES / f"step-{step + 1}.npz") as noted:
-                difference = _first(f"step {step + 1}", {name: noted[name] for name in noted.files}, mine)
+            with np.load(_notes_of(run, step)) as noted:
+                difference = _first(f"step {step + 1}", ORDER, noted.get, mine.get)
             if difference is not None:
                 return difference
         model = run.root / NOTES / "model"
         save(loop.trainer, str(model))
-        return _first_of_models(config.max_steps, run.checkpoints / f"step-{config.max_steps}", model)
+        with CheckpointFiles(run.checkpoints / f"step-{steps}") as theirs, CheckpointFiles(model) as own:
+            names = sorted({*theirs.names, *own.names})
+            return _first(f"the model after step {steps}", names, partial(_tensor, theirs), partial(_tensor, own))
     finally:
         await loop.close()
 
@@ -169,14 +172,19 @@ class PlainLoop:
         self._side = prepared.rollouts.build(prepared, self._run, print, RunDevices(self._placement, locks))
         await self._side.workers.start()
         torch.set_num_threads(self._placement.place([0]).cpu_threads)
-        self._engine = self._build_engine()
+        self._engine = engine_spec(config, "object_store").build(config.cluster.device)
         await self._engine.start()
-        roles = derived.present_roles(config)
-        self.trainer = self._trainer(config.actor_train)
-        self._critic = self._trainer(config.critic, "value") if config.critic is not None else None
-        self._reference = self._frozen(roles["reference"]) if "reference" in roles else None
+        reference = derived.present_roles(config).get("reference")
+        self.trainer = self._load(build_trainer, config.actor_train)
+        self._critic = None if config.critic is None else self._load(build_trainer, config.critic, kind="value")
+        self._reference = None
+        if reference is not None:
+            self._reference = self._load(build_forward_strategy, reference, forward_only=True)
         self._rollout = self._side.rollout(_Direct(self._engine))
-        self._requests = self._all_requests()
+        self._requests = (
+            GroupRequest(group_id, item, start_version=0, attempt=1)
+            for group_id, item in enumerate(self._side.source())
+        )
 
     async def step(self, step: int) -> TrainingBatch:
         """Take one training step, and load the new weights into the engine when due."""
@@ -191,8 +199,8 @@ class PlainLoop:
         if self._critic is not None:
             data.tokens["values"] = self._critic.values(data)
         add_advantages(batch, prepared.advantages)
-        if self._critic is not None and config.critic is not None:
-            self._train("critic", self._critic, config.critic, batch)
+        if self._critic is not None:
+            self._train("critic", self._critic, batch)
         if step + 1 > config.critic_warmup:
             objective = prepared.objective
             if prepared.correction is not None or "proximal_logprobs" in objective.token_fields:
@@ -200,7 +208,7 @@ class PlainLoop:
             if prepared.correction is not None:
                 lags = objective.max_lag
                 add_correction(batch, prepared.correction, max_lag=lags, lags_capped=objective.lags_capped)
-            self._train("actor", self.trainer, config.actor_train, batch)
+            self._train("actor", self.trainer, batch)
         if publication_due(config, step + 1):
             await self._hand_over(step + 1)
         return batch
@@ -223,29 +231,11 @@ class PlainLoop:
             kept += [group for group in made if self._config.group_filter == "none" or has_score_variance(group)]
         return kept
 
-    def _all_requests(self) -> Iterator[GroupRequest[object]]:
-        for group_id, item in enumerate(self._side.source()):
-            yield GroupRequest(group_id, item, start_version=0, attempt=1)
-
-    def _build_engine(self) -> InferStrategy:
-        return engine_spec(self._config, "object_store").build(self._config.cluster.device)
-
-    def _trainer(self, role: WorkerConfig, kind: Literal["policy", "value"] = "policy") -> TrainStrategy:
+    def _load(
+        self, build: Callable[[str, TrainerSetup, str | None], Strategy], role: WorkerConfig, **changes: Any
+    ) -> Strategy:
         chosen = role.strategy_args
-        strategy = build_trainer(chosen.strategy_name, self._setup(role, kind=kind), chosen.strategy_cls)
-        strategy.initialize()
-        return strategy
-
-    def _frozen(self, role: WorkerConfig) -> ForwardStrategy:
-        chosen = role.strategy_args
-        strategy = build_forward_strategy(
-            chosen.strategy_name, self._setup(role, forward_only=True), chosen.strategy_cls
-        )
-        strategy.initialize()
-        return strategy
-
-    def _setup(self, role: WorkerConfig, **changes: Any) -> TrainerSetup:
-        return TrainerSetup(
+        setup = TrainerSetup(
             role,
             model_path=derived.model_path(self._config, role),
             total_optimizer_steps=derived.total_optimizer_steps(self._config, role),
@@ -254,15 +244,17 @@ class PlainLoop:
             device=self._config.cluster.device,
             **changes,
         )
+        strategy = build(chosen.strategy_name, setup, chosen.strategy_cls)
+        strategy.initialize()
+        return strategy
 
-    def _train(self, name: str, trainer: TrainStrategy, role: WorkerConfig, batch: TrainingBatch) -> None:
-        config, data = self._config, batch.data
-        size = derived.optimizer_batch_size(config, role, len(data))
-        plan = TrainPlan(batch.step, config.ppo_epochs, size, config.actor_infer.generating_args.temperature)
-        objective = self._prepared.objective if name == "actor" else self._prepared.value_objective
+    def _train(self, name: Literal["actor", "critic"], trainer: TrainStrategy, batch: TrainingBatch) -> None:
+        prepared, data = self._prepared, batch.data
+        plan = train_plan(self._config, "critic" if name == "critic" else "actor_train", batch)
+        objective = prepared.value_objective if name == "critic" else prepared.objective
         updates = [
             trainer.train_step(data.select(rows), objective, plan.temperature)
-            for rows in optimizer_batches(len(data), plan, config.seed)
+            for rows in optimizer_batches(len(data), plan, self._config.seed)
         ]
         batch.metrics.update({f"{name}/{key}": value for key, value in mean_over_updates(updates).items()})
 
@@ -290,31 +282,22 @@ class _Direct:
         pass
 
 
-def _first(where: str, theirs: Mapping[str, np.ndarray], mine: Mapping[str, np.ndarray]) -> Difference | None:
-    """Return the first difference by `ORDER`."""
-    for name in ORDER:
-        if name in theirs or name in mine:
-            difference = _compared(where, name, theirs.get(name), mine.get(name))
-            if difference is not None:
-                return difference
-    return None
-
-
-def _compared(where: str, name: str, theirs: np.ndarray | None, mine: np.ndarray | None) -> Difference | None:
-    if theirs is None or mine is None or theirs.shape != mine.shape:
-        return Difference(where, name, 0, 0, math.nan)
-    if theirs.tobytes() == mine.tobytes():
-        return None
-    apart = np.abs(theirs.astype(np.float64) - mine.astype(np.float64))
-    return Difference(where, name, int((apart != 0).sum()), apart.size, float(apart.max()))
-
-
-def _first_of_models(step: int, theirs: Path, mine: Path) -> Difference | None:
-    with CheckpointFiles(theirs) as one, CheckpointFiles(mine) as other:
-        for name in sorted({*one.names, *other.names}):
-            difference = _compared(f"the model after step {step}", name, _tensor(one, name), _tensor(other, name))
-            if difference is not None:
-                return difference
+def _first(
+    where: str,
+    names: Iterable[str],
+    theirs: Callable[[str], np.ndarray | None],
+    mine: Callable[[str], np.ndarray | None],
+) -> Difference | None:
+    """Return the first difference in the order of ``names``."""
+    for name in names:
+        their, own = theirs(name), mine(name)
+        if their is None and own is None:
+            continue
+        if their is None or own is None or their.shape != own.shape:
+            return Difference(where, name, 0, 0, math.nan)
+        if their.tobytes() != own.tobytes():
+            apart = np.abs(their.astype(np.float64) - own.astype(np.float64))
+            return Difference(where, name, int((apart != 0).sum()), apart.size, float(apart.max()))
     return None
 
 

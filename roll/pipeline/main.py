@@ -19,14 +19,13 @@ from roll.configs import derived
 from roll.configs.devices import parse_device_mapping
 from roll.configs.loader import dump_config
 from roll.pipeline.context import RunContext, build_context
-from roll.pipeline.faults import corrupted_versions, events_to_come
-from roll.pipeline.gate import EngineGate
+from roll.pipeline.faults import Chaos
 from roll.pipeline.journal import forget_other_rollouts, journal_of
 from roll.pipeline.preflight import Prepared
 from roll.pipeline.recorder import RunRecorder
 from roll.pipeline.resume import ResumePoint
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_side import RolloutSide, RunDevices
+from roll.pipeline.rollouts import RunDevices
 from roll.pipeline.stage import Channel, Stage, StageGraph
 from roll.pipeline.stages import ChainedStage, announce, gather, groups_of_steps, publish, record
 from roll.pipeline.status import StatusKeeper, watch_for_stall
@@ -35,6 +34,7 @@ from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement
 from roll.tracking.status import StatusFile
 from roll.tracking.waits import ENGINE, SCHEDULER, START, acting
+from roll.trainers.worker import TrainerGroup
 
 
 async def run_pipeline(
@@ -51,13 +51,17 @@ async def run_pipeline(
     locks = build_device_locks({role: parse_device_mapping(mapping) for role, mapping in mappings})
     side = prepared.rollouts.build(prepared, recorder.run, recorder.event, RunDevices(placement, locks))
     states = point.role if point is not None else lambda role: None
-    faults = events_to_come(config, recorder.run)
-    corrupted = corrupted_versions(faults)
-    roles = Roles(prepared, placement, locks, side.workers, recorder.run, recorder.event, states, corrupted)
+    chaos = Chaos(config.chaos, recorder.run, recorder.event)
+    roles = Roles(
+        prepared, placement, locks, side.workers, recorder.run, recorder.event, states, chaos.corrupted_versions()
+    )
     if config.save_steps and (point is None or point.checkpoint is None):
         made_of = f"{prepared.source} {derived.model_path(config, config.actor_train)}"
         forget_other_rollouts(recorder.run, made_of)
-    processes = partial(model_processes, roles, side)
+
+    def processes() -> list[WorkerHandle]:
+        return [*roles.handles(), *side.handles()]
+
     status = StatusKeeper(config, recorder, processes)
     with journal_of(config, recorder.run) as journal:
         try:
@@ -65,22 +69,17 @@ async def run_pipeline(
                 with acting(START, recorder.waits):
                     await roles.start()
                 recorder.run.write_config(dump_config(config))
-                gate = EngineGate(roles.pool, locks["actor_infer"], "actor_infer")
-                context = build_context(prepared, side, roles, locks, gate, recorder, journal, point, faults, processes)
+                context = build_context(prepared, side, roles, recorder, journal, point, chaos)
                 graph = StageGraph(build_stages(prepared.stages, context), recorder.waits)
                 status.running(context, graph.stages)
+                background = background_tasks(context, status)
+                background["chaos"] = partial(chaos.run, context.steps, processes)
                 try:
-                    background = background_tasks(context, roles, gate, status)
-                    await graph.run(background=background, first=lambda: publish_initial(context))
+                    await graph.run(background, first=partial(publish_initial, context))
                 finally:
                     recorder.ledger = context.scheduler.ledger.counts()
         finally:
             await roles.shutdown()
-
-
-def model_processes(roles: Roles, side: RolloutSide) -> list[WorkerHandle]:
-    """Return the current processes of the run that have a model."""
-    return [*roles.handles(), *side.handles()]
 
 
 async def publish_initial(context: RunContext) -> None:
@@ -125,22 +124,15 @@ def build_stages(chain: list[ChainedStage], run: RunContext) -> list[Stage]:
     return stages
 
 
-def background_tasks(
-    context: RunContext, roles: Roles, gate: EngineGate, status: StatusKeeper
-) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-    """Return the tasks that run beside the stages: the scheduler, the engine and its gate, checkpoints and watches."""
-    tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-        (SCHEDULER, context.scheduler.run),
-        (ENGINE, roles.pool.run),
-        ("gate", gate.run),
-        ("watch/actor_train", roles.trainer.watch),
-        ("stall", lambda: watch_for_stall(status, context.config.stall_timeout_seconds)),
-        ("checkpoints", context.checkpoints.run),
-        ("chaos", context.chaos.run),
-    ]
-    tasks += [
-        (f"watch/{role}", group.watch)
-        for role, group in (("reference", roles.reference), ("critic", roles.critic))
-        if group is not None
-    ]
-    return tasks
+def background_tasks(context: RunContext, status: StatusKeeper) -> dict[str, Callable[[], Awaitable[None]]]:
+    """Return the tasks beside the stages: the scheduler, the engine and its gate, checkpoints and watches."""
+    tasks: dict[str, Callable[[], Awaitable[None]]] = {
+        SCHEDULER: context.scheduler.run,
+        ENGINE: context.pool.run,
+        "gate": context.gate.run,
+        "stall": partial(watch_for_stall, status, context.config.stall_timeout_seconds),
+        "checkpoints": context.checkpoints.run,
+    }
+    trainers = {"actor_train": context.trainer, "reference": context.reference, "critic": context.critic}
+    watched = {role: group for role, group in trainers.items() if isinstance(group, TrainerGroup)}
+    return tasks | {f"watch/{role}": group.watch for role, group in watched.items()}

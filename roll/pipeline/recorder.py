@@ -15,9 +15,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,8 +28,7 @@ from roll.configs.run import PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch, derive_seed
 from roll.engines.pool import InferencePool
 from roll.pipeline.algorithm import TrainingBatch
-from roll.pipeline.rollout_side import WorkerProcesses
-from roll.pipeline.validation import ValidationResult
+from roll.pipeline.rollouts import ValidationResult, WorkerProcesses
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.console import Console, say_beside
 from roll.tracking.logs import LogWatch
@@ -41,32 +39,30 @@ from roll.tracking.timeline import Timeline
 from roll.tracking.trackers import MetricsLog, TensorBoardTracker, read_metrics
 from roll.tracking.waits import WaitBoard
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FinalStatus = Literal["success", "failed", "interrupted"]
 SAID = {True: "success", False: "no success", None: "success not told"}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An animated GIF on disk, and its name in trackers."""
+def write_episodes(episodes: Sequence[Episode], folder: Path, version: int) -> dict[str, Path]:
+    """Write the chosen episodes below ``folder``.
 
-    name: str
-    path: Path
-
-
-def hang_up(episodes: Sequence[Episode], folder: Path, version: int) -> list[Picture]:
-    """Write the chosen episodes below ``folder``. Returns the pictures of those whose environment can be rendered."""
-    place = folder / f"version-{version:06d}"
-    pictures = []
+    Returns the animated GIFs of those whose environment can be rendered, by their names in trackers.
+    """
+    below = folder / f"version-{version:06d}"
+    pictures = {}
     for (tag, which), episode in chosen(episodes, version).items():
-        place.mkdir(parents=True, exist_ok=True)
-        base = place / f"{tag}-{which}"
-        base.with_name(base.name + ".txt").write_text(as_text(episode), encoding="utf-8")
-        frames = frames_of(episode)
-        if not frames:
-            continue
-        gif = base.with_name(base.name + ".gif")
-        frames_to_gif(frames, gif)
-        text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), base.with_name(base.name + ".png"))
-        pictures.append(Picture(f"val/{tag}/{which}_episode", gif))
+        below.mkdir(parents=True, exist_ok=True)
+        (below / f"{tag}-{which}.txt").write_text(as_text(episode), encoding="utf-8")
+        if frames := frames_of(episode):
+            gif = below / f"{tag}-{which}.gif"
+            frames_to_gif(frames, gif)
+            text_to_png("\n\n".join([frames[0], *frames[1:][-1:]]), gif.with_suffix(".png"))
+            pictures[f"val/{tag}/{which}_episode"] = gif
     return pictures
 
 
@@ -117,32 +113,24 @@ LONGEST_CHARACTER = 8
 UNFINISHED = "\ufffd"
 
 
-class TokenDecoder(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, without special tokens if asked for."""
-
-
 def readable(
-    groups: Sequence[Group], data: SampleBatch, step: int, count: int, decoder: TokenDecoder
+    groups: Sequence[Group], data: SampleBatch, step: int, count: int, decoder: PreTrainedTokenizerBase
 ) -> list[ReadableSample]:
     """Return the first sample of the first groups, with the advantages of its tokens; of an episode all turns."""
-    offsets = data.offsets
-    samples, first_row = [], 0
+    by_row = np.split(data.tokens["advantages"], data.offsets[1:-1])
+    samples, row = [], 0
     for group in groups[:count]:
         parts = group.episodes[0]
-        rows = [slice(offsets[row], offsets[row + 1]) for row in range(first_row, first_row + len(parts))]
-        advantages = [data.tokens["advantages"][row] for row in rows]
+        advantages = by_row[row : row + len(parts)]
         of_first = advantages[0][parts[0].response_mask]
         mean = float(of_first.mean()) if len(of_first) else 0.0
         tokens = readable_tokens(parts, advantages, decoder)
         samples.append(_readable(group, step, "train", mean, parts[0].oldest_version, tokens))
-        first_row += len(group.samples)
+        row += len(group.samples)
     return samples
 
 
-def readable_validation(result: ValidationResult, count: int, decoder: TokenDecoder) -> list[ReadableSample]:
+def readable_validation(result: ValidationResult, count: int, decoder: PreTrainedTokenizerBase) -> list[ReadableSample]:
     """Return the first sample of the first groups of a validation."""
     return [
         _readable(group, result.version, "val", None, result.version, readable_tokens(group.episodes[0], None, decoder))
@@ -150,8 +138,33 @@ def readable_validation(result: ValidationResult, count: int, decoder: TokenDeco
     ]
 
 
+def _readable(
+    group: Group,
+    step: int,
+    split: Literal["train", "val"],
+    advantage: float | None,
+    oldest: int,
+    tokens: ReadableTokens,
+) -> ReadableSample:
+    sample = group.samples[0]
+    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
+    return ReadableSample(
+        step=step,
+        group_id=group.group_id,
+        prompt=group.prompt.text,
+        response=sample.response_text,
+        score=sample.score,
+        advantage=advantage,
+        versions=(oldest, newest),
+        finish_reason=sample.finish_reason,
+        domain=group.prompt.domain,
+        split=split,
+        tokens=tokens,
+    )
+
+
 def readable_tokens(
-    parts: Sequence[Sample], advantages: Sequence[np.ndarray] | None, decoder: TokenDecoder
+    parts: Sequence[Sample], advantages: Sequence[np.ndarray] | None, decoder: PreTrainedTokenizerBase
 ) -> ReadableTokens:
     """Return the tokens of an episode's samples, from the first sampled one on.
 
@@ -159,34 +172,31 @@ def readable_tokens(
     """
     first = parts[0].response_mask
     start = int(np.argmax(first)) if first.any() else len(first)
+    token_ids = np.concatenate([part.token_ids for part in parts])[start:]
+    sampled = np.concatenate([part.response_mask for part in parts])[start:]
+    left_out = max(0, len(token_ids) - FIRST_TOKENS - LAST_TOKENS)
+    gap = FIRST_TOKENS if left_out else len(token_ids)
 
-    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(arrays)[start:]
+    def kept(values: np.ndarray) -> list[list[Any]]:
+        return [values[:gap].tolist(), values[gap + left_out :].tolist()]
 
-    token_ids, sampled = joined([part.token_ids for part in parts]), joined([part.response_mask for part in parts])
-    versions = joined([part.versions for part in parts])
-    kept = _kept(len(token_ids))
+    def of_sampled(values: Sequence[np.ndarray] | None) -> list[Any]:
+        known = np.full(len(sampled), None)
+        if values:
+            known[sampled] = np.concatenate(values)[start:][sampled]
+        return sum(kept(known), [])
 
-    def told(values: np.ndarray, where: np.ndarray) -> list[Any]:
-        pairs = zip(values[kept].tolist(), where[kept].tolist(), strict=True)
-        return [value if here else None for value, here in pairs]
-
-    nothing, nowhere = np.zeros(len(token_ids)), np.zeros(len(token_ids), dtype=bool)
-    has_turns = parts[0].turns is not None
-    turns = joined([part.turns for part in parts if part.turns is not None]) if has_turns else nothing
-    left_out = len(token_ids) - len(kept)
-    stretches = [kept[:FIRST_TOKENS], kept[FIRST_TOKENS:]] if left_out else [kept]
     return ReadableTokens(
-        texts=[text for stretch in stretches for text in token_texts(token_ids[stretch].tolist(), decoder)],
-        versions=told(versions, sampled),
-        advantages=told(joined(advantages), sampled) if advantages is not None else told(nothing, nowhere),
-        turns=told(turns, sampled if has_turns else nowhere),
+        texts=[text for stretch in kept(token_ids) for text in token_texts(stretch, decoder)],
+        versions=of_sampled([part.versions for part in parts]),
+        advantages=of_sampled(advantages),
+        turns=of_sampled([part.turns for part in parts if part.turns is not None]),
         left_out=left_out,
         left_out_after=FIRST_TOKENS if left_out else 0,
     )
 
 
-def token_texts(token_ids: Sequence[int], decoder: TokenDecoder) -> list[str]:
+def token_texts(token_ids: Sequence[int], decoder: PreTrainedTokenizerBase) -> list[str]:
     """Return the text that each token adds. The last token of a multi-token character has its text.
 
     Each token is decoded after the one before it, because some tokenizers write a leading space only then.
@@ -208,39 +218,6 @@ def token_texts(token_ids: Sequence[int], decoder: TokenDecoder) -> list[str]:
     return texts
 
 
-def _kept(length: int) -> np.ndarray:
-    """Return the positions of the tokens that are kept."""
-    places = np.arange(length)
-    if length <= FIRST_TOKENS + LAST_TOKENS:
-        return places
-    return np.concatenate([places[:FIRST_TOKENS], places[-LAST_TOKENS:]])
-
-
-def _readable(
-    group: Group, step: int, split: Any, advantage: float | None, oldest: int, tokens: ReadableTokens
-) -> ReadableSample:
-    sample = group.samples[0]
-    newest = int(sample.versions[sample.response_mask].max(initial=oldest))
-    return ReadableSample(
-        step=step,
-        group_id=group.group_id,
-        prompt=group.prompt.text,
-        response=sample.response_text,
-        score=sample.score,
-        advantage=advantage,
-        versions=(oldest, newest),
-        finish_reason=sample.finish_reason,
-        domain=group.prompt.domain,
-        split=split,
-        tokens=tokens,
-    )
-
-
-logger = logging.getLogger(__name__)
-
-FinalStatus = Literal["success", "failed", "interrupted"]
-
-
 class RunRecorder:
     """Writer of the run directory during a run."""
 
@@ -250,7 +227,7 @@ class RunRecorder:
         run: RunDirectory,
         *,
         started: float,
-        decoder: TokenDecoder,
+        decoder: PreTrainedTokenizerBase,
         after_step: int | None = None,
     ) -> None:
         """Open the files of the run.
@@ -353,13 +330,25 @@ class RunRecorder:
         """Record the samples and episodes of a validation. Its metrics are recorded with those of its step."""
         count, decoder = self._samples_per_step, self._decoder
         self._samples.write(await asyncio.to_thread(readable_validation, result, count, decoder))
-        for picture in await asyncio.to_thread(hang_up, result.episodes, self.run.episodes, result.version):
+        pictures = await asyncio.to_thread(write_episodes, result.episodes, self.run.episodes, result.version)
+        for name, path in pictures.items():
             if self._events is not None:
-                self._events.picture(picture.name, picture.path, result.version)
+                self._events.picture(name, path, result.version)
 
-    def ended(self, status: FinalStatus, error: BaseException | str | None) -> None:
-        """Record how the run has ended, before everything is closed: closing may fail or hang."""
-        self._finish(status, error)
+    def ended(self, status: FinalStatus, error: BaseException | str | None) -> bool:
+        """Record how the run has ended, before everything is closed: closing may fail or hang.
+
+        Returns True if that is on the disk. Otherwise the console still shows the cause.
+        """
+        try:
+            self.summary.finish(status, error, ledger=self.ledger)
+        except OSError as unwritten:
+            logger.error("how the run ended is not on the disk: %s", unwritten)
+            if status == "success":
+                with suppress(OSError):
+                    self.summary.finish("failed", unwritten, ledger=self.ledger)
+            return False
+        return True
 
     def close(self, status: FinalStatus, error: BaseException | str | None = None) -> FinalStatus:
         """Write the end of the run, release the terminal and return the final status.
@@ -374,24 +363,12 @@ class RunRecorder:
                         files.callback(file.close)
         except OSError as unwritten:
             status, error = "failed", error or unwritten
-        if not self._finish(status, error) and status == "success":
+        if not self.ended(status, error) and status == "success":
             status = "failed"
         summary = self.summary.as_dict()
         self._plug_ins.end(Ending(status, summary, summary["error"]))
         self.console.close(summary)
         return status
-
-    def _finish(self, status: FinalStatus, error: BaseException | str | None) -> bool:
-        """Write the final summary; return True if it is on the disk. Otherwise the console still shows the cause."""
-        try:
-            self.summary.finish(status, error, ledger=self.ledger)
-        except OSError as unwritten:
-            logger.error("how the run ended is not on the disk: %s", unwritten)
-            if status == "success":
-                with suppress(OSError):
-                    self.summary.finish("failed", unwritten, ledger=self.ledger)
-            return False
-        return True
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self._metrics.log(metrics, step)

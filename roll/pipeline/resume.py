@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.configs import derived
-from roll.configs.derived import model_path, trained_roles
 from roll.configs.errors import ConfigError, ConfigProblem, count, masked, shown
 from roll.configs.loader import load_config
+from roll.configs.plugins import problem
 from roll.configs.roles import ADAPTER_KEYS
 from roll.configs.run import PipelineConfig
 from roll.pipeline.checkpoints import (
     STATE,
     Checkpoint,
     DamagedCheckpoint,
+    DriverState,
     abandon,
     check_model,
     checkpoint_folder,
@@ -52,7 +53,11 @@ from roll.tracking.files import keep_lines, remove_partials, write_atomically
 from roll.tracking.run_directory import RunDirectory
 from roll.trainers.state import CheckpointFiles, SavedState, UnfitState
 
-Judgement = Literal["harmless", "needs confirmation", "impossible"]
+logger = logging.getLogger(__name__)
+
+KEY = "resume_from_checkpoint"
+PUT_ASIDE_KEPT = 5
+"""Number of moved-aside versions of metrics, samples and timelines that are kept, newest first."""
 
 IMPOSSIBLE = {
     "pipeline": "a checkpoint is of one pipeline",
@@ -63,102 +68,44 @@ IMPOSSIBLE = {
 """Key -> why it cannot change. Changes of prompts or environments are judged elsewhere."""
 
 HARMLESS = (
-    "exp_name",
-    "output_dir",
-    "cluster*",
-    "max_steps",
-    "save_steps",
-    "max_ckpt_to_keep",
-    "eval_steps",
-    "logging_steps",
-    "console_output",
-    "track_with*",
-    "tracker_*",
-    "num_logged_samples",
-    "resume_from_checkpoint",
-    "accept_config_changes",
-    "restarts*",
-    "stall_timeout_seconds",
-    "chaos*",
-    "actor_infer.*timeout_seconds",
+    # where a run is, how long it is, what it reports
+    "exp_name", "output_dir", "max_steps", "save_steps", "max_ckpt_to_keep", "eval_steps", "logging_steps",
+    "console_output", "track_with*", "tracker_*", "num_logged_samples", "val_batch_size", "validation*",
+    "val_env_manager*", "mismatch_alarm", "mismatch_action",
+    # how it starts again, and what it does about failures
+    "resume_from_checkpoint", "accept_config_changes", "restarts*", "stall_timeout_seconds", "chaos*",
+    "max_group_retries", "max_consecutive_refunds", "actor_infer.*timeout_seconds", "actor_infer.max_replica_restarts",
+    # devices and processes
+    "cluster*", "env_workers*", "actor_infer.num_gpus_per_engine",
     *(
         f"{role}.{key}"
         for role in ("actor_train", "actor_infer", "reference", "critic")
         for key in (
-            "device_mapping*",
-            "strategy_args.strategy_name",
-            "strategy_args.strategy_config*",
-            "infer_batch_size",
-            "use_dynamic_batching*",
-            "max_tokens_per_microbatch*",
-            "use_sequence_packing",
+            "device_mapping*", "strategy_args.strategy_name", "strategy_args.strategy_config*", "infer_batch_size",
+            "use_dynamic_batching*", "max_tokens_per_microbatch*", "use_sequence_packing",
             "training_args.per_device_train_batch_size",
         )
     ),
-    "rewards.*.num_workers",
-    "rewards.*.max_retries",
-    "rewards.*.device_mapping*",
-    "rewards.*.infer_batch_size",
-    "rewards.*.reward_model.batch_wait_seconds",
-    "rewards.*.judge.base_url",
-    "rewards.*.judge.api_key_env",
-    "rewards.*.judge.max_concurrency",
-    "rewards.*.judge.request_*",
-    "actor_infer.max_replica_restarts",
-    "actor_infer.num_gpus_per_engine",
-    "max_group_retries",
-    "max_consecutive_refunds",
-    "env_workers*",
-    "weight_update.transport",
-    "weight_update.dual_buffer",
-    "weight_update.*bucket_size_mb",
-    "weight_update.checkpoint_dir",
-    "weight_update.timeout_seconds",
-    "weight_update.canary*",
-    "val_batch_size",
-    "validation*",
-    "val_env_manager*",
-    "mismatch_alarm",
-    "mismatch_action",
-)
+    "rewards.*.num_workers", "rewards.*.max_retries", "rewards.*.device_mapping*", "rewards.*.infer_batch_size",
+    "rewards.*.reward_model.batch_wait_seconds", "rewards.*.judge.base_url", "rewards.*.judge.api_key_env",
+    "rewards.*.judge.max_concurrency", "rewards.*.judge.request_*",
+    # how weights travel
+    "weight_update.transport", "weight_update.dual_buffer", "weight_update.*bucket_size_mb",
+    "weight_update.checkpoint_dir", "weight_update.timeout_seconds", "weight_update.canary*",
+)  # fmt: skip
 """Patterns of keys that change how a run is carried out, but not what it learns."""
 
-
 AFTER_THE_ROLLOUT = (
-    "pretrain",
-    "actor_train*",
-    "reference*",
-    "critic*",
-    "value_clip",
-    "old_logprobs",
-    "train_infer_correction*",
-    "allow_uncorrected_off_policy",
-    "reward_clip",
-    "norm_mean_type",
-    "norm_std_type",
-    "length_penalty*",
-    "max_len_mask",
-    "difficulty_*",
-    "zero_variance_mask",
-    "adv_estimator_args*",
-    "whiten_advantages",
-    "advantage_clip",
-    "ppo_epochs",
-    "loss_agg_mode",
-    "use_kl_loss",
-    "kl_*",
-    "add_token_level_kl",
-    "init_kl_coef",
-    "target_kl",
-    "entropy_loss_coef",
-    "episode_reward_weight",
-    "step_reward_weight",
-    "async_generation_ratio",
-    "max_staleness",
-    "consumption",
-    "staleness_policy",
-    "weight_update*",
-)
+    # the models that are trained, and the losses
+    "pretrain", "actor_train*", "reference*", "critic*", "value_clip", "old_logprobs", "train_infer_correction*",
+    "allow_uncorrected_off_policy", "ppo_epochs", "loss_agg_mode", "use_kl_loss", "kl_*", "entropy_loss_coef",
+    # rewards and advantages
+    "reward_clip", "norm_mean_type", "norm_std_type", "length_penalty*", "max_len_mask", "difficulty_*",
+    "zero_variance_mask", "adv_estimator_args*", "whiten_advantages", "advantage_clip", "add_token_level_kl",
+    "init_kl_coef", "target_kl", "episode_reward_weight", "step_reward_weight",
+    # how far ahead
+    "async_generation_ratio", "max_staleness", "consumption", "staleness_policy", "weight_update*",
+)  # fmt: skip
 """Patterns of keys that cannot change a finished group. (Prompts and the initial model are judged elsewhere.) If a key
 is missing here, a resumed run repeats rollouts without need."""
 
@@ -170,7 +117,7 @@ class Change:
     path: str
     before: Any
     after: Any
-    judgement: Judgement
+    judgement: Literal["harmless", "needs confirmation", "impossible"]
     reason: str = ""
 
     def __str__(self) -> str:
@@ -182,11 +129,18 @@ def changes(before: PipelineConfig, after: PipelineConfig) -> list[Change]:
     """List the keys in which two resolved configurations differ, in the order of their paths. Secrets are masked."""
     old, new = _everything(before), _everything(after)
     falls_back = _falls_back(before, after) or _falls_back(after, before)
-    return [
-        _judged(path, old.get(path), new.get(path), falls_back)
-        for path in sorted(old.keys() | new.keys())
-        if old.get(path) != new.get(path)
-    ]
+    found = []
+    for path in sorted(old.keys() | new.keys()):
+        values = old.get(path), new.get(path)
+        if values[0] == values[1]:
+            continue
+        if path in IMPOSSIBLE:
+            found.append(Change(path, *values, "impossible", IMPOSSIBLE[path]))
+        elif falls_back and path in derived.SYNCHRONOUS_KEYS:
+            found.append(Change(path, *values, "harmless", "`restarts.synchronous_after` allows both"))
+        else:
+            found.append(Change(path, *values, "harmless" if _matches(path, HARMLESS) else "needs confirmation"))
+    return found
 
 
 def _falls_back(config: PipelineConfig, other: PipelineConfig) -> bool:
@@ -202,11 +156,8 @@ def rollout_settings(config: PipelineConfig) -> dict[str, Any]:
 
     Values are JSON-compatible, and secrets are masked.
     """
-    settings = {
-        path: value
-        for path, value in _leaves(masked(asdict(config)), "")
-        if not any(fnmatchcase(path, pattern) for pattern in (*HARMLESS, *AFTER_THE_ROLLOUT))
-    }
+    leaves = _leaves(masked(asdict(config)))
+    settings = {path: value for path, value in leaves if not _matches(path, (*HARMLESS, *AFTER_THE_ROLLOUT))}
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 
@@ -216,23 +167,18 @@ def _everything(config: PipelineConfig) -> dict[str, Any]:
 
     Devices and batch limits may change freely, but not the number of samples that one optimizer step trains on.
     """
-    everything = dict(_leaves(masked(asdict(config)), ""))
+    everything = dict(_leaves(masked(asdict(config))))
     for name, role in derived.trained_roles(config).items():
         if role.training_args.gradient_accumulation_steps is not None:
             everything[f"(samples of an optimizer step of {name})"] = derived.optimizer_batch_size(config, role)
     return everything
 
 
-def _judged(path: str, before: Any, after: Any, falls_back: bool) -> Change:
-    if path in IMPOSSIBLE:
-        return Change(path, before, after, "impossible", IMPOSSIBLE[path])
-    if falls_back and path in derived.SYNCHRONOUS_KEYS:
-        return Change(path, before, after, "harmless", "`restarts.synchronous_after` allows both")
-    harmless = any(fnmatchcase(path, pattern) for pattern in HARMLESS)
-    return Change(path, before, after, "harmless" if harmless else "needs confirmation")
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
@@ -284,13 +230,6 @@ class Restarts:
         return Again(again, settings.delay_seconds, words)
 
 
-logger = logging.getLogger(__name__)
-
-KEY = "resume_from_checkpoint"
-PUT_ASIDE_KEPT = 5
-"""Number of moved-aside versions of metrics, samples and timelines that are kept, newest first."""
-
-
 @dataclass(frozen=True)
 class ResumePoint:
     """The state from which a run resumes."""
@@ -304,9 +243,14 @@ class ResumePoint:
     """Messages to the user: changes of the configuration, damaged checkpoints."""
 
     @property
+    def state(self) -> DriverState:
+        """State from which the driver resumes; that of a new run if there is no checkpoint."""
+        return DriverState(RolloutProgress.at_start(), "") if self.checkpoint is None else self.checkpoint.state
+
+    @property
     def step(self) -> int:
         """Number of completed training steps."""
-        return 0 if self.checkpoint is None else self.checkpoint.step
+        return self.state.progress.steps_done
 
     @property
     def last_record(self) -> int:
@@ -318,16 +262,6 @@ class ResumePoint:
         if self.chosen or self.step >= max_steps:
             return self.step >= max_steps
         return is_model_only(self.run, max_steps) and model_damage(self.run, max_steps) is None
-
-    @property
-    def progress(self) -> RolloutProgress:
-        """Progress from which the rollouts resume; their start if there is no checkpoint."""
-        return RolloutProgress.at_start() if self.checkpoint is None else self.checkpoint.state.progress
-
-    @property
-    def advantage_state(self) -> dict[str, Any]:
-        """State of the reward moments and the KL controller; empty if there is no checkpoint."""
-        return {} if self.checkpoint is None else dict(self.checkpoint.state.advantage_state)
 
     def role(self, name: str) -> Path | None:
         """Return the folder of the training state from which a role resumes; None if there is no checkpoint."""
@@ -346,7 +280,7 @@ def find_resume_point(config: PipelineConfig, source: str) -> ResumePoint | None
         run, wanted = _named_run(config)
     except FileNotFoundError as error:
         remedy = "give the folder of a run or of one of its checkpoints (`.../checkpoints/step-<n>`), or `true`"
-        raise ConfigError([ConfigProblem(KEY, str(error), remedy)]) from None
+        raise problem(KEY, str(error), remedy) from None
     return None if run is None else _point(run, wanted, config, source)
 
 
@@ -378,14 +312,12 @@ def _point(run: RunDirectory, wanted: int | None, config: PipelineConfig, source
         notes += [] if damage is None else [f"the last step is done again: {damage}"]
     problems = _change_problems(config, run, notes)
     if checkpoint is not None and checkpoint.state.source != source:
-        problems.append(
-            ConfigProblem(
-                KEY,
-                f"the checkpoint of step {checkpoint.step} counts other prompts or environments than these: a group's "
-                "number would mean another one",
-                "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)",
-            )
+        message = (
+            f"the checkpoint of step {checkpoint.step} counts other prompts or environments than these: a group's "
+            "number would mean another one"
         )
+        remedy = "use the same data in the same order, or begin a new run from the checkpoint's model (`pretrain`)"
+        problems.append(ConfigProblem(KEY, message, remedy))
     if checkpoint is not None:
         problems += model_problems(config, checkpoint)
     if problems:
@@ -436,8 +368,8 @@ def _next_aside(path: Path) -> Path:
 
 
 def _number(aside: Path) -> int:
-    match = re.fullmatch(r".*-before-(\d+)", aside.stem)
-    return int(match[1]) if match else 1
+    number = aside.stem.rpartition("-before-")[2]
+    return int(number) if number.isdecimal() else 1
 
 
 def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]:
@@ -459,7 +391,7 @@ def _named_run(config: PipelineConfig) -> tuple[RunDirectory | None, int | None]
     if config.output_dir is not None and Path(config.output_dir).absolute() != run.root.absolute():
         message = f"{config.output_dir} is not the folder of the run that goes on, {run.root}"
         remedy = "remove the key: a resumed run goes on in its own folder"
-        raise ConfigError([ConfigProblem("output_dir", message, remedy)])
+        raise problem("output_dir", message, remedy)
     return run, step
 
 
@@ -468,18 +400,17 @@ def _checkpoint(folder: Path, wanted: int | None, notes: list[str]) -> Checkpoin
     if wanted is not None and wanted not in steps:
         there = ", ".join(map(str, steps)) or "none"
         message = f"there is no checkpoint of step {wanted} to go on from; of these steps there are: {there}"
-        raise ConfigError([ConfigProblem(KEY, message, "name one of these, or the folder of the run")])
+        raise problem(KEY, message, "name one of these, or the folder of the run")
     if wanted is not None:
         try:
             return read_checkpoint(checkpoint_folder(folder, wanted))
         except DamagedCheckpoint as damage:
-            problem = ConfigProblem(KEY, str(damage), "name another checkpoint, or the folder of the run")
-            raise ConfigError([problem]) from damage
+            raise problem(KEY, str(damage), "name another checkpoint, or the folder of the run") from damage
     checkpoint, damages = newest_whole(folder)
     notes += [f"passed over: {damage}" for damage in damages]
     if checkpoint is None and steps:
         message = f"no checkpoint in {folder} is whole; " + "; ".join(notes)
-        raise ConfigError([ConfigProblem(KEY, message, "begin a new run in another folder")])
+        raise problem(KEY, message, "begin a new run in another folder")
     return checkpoint
 
 
@@ -488,22 +419,16 @@ def _change_problems(config: PipelineConfig, run: RunDirectory, notes: list[str]
         return []
     found = changes(load_config(run.config), config)
     notes += [f"changed: {change}" for change in found]
-    problems = [_problem(change, "set it back, or begin a new run") for change in found if _is(change, "impossible")]
+    remedies = {"impossible": "set it back, or begin a new run"}
     if not config.accept_config_changes:
-        remedy = "set it back, or say `accept_config_changes=true`"
-        problems += [_problem(change, remedy) for change in found if _is(change, "needs confirmation")]
+        remedies["needs confirmation"] = "set it back, or say `accept_config_changes=true`"
+    problems = []
+    for change in sorted(found, key=lambda change: change.judgement):  # the impossible ones first
+        if change.judgement in remedies:
+            reason = f" ({change.reason})" if change.reason else ""
+            message = f"was {change.before!r} before the run was interrupted and is {change.after!r} now{reason}"
+            problems.append(ConfigProblem(change.path, message, remedies[change.judgement]))
     return problems
-
-
-def _is(change: Change, judgement: str) -> bool:
-    return change.judgement == judgement
-
-
-def _problem(change: Change, remedy: str) -> ConfigProblem:
-    reason = f" ({change.reason})" if change.reason else ""
-    return ConfigProblem(
-        change.path, f"was {change.before!r} before the run was interrupted and is {change.after!r} now{reason}", remedy
-    )
 
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -512,8 +437,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def model_problems(config: PipelineConfig, checkpoint: Checkpoint) -> list[ConfigProblem]:
     """Return a problem for each trained role whose model has other tensors than its state in the checkpoint."""
     problems = []
-    for name, role in trained_roles(config).items():
-        path = Path(model_path(config, role))
+    for name, role in derived.trained_roles(config).items():
+        path = Path(derived.model_path(config, role))
         if not path.is_dir():
             continue
         try:

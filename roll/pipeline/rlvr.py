@@ -1,14 +1,16 @@
 """The rollout side of RLVR: prompts are sampled, responses are judged by verifiers, judges and reward models.
 
-Verifiers and judges run in processes without devices, reward models on the run's devices.
+Verifiers and judges run in processes without devices, reward models on the run's devices. Everything random derives
+from (run seed, group id, sample index, turn), so a group can be generated again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +20,18 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import GeneratingArguments
 from roll.configs.run import RLVRConfig
-from roll.data.records import Group, Prompt
+from roll.data.records import Group, Prompt, Sample, derive_seed
 from roll.data.stream import PromptStream
-from roll.pipeline.rollout_function import RolloutFunction, sampling_params
-from roll.pipeline.rollout_side import Generator, RunDevices
-from roll.pipeline.validation import PromptValidator
+from roll.engines.base import Completion, GenerateRequest, SamplingParams
+from roll.pipeline.preflight import RLVRPlan
+from roll.pipeline.rollouts import (
+    Generator,
+    RunDevices,
+    ValidationResult,
+    check_versions,
+    sampling_params,
+    within_deadline,
+)
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.rewards.model import ScorerSetup
 from roll.rewards.model_pool import ScorePool, ScoreSettings, ScoreWorker
@@ -34,6 +43,8 @@ from roll.tracking.run_directory import RunDirectory
 from roll.tracking.waits import REWARD_MODEL, part, waiting
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from roll.pipeline.preflight import Prepared
 
 
@@ -47,9 +58,14 @@ class Rewards:
 
     async def start(self) -> None:
         """Start all processes. If one fails, `shutdown` ends those that have started."""
+
+        async def start(name: str, pool: RewardPool | ScorePool) -> None:
+            with part(f"{REWARD_MODEL}{name}") if isinstance(pool, ScorePool) else nullcontext():
+                await pool.start()
+
         async with asyncio.TaskGroup() as tasks:
             for name, pool in self._pools.items():
-                tasks.create_task(_start(name, pool))
+                tasks.create_task(start(name, pool))
 
     async def score(self, domain: str, records: Sequence[RewardInput]) -> list[RewardOutput]:
         """Judge responses to prompts of one domain, usually those of one group; return the outputs in the same order.
@@ -83,62 +99,42 @@ class Rewards:
         await asyncio.gather(*(pool.shutdown() for pool in self._pools.values()))
 
 
-async def _start(name: str, pool: RewardPool | ScorePool) -> None:
-    with part(f"{REWARD_MODEL}{name}") if isinstance(pool, ScorePool) else nullcontext():
-        await pool.start()
-
-
 def build_rewards(
-    prepared: Prepared, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
+    prepared: Prepared, config: RLVRConfig, run: RunDirectory, on_event: Callable[[str], None], devices: RunDevices
 ) -> Rewards:
     """Build the rewards that the configuration names. Starts nothing."""
-    config = derived.rlvr(prepared.config)
     models = derived.reward_models(config)
-    log_dir = str(run.logs.absolute())
+
+    def score_pool(role: str, reward: RewardConfig) -> ScorePool:
+        numbers = parse_device_mapping(reward.device_mapping)
+        setup = ScorerSetup(
+            model_path=derived.reward_model_path(config, reward),
+            model_args=reward.model_args,
+            config=reward.reward_model,
+            batch_size=reward.infer_batch_size,
+            device=config.cluster.device,
+        )
+        start_seconds = config.cluster.worker_start_timeout_seconds
+        settings = ScoreSettings(reward, setup, derived.batch_wait_seconds(config, reward), start_seconds)
+
+        def start(index: int) -> WorkerHandle:
+            return start_worker(
+                prepared.worker_classes.get(role, ScoreWorker),
+                devices.placement,
+                role=role,
+                rank=index,
+                world_size=len(numbers),
+                devices=[numbers[index]],
+                log_dir=str(run.logs.absolute()),
+            )
+
+        return ScorePool(role, start, len(numbers), settings, devices.locks[role], on_event)
+
     pools: dict[str, RewardPool | ScorePool] = {}
     for name, reward in config.rewards.items():
         role = f"{REWARD_MODEL}{name}"
-        if role in models:
-            pools[name] = _score_pool(prepared, role, reward, log_dir, on_event, devices)
-        else:
-            pools[name] = RewardPool(name, reward)
+        pools[name] = score_pool(role, reward) if role in models else RewardPool(name, reward)
     return Rewards(route_domains(config.rewards), pools)
-
-
-def _score_pool(
-    prepared: Prepared,
-    role: str,
-    reward: RewardConfig,
-    log_dir: str,
-    on_event: Callable[[str], None],
-    devices: RunDevices,
-) -> ScorePool:
-    numbers = parse_device_mapping(reward.device_mapping)
-    worker_class = prepared.worker_classes.get(role, ScoreWorker)
-
-    def start(index: int) -> WorkerHandle:
-        return start_worker(
-            worker_class,
-            devices.placement,
-            role=role,
-            rank=index,
-            world_size=len(numbers),
-            devices=[numbers[index]],
-            log_dir=log_dir,
-        )
-
-    config = prepared.config
-    setup = ScorerSetup(
-        model_path=derived.reward_model_path(config, reward),
-        model_args=reward.model_args,
-        config=reward.reward_model,
-        batch_size=reward.infer_batch_size,
-        device=config.cluster.device,
-    )
-    settings = ScoreSettings(
-        reward, setup, derived.batch_wait_seconds(config, reward), config.cluster.worker_start_timeout_seconds
-    )
-    return ScorePool(role, start, len(numbers), settings, devices.locks[role], on_event)
 
 
 class RLVRSide:
@@ -146,31 +142,22 @@ class RLVRSide:
 
     sample_metrics = "reward"
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        prompts: Sequence[Prompt],
-        validation_prompts: Sequence[Prompt],
-        rewards: Rewards,
-    ) -> None:
-        if not isinstance(prepared.config, RLVRConfig):
-            raise TypeError(f"this is the rollout side of rlvr, not of {prepared.config.pipeline}")
+    def __init__(self, prepared: Prepared, plan: RLVRPlan, rewards: Rewards) -> None:
         self._prepared = prepared
-        self._config = prepared.config
-        self._prompts = prompts
-        self._validation_prompts = validation_prompts
+        self._config = plan.config
+        self._plan = plan
         self.workers = rewards
 
     def canary_prompts(self) -> list[np.ndarray]:
         """Return the training prompts."""
-        return [prompt.token_ids for prompt in self._prompts]
+        return [prompt.token_ids for prompt in self._plan.prompts]
 
     def source(self) -> Iterator[Prompt]:
         """Return the training prompts, interleaved by domain and shuffled at each epoch."""
         data_args = self._config.actor_train.data_args
         return iter(
             PromptStream(
-                self._prompts,
+                self._plan.prompts,
                 seed=self._config.seed,
                 shuffle=data_args.shuffle,
                 domain_interleave_probs=data_args.domain_interleave_probs,
@@ -180,11 +167,7 @@ class RLVRSide:
     def rollout(self, generator: Generator) -> Callable[[GroupRequest[Prompt]], Awaitable[Group]]:
         """Return the function that samples a prompt and judges the responses."""
         function = self._function(generator, self._config.actor_infer.generating_args, "train")
-
-        def run_group(request: GroupRequest[Prompt]) -> Awaitable[Group]:
-            return function(request.group_id, request.item, request.start_version)
-
-        return run_group
+        return lambda request: function(request.group_id, request.item, request.start_version)
 
     def validator(self, generator: Generator) -> PromptValidator | None:
         """Return the validator over the validation prompts; None without `validation`."""
@@ -192,7 +175,7 @@ class RLVRSide:
         if validation is None:
             return None
         return PromptValidator(
-            self._validation_prompts,
+            self._plan.validation_prompts,
             self._function(generator, validation.generating_args, "validation"),
             batch_size=self._config.val_batch_size,
             timeout_seconds=validation.timeout_seconds,
@@ -220,3 +203,138 @@ class RLVRSide:
             separate_requests=config.is_num_return_sequences_expand,
             greedy_baseline=training and self._prepared.advantages.estimator.requirements.needs_greedy_baseline,
         )
+
+
+@dataclass(frozen=True)
+class RolloutFunction:
+    """Generation and reward of one group; one object serves training, another one validation."""
+
+    generator: Generator
+    judge: Rewards
+    decoder: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    samples_per_group: int
+    run_seed: int
+    purpose: str
+    """Part of each request's name and seed: ``train`` or ``validation``."""
+    separate_requests: bool = True
+    """False keeps the samples of a group on one replica."""
+    greedy_baseline: bool = False
+    """True if each group also gets the score of one greedy response."""
+
+    async def __call__(self, group_id: int, prompt: Prompt, min_version: int | None = None) -> Group:
+        """Make the group with weights of ``min_version`` or newer. Raises the errors of the engine and the verifier."""
+        samplings = [self.sampling] * self.samples_per_group
+        if self.greedy_baseline:
+            samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._sample(group_id, index, prompt, min_version, sampling))
+                    for index, sampling in enumerate(samplings)
+                ]
+        finally:
+            if not self.separate_requests:
+                self.generator.forget(self._sticky_key(group_id))
+        samples = [task.result() for task in running]
+        await self._judge(prompt, samples)
+        if not self.greedy_baseline:
+            return Group(group_id, prompt, samples)
+        baseline = samples.pop()
+        newest = int(baseline.versions.max(initial=-1))
+        return Group(group_id, prompt, samples, baseline_score=baseline.score, baseline_version=newest)
+
+    async def _sample(
+        self, group_id: int, index: int, prompt: Prompt, min_version: int | None, sampling: SamplingParams
+    ) -> Sample:
+        seed = derive_seed(self.run_seed, self.purpose, group_id, index, 0)
+        request = GenerateRequest(
+            request_id=f"{self.purpose}-{group_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=replace(sampling, seed=seed),
+        )
+        sticky_key = None if self.separate_requests else self._sticky_key(group_id)
+        completion = await self.generator.generate(request, sticky_key=sticky_key, min_version=min_version)
+        text = self.decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        return sample_from_completion(prompt, completion, text)
+
+    def _sticky_key(self, group_id: int) -> str:
+        return f"{self.purpose}-{group_id}"
+
+    async def _judge(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        inputs = [
+            RewardInput(
+                prompt_id=prompt.prompt_id,
+                prompt_text=prompt.text,
+                response_text=sample.response_text,
+                ground_truth=prompt.ground_truth,
+                domain=prompt.domain,
+                metadata=prompt.metadata,
+                finish_reason=sample.finish_reason,
+                prompt_tokens=len(prompt.token_ids),
+                response_tokens=sample.response_tokens,
+                messages=prompt.messages,
+            )
+            for sample in samples
+        ]
+        outputs = await self.judge.score(prompt.domain, inputs)
+        for sample, output in zip(samples, outputs, strict=True):
+            sample.score = sample.reward = output.score
+            sample.metrics = dict(output.metrics)
+
+
+def sample_from_completion(prompt: Prompt, completion: Completion, text: str) -> Sample:
+    """Return prompt and completion as one record; only the completion's tokens are marked as chosen by the policy."""
+    given, sampled = len(prompt.token_ids), len(completion.token_ids)
+    return Sample(
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        response_mask=np.concatenate([np.zeros(given, dtype=bool), np.ones(sampled, dtype=bool)]),
+        behaviour_logprobs=np.concatenate([np.zeros(given), completion.logprobs]).astype(np.float32),
+        versions=np.concatenate([np.full(given, -1), completion.versions]).astype(np.int32),
+        finish_reason=completion.finish_reason,
+        response_text=text,
+    )
+
+
+class PromptValidator:
+    """Runs a validation set of prompts, on a budget of its own."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], rollout: RolloutFunction, *, batch_size: int, timeout_seconds: float
+    ) -> None:
+        self._prompts = prompts
+        self._rollout = rollout
+        self._prompts_at_once = max(1, batch_size // rollout.samples_per_group)
+        self._timeout_seconds = timeout_seconds
+
+    async def run(self, version: int) -> ValidationResult:
+        """Generate and judge every prompt.
+
+        Raises `TimeoutError` at the deadline and `MixedVersions` if the weights changed meanwhile.
+        """
+        groups = await within_deadline(self._run_all(), version, self._timeout_seconds)
+        check_versions(groups, version)
+        return ValidationResult(version, self._metrics(groups), groups)
+
+    async def _run_all(self) -> list[Group]:
+        slots = asyncio.Semaphore(self._prompts_at_once)
+
+        async def one(index: int, prompt: Prompt) -> Group:
+            async with slots:
+                return await self._rollout(index, prompt)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(index, prompt)) for index, prompt in enumerate(self._prompts)]
+        return [task.result() for task in running]
+
+    def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        by_domain: dict[str, list[Group]] = defaultdict(list)
+        for group in groups:
+            by_domain[group.prompt.domain].append(group)
+        metrics: dict[str, float] = {}
+        for domain, members in sorted(by_domain.items()):
+            samples = [sample for group in members for sample in group.samples]
+            metrics[f"val/{domain}/accuracy"] = float(np.mean([sample.score for sample in samples]))
+            metrics[f"val/{domain}/best_of_group"] = float(np.mean([group.scores.max() for group in members]))
+            metrics[f"val/{domain}/response_length"] = float(np.mean([sample.response_tokens for sample in samples]))
+        return metrics

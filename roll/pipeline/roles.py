@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from roll.configs import derived
@@ -20,7 +21,7 @@ from roll.configs.run import PipelineConfig
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.pipeline.preflight import Prepared
-from roll.pipeline.rollout_side import WorkerProcesses
+from roll.pipeline.rollouts import WorkerProcesses
 from roll.runtime.actors import Worker, WorkerGroup, WorkerHandle, split_devices, start_group, start_worker
 from roll.runtime.locks import DeviceLock
 from roll.runtime.placement import Placement
@@ -55,17 +56,16 @@ class Roles:
         ``states`` returns the training state from which a role resumes, or None if it starts anew.
         ``corrupted_versions``: see `TransportSpec`.
         """
+        self.locks = locks
         self._states = states
         self._prepared = prepared
-        self._config: PipelineConfig = prepared.config
+        self._config = prepared.config
         self._placement = placement
-        self._locks = locks
         self._run = run
-        self._log_dir = str(run.logs.absolute())
         self._transport = transport_spec(self._config, run, corrupted_versions)
         self._groups: list[WorkerGroup] = []
-        self.pool = self._build_pool(on_event)
         self._workers = workers
+        self.pool = self._build_pool(on_event)
         self.trainer: TrainerGroup
         self.reference: TrainerGroup | None = None
         self.critic: TrainerGroup | None = None
@@ -77,11 +77,10 @@ class Roles:
 
     async def start(self) -> None:
         """Start every process and load every model. The last loaded of the roles that share devices stays there."""
-        config = self._config
         async with asyncio.TaskGroup() as tasks:
             trainers = {
                 role: tasks.create_task(self._start_trainer(role, section))
-                for role, section in derived.present_roles(config).items()
+                for role, section in derived.present_roles(self._config).items()
                 if role != "actor_infer"
             }
             tasks.create_task(self._start_pool())
@@ -119,12 +118,6 @@ class Roles:
     def _build_pool(self, on_event: Callable[[str], None]) -> InferencePool:
         config, role = self._config, self._config.actor_infer
         engines = split_devices(parse_device_mapping(role.device_mapping), role.num_gpus_per_engine)
-        worker_class = self._prepared.worker_classes.get("actor_infer", InferWorker)
-
-        def start(index: int) -> WorkerHandle:
-            return self._start_worker(worker_class, "actor_infer", index, len(engines), engines[index])
-
-        spec = engine_spec(config, self._transport.name)
         settings = PoolSettings(
             transport=self._transport.name,
             in_flight=config.weight_update.in_flight,
@@ -136,60 +129,51 @@ class Roles:
             dual_buffer=config.weight_update.dual_buffer,
             silence_timeout_seconds=role.silence_timeout_seconds,
         )
+        start = partial(self._start_worker, "actor_infer", InferWorker, engines)
+        spec = engine_spec(config, self._transport.name)
         return InferencePool("actor_infer", len(engines), start, spec, settings, on_event)
 
     async def _start_pool(self) -> None:
         with part("actor_infer"):
-            await self._start_pool_here()
-
-    async def _start_pool_here(self) -> None:
-        async with self._locks["actor_infer"].hold("actor_infer"):
-            await self.pool.start()
-            self._locks["actor_infer"].register("actor_infer", self.pool)
+            async with self.locks["actor_infer"].hold("actor_infer"):
+                await self.pool.start()
+                self.locks["actor_infer"].register("actor_infer", self.pool)
 
     async def _start_trainer(self, role: str, config: WorkerConfig) -> TrainerGroup:
-        with part(role):
-            return await self._start_trainer_here(role, config)
-
-    async def _start_trainer_here(self, role: str, config: WorkerConfig) -> TrainerGroup:
-        forward_only = role == "reference"
-        devices = parse_device_mapping(config.device_mapping)
-        worker_class = self._prepared.worker_classes.get(role, TrainWorker)
-        timeout = self._config.cluster.worker_start_timeout_seconds
-        group = await start_group(
-            lambda rank: self._start_worker(worker_class, role, rank, len(devices), [devices[rank]]),
-            len(devices),
-            timeout,
-        )
-        self._groups.append(group)
-        trainer = TrainerGroup(
-            group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
-        )
         setup = TrainerSetup(
             config,
             model_path=derived.model_path(self._config, config),
             total_optimizer_steps=derived.total_optimizer_steps(self._config, config),
             seed=self._config.seed,
             kind="value" if role == "critic" else "policy",
-            forward_only=forward_only,
+            forward_only=role == "reference",
         )
-        spec = TrainerSpec(setup, self._transport, None if forward_only else self._states(role))
-        async with self._locks[role].hold(role):
-            await trainer.start(spec)
-            self._locks[role].register(role, trainer)
-        return trainer
+        spec = TrainerSpec(setup, self._transport, None if role == "reference" else self._states(role))
+        timeout = self._config.cluster.worker_start_timeout_seconds
+        ranks = [[device] for device in parse_device_mapping(config.device_mapping)]
+        with part(role):
+            group = await start_group(partial(self._start_worker, role, TrainWorker, ranks), len(ranks), timeout)
+            self._groups.append(group)
+            trainer = TrainerGroup(
+                group, start_timeout_seconds=timeout, call_timeout_seconds=self._config.stall_timeout_seconds
+            )
+            async with self.locks[role].hold(role):
+                await trainer.start(spec)
+                self.locks[role].register(role, trainer)
+            return trainer
 
     def _start_worker(
-        self, worker_class: type[Worker], role: str, rank: int, world_size: int, devices: list[int]
+        self, role: str, default: type[Worker], devices: Sequence[Sequence[int]], rank: int
     ) -> WorkerHandle:
+        """Start one process of a role; ``devices``: those of each rank."""
         return start_worker(
-            worker_class,
+            self._prepared.worker_classes.get(role, default),
             self._placement,
             role=role,
             rank=rank,
-            world_size=world_size,
-            devices=devices,
-            log_dir=self._log_dir,
+            world_size=len(devices),
+            devices=devices[rank],
+            log_dir=str(self._run.logs.absolute()),
         )
 
 
@@ -211,9 +195,7 @@ def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
     )
 
 
-def transport_spec(
-    config: PipelineConfig, run: RunDirectory, corrupted_versions: frozenset[int] = frozenset()
-) -> TransportSpec:
+def transport_spec(config: PipelineConfig, run: RunDirectory, corrupted_versions: frozenset[int]) -> TransportSpec:
     """Return how weights travel in this run, for the process that holds it; delete weights of earlier processes."""
     update = config.weight_update
     return TransportSpec(

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 from roll.tracking.status import task_place
+from roll.tracking.timeline import Timeline
 from roll.tracking.waits import START, TRAIN, WaitBoard, acting, waiting
 
 Item = TypeVar("Item")
@@ -41,16 +43,11 @@ class Channel(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def full(self) -> bool:
-        """True if `put` would wait."""
-        return len(self._items) >= self.capacity
-
     async def put(self, item: Item) -> None:
         """Wait for room and append. Raises `ChannelClosed` after `close`."""
         async with self._changed:
             with waiting(f"room/{self.name}", "room for an item"):
-                await self._changed.wait_for(lambda: self._closed or not self.full)
+                await self._changed.wait_for(lambda: self._closed or len(self) < self.capacity)
             if self._closed:
                 raise ChannelClosed(f"channel {self.name!r} is closed")
             self._items.append(item)
@@ -89,13 +86,6 @@ class StageState(enum.Enum):
     DONE = "done"
 
 
-class StateRecorder(Protocol):
-    """Recorder of a stage's states; the timeline implements it."""
-
-    def transition(self, actor: str, state: str, at: float | None = None, **details: Any) -> None:
-        """Record that ``actor`` is in ``state`` from now on, or from ``at`` (seconds of the recorder's clock)."""
-
-
 class StageItem(Protocol):
     """An item that flows through channels."""
 
@@ -111,7 +101,7 @@ class Stage:
         name: str,
         work: Callable[[Any], Awaitable[StageItem]],
         source: AsyncIterator[Any],
-        recorder: StateRecorder,
+        timeline: Timeline,
         *,
         outbox: Channel[Any] | None = None,
         before: Callable[[Any], Awaitable[None]] | None = None,
@@ -128,7 +118,7 @@ class Stage:
         self.state = StageState.IDLE
         self.inbox = source if isinstance(source, Channel) else None
         self.outbox = outbox
-        self._work, self._source, self._recorder = work, source, recorder
+        self._work, self._source, self._timeline = work, source, timeline
         self._before, self._hold, self._finish = before, hold, finish
         self._task: asyncio.Task[Any] | None = None
 
@@ -140,7 +130,12 @@ class Stage:
         """Work until the input ends, then close the output."""
         self._task = asyncio.current_task()
         try:
-            await self._loop()
+            self._enter(StageState.WAITING_INPUT)
+            async for item in self._source:
+                await self._pass_on(await self._worked(item))
+                self._enter(StageState.WAITING_INPUT)
+            if self.outbox is not None:
+                await self.outbox.close()
         except asyncio.CancelledError:
             self._enter(StageState.DONE, cancelled=True)
             raise
@@ -149,44 +144,32 @@ class Stage:
             raise
         self._enter(StageState.DONE)
 
-    async def _loop(self) -> None:
-        while True:
-            self._enter(StageState.WAITING_INPUT)
-            try:
-                item = await anext(self._source)
-            except StopAsyncIteration:
-                break
-            result = await self._held(item)
-            if self._finish is not None:
-                await self._finish(result)
-            if self.outbox is not None:
-                self._enter(StageState.WAITING_OUTPUT)
-                await self.outbox.put(result)
-        if self.outbox is not None:
-            await self.outbox.close()
-
-    async def _held(self, item: Any) -> StageItem:
-        if self._hold is None:
-            return await self._timed(item)
-        self._enter(StageState.WAITING_RESOURCE)
-        if self._before is not None:
-            await self._before(item)
-        async with self._hold():
-            return await self._timed(item)
-
-    async def _timed(self, item: Any) -> StageItem:
-        self._enter(StageState.RUNNING)
-        clock = asyncio.get_running_loop()
-        started = clock.time()
-        result = await self._work(item)
+    async def _worked(self, item: Any) -> StageItem:
+        if self._hold is not None:
+            self._enter(StageState.WAITING_RESOURCE)
+            if self._before is not None:
+                await self._before(item)
+        clock = asyncio.get_running_loop().time
+        async with nullcontext() if self._hold is None else self._hold():
+            self._enter(StageState.RUNNING)
+            started = clock()
+            result = await self._work(item)
+            seconds = clock() - started
         if result is None:
             raise TypeError(f"stage {self.name!r} returned nothing: a stage returns its batch")
-        result.note_time(self.name, clock.time() - started)
+        result.note_time(self.name, seconds)
         return result
+
+    async def _pass_on(self, result: StageItem) -> None:
+        if self._finish is not None:
+            await self._finish(result)
+        if self.outbox is not None:
+            self._enter(StageState.WAITING_OUTPUT)
+            await self.outbox.put(result)
 
     def _enter(self, state: StageState, **details: Any) -> None:
         self.state = state
-        self._recorder.transition(f"stage/{self.name}", state.value, **details)
+        self._timeline.transition(f"stage/{self.name}", state.value, **details)
 
 
 class StageGraph:
@@ -199,10 +182,10 @@ class StageGraph:
 
     async def run(
         self,
-        background: Iterable[tuple[str, Callable[[], Awaitable[None]]]] = (),
+        background: Mapping[str, Callable[[], Awaitable[None]]] | None = None,
         first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Run all stages to their end; then cancel the ``background`` tasks.
+        """Run all stages to their end; then cancel the ``background`` tasks (name -> task).
 
         ``first`` is awaited, with the background tasks running, before the stages start. Raises the first failure
         itself, not an exception group, so that its cause is named plainly.
@@ -210,7 +193,10 @@ class StageGraph:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._acting(name, start), name=name) for name, start in background]
+                helpers = [
+                    group.create_task(self._acting(name, start), name=name)
+                    for name, start in (background or {}).items()
+                ]
                 if first is not None:
                     await self._acting(START, first)
                 workers = [
@@ -221,7 +207,9 @@ class StageGraph:
                 for helper in helpers:
                     helper.cancel()
         except BaseExceptionGroup as failures:
-            failure = first_cause(failures)
+            failure = failures
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]  # it came before everything else was cancelled
         if failure is not None:
             # Raised outside the handler, so that the group that holds it does not become its own cause.
             raise failure
@@ -231,35 +219,23 @@ class StageGraph:
             await start()
 
 
-def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first leaf of an exception group: the failure that came before everything else was cancelled."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 class StepCounter:
     """Counter that stages can wait on. Belongs to one event loop."""
 
     def __init__(self, done: int = 0) -> None:
         self.done = done
-        self._waiting: list[asyncio.Future[None]] = []
+        self._advanced = asyncio.Event()
 
     def advance(self, done: int) -> None:
         """Record that ``done`` steps are over. Raises `ValueError` if that is fewer than before."""
         if done < self.done:
             raise ValueError(f"{done} steps cannot be over after {self.done} were")
         self.done = done
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiting.clear()
+        self._advanced.set()
+        self._advanced = asyncio.Event()
 
     async def reached(self, steps: int) -> None:
         """Wait until ``steps`` steps are over."""
         while self.done < steps:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
             with waiting(TRAIN, f"the end of training step {steps}"):
-                await waiter
+                await self._advanced.wait()

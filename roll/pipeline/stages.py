@@ -13,14 +13,15 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from roll.configs import derived
-from roll.configs.errors import ConfigError, ConfigProblem, choose_among
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among, problems_of
 from roll.configs.plugins import Kind, PlugIn, problem
 from roll.configs.run import InsertedStage, PipelineConfig
 from roll.data.records import Group
-from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction
+from roll.pipeline.algorithm import TrainingBatch, add_advantages, add_correction, check_mismatch
 from roll.pipeline.context import RunContext
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
@@ -81,17 +82,13 @@ async def advantage(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
 
 async def critic(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     """Take the optimizer steps of the critic, on the returns of this batch."""
-    config = run.config
-    if config.critic is None:
-        raise RuntimeError("the critic's stage is wired without the role")
     with run.recorder.busy("critic"):
-        size = derived.optimizer_batch_size(config, config.critic, len(batch.data))
-        plan = TrainPlan(batch.step, config.ppo_epochs, size, run.train_temperature)
+        plan = train_plan(run.config, "critic", batch)
         metrics = await run.require_critic().train(batch.data, run.value_objective, plan)
         if run.checkpoints.due(batch.step + 1):
             await run.checkpoints.copy_state(batch.step + 1, "critic")
     batch.metrics.update({f"critic/{name}": value for name, value in metrics.items()})
-    run.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * config.ppo_epochs)
+    run.recorder.count_tokens("critic", int(batch.data.lengths.sum()) * run.config.ppo_epochs)
     return batch
 
 
@@ -102,11 +99,9 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
         metrics: dict[str, float] = {}
         if version > config.critic_warmup:
             await _correct(run, batch)
-            size = derived.optimizer_batch_size(config, config.actor_train, len(batch.data))
-            plan = TrainPlan(batch.step, config.ppo_epochs, size, run.train_temperature)
-            metrics = await run.trainer.train(batch.data, run.objective, plan)
+            metrics = await run.trainer.train(batch.data, run.objective, train_plan(config, "actor_train", batch))
             run.recorder.count_tokens("actor_train", int(batch.data.lengths.sum()) * config.ppo_epochs)
-        if publication_due(run.config, version):
+        if publication_due(config, version):
             batch.canaries = await gather(run, version)
             batch.gathered = True
         run.scheduler.training_step_done(version)
@@ -116,8 +111,7 @@ async def train(run: RunContext, batch: TrainingBatch) -> TrainingBatch:
     batch.metrics.update(
         {name if name.startswith("mismatch/") else f"actor/{name}": value for name, value in metrics.items()}
     )
-    if run.mismatch_alarm is not None:
-        run.mismatch_alarm.check(version, batch.metrics)
+    check_mismatch(config, version, batch.metrics)
     return batch
 
 
@@ -153,6 +147,12 @@ async def record(run: RunContext, batch: TrainingBatch) -> None:
         await run.checkpoints.step_recorded(step)
 
 
+def train_plan(config: PipelineConfig, role: str, batch: TrainingBatch) -> TrainPlan:
+    """Return how a trained role uses a batch."""
+    size = derived.optimizer_batch_size(config, derived.trained_roles(config)[role], len(batch.data))
+    return TrainPlan(batch.step, config.ppo_epochs, size, config.actor_infer.generating_args.temperature)
+
+
 def validation_due(config: PipelineConfig, version: int) -> bool:
     """Return True if this version is validated: every `eval_steps` versions, and the first and last one.
 
@@ -176,7 +176,7 @@ async def gather(run: RunContext, version: int) -> CanaryScores | None:
     buffer = await run.pool.buffers.acquire(version)
     bucket_bytes = derived.gather_bucket_bytes(run.config)
     await run.trainer.gather(version, buffer, run.pool.dtype, bucket_bytes)
-    return await run.parity_check.score(run.trainer, version) if run.parity_check is not None else None
+    return await run.parity_check.score(run.trainer, version)
 
 
 async def publish(run: RunContext, version: int, canaries: CanaryScores | None) -> dict[str, float]:
@@ -286,36 +286,32 @@ def stage_chain(chosen: Mapping[str, str | InsertedStage]) -> list[ChainedStage]
 
     Raises `ConfigError` for functions that cannot be found or are no stages, and for places that do not exist.
     """
-    problems: list[ConfigProblem] = []
     chain = [
         ChainedStage(name, STAGES.load(name, name), record.role, record.before)
         for name, record in STAGES.built_in.items()
     ]
+    problems: list[ConfigProblem] = []
     for name, stage in chosen.items():
-        try:
-            if isinstance(stage, InsertedStage):
-                _insert(chain, name, stage)
-            else:
-                _replace(chain, name, stage)
-        except ConfigError as error:
-            problems += error.problems
+        if isinstance(stage, InsertedStage):
+            problems += problems_of(partial(_insert, chain, name, stage))
+        else:
+            problems += problems_of(partial(_replace, chain, name, stage))
     if problems:
         raise ConfigError(problems)
     return chain
 
 
 def _replace(chain: list[ChainedStage], name: str, chosen: str) -> None:
-    path = f"stages.{name}"
+    path, names = f"stages.{name}", [each.name for each in chain]
     if name not in STAGES.built_in:
         remedy = f"choose from {', '.join(STAGES.built_in)}, or write `{{after: <stage>, use: {chosen}}}` to insert one"
         raise problem(path, f"there is no stage `{name}` to replace", remedy)
-    index = _index(chain, name)
+    index = names.index(name)
     chain[index] = replace(chain[index], function=_function(chosen, path))
 
 
 def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
-    path = f"stages.{name}"
-    names = [each.name for each in chain]
+    path, names = f"stages.{name}", [each.name for each in chain]
     if name in names:
         remedy = f"give the inserted stage another name, or replace the built-in one: `stages: {{{name}: {stage.use}}}`"
         raise problem(path, f"the stage `{name}` is built in", remedy)
@@ -329,13 +325,9 @@ def _insert(chain: list[ChainedStage], name: str, stage: InsertedStage) -> None:
         raise problem(f"{path}.{where}", f"there is no stage `{neighbour}`", choose_among(neighbour, names))
     if where == "before" and neighbour == names[0]:
         raise problem(f"{path}.{where}", f"there is no batch before `{neighbour}`", f"set `after: {neighbour}`")
-    index = _index(chain, neighbour)
+    index = names.index(neighbour) + (where == "after")
     # A stage beside one that is left out without its role is itself always there.
-    chain.insert(index + (where == "after"), ChainedStage(name, _function(stage.use, f"{path}.use")))
-
-
-def _index(chain: list[ChainedStage], name: str) -> int:
-    return [each.name for each in chain].index(name)
+    chain.insert(index, ChainedStage(name, _function(stage.use, f"{path}.use")))
 
 
 def _function(chosen: str, path: str) -> StageFunction:

@@ -7,6 +7,7 @@ stands still for too long fails with a report of its waits.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -35,6 +36,11 @@ from roll.tracking.status import (
 )
 from roll.tracking.waits import GROUP, Wait
 
+logger = logging.getLogger(__name__)
+
+LISTED_GROUPS = 32
+"""Most waits of groups that are listed one by one, oldest first."""
+
 
 class RunStalled(RuntimeError):
     """No stage, group or request made progress for `stall_timeout_seconds`."""
@@ -57,27 +63,6 @@ async def watch_for_stall(keeper: StatusKeeper, limit: float) -> None:
             raise RunStalled(f"nothing has moved for {limit:g} s (stall_timeout_seconds)\n{explain_stall(status)}")
 
 
-logger = logging.getLogger(__name__)
-
-LISTED_GROUPS = 32
-"""Most waits of groups that are listed one by one, oldest first."""
-
-
-class SignsOfLife:
-    """The time when anything last moved: a stage, a group, a request, an environment, bytes of a checkpoint."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last: tuple[object, ...] = ()
-        self.moved_at = clock()
-
-    def look(self, context: RunContext | None) -> None:
-        """Compare with the last look and note the time if anything has changed."""
-        now = () if context is None else _counts(context)
-        if now != self._last:
-            self._last, self.moved_at = now, self._clock()
-
-
 class StatusKeeper:
     """Keeper of a run's status, from its start to its end."""
 
@@ -96,7 +81,8 @@ class StatusKeeper:
         self._heartbeats = Heartbeats(handles, clock=clock)
         self._first_seen: dict[WorkerHandle, WorkerStatus] = {}
         self._driver = DriverStatus.of_this_process()
-        self._life = SignsOfLife(clock)
+        self._counts: tuple[object, ...] = ()
+        self._moved_at = clock()
         self._context: RunContext | None = None
         self._stages: Sequence[Stage] = ()
 
@@ -121,14 +107,16 @@ class StatusKeeper:
     def now(self) -> RunStatus:
         """Return the status of the run at this instant."""
         context, at = self._context, self._clock()
-        self._life.look(context)
+        counts = () if context is None else _counts(context)
+        if counts != self._counts:
+            self._counts, self._moved_at = counts, at
         waits, groups_by_wait = _waits(self._recorder.waits.waits())
         status = RunStatus(
             driver=self._driver,
             phase="starting" if context is None else "running",
             written=at,
             loop_beat=at,
-            moved_at=self._life.moved_at,
+            moved_at=self._moved_at,
             stall_timeout_seconds=self._config.stall_timeout_seconds,
             max_steps=self._config.max_steps,
             workers=tuple(self._workers()),
@@ -138,15 +126,20 @@ class StatusKeeper:
         )
         if context is None:
             return status
+        scheduler = context.scheduler
+        holders = {str(holder) for holders in context.pool.buffers.holders().values() for holder in holders}
         return replace(
             status,
             step=context.steps.done,
             stages=tuple(self._stage_states()),
             channels=tuple(_channels(self._stages)),
-            scheduler=_scheduler(context),
-            memory_holders=tuple(
-                sorted({str(holder) for holders in context.pool.buffers.holders().values() for holder in holders})
+            scheduler=SchedulerStatus(
+                in_flight=scheduler.ledger.in_flight,
+                buffered=scheduler.ledger.buffered,
+                refusal=scheduler.why_waiting(),
+                holding_up=tuple(f"{GROUP}{group_id}" for group_id in scheduler.holding_up()[:LISTED_GROUPS]),
             ),
+            memory_holders=tuple(sorted(holders)),
         )
 
     async def _keep(self, file: StatusFile) -> None:
@@ -189,6 +182,7 @@ class StatusKeeper:
 
 
 def _counts(context: RunContext) -> tuple[object, ...]:
+    """Return what changes whenever a stage, a group, a request, an environment or bytes of a checkpoint move."""
     states = tuple((name, state.since) for name, state in context.recorder.timeline.last_states().items())
     counts = tuple(context.scheduler.ledger.counts().items())
     side = tuple(sorted(context.side.metrics().items()))
@@ -209,24 +203,12 @@ def _waits(waits: Sequence[Wait]) -> tuple[tuple[Wait, ...], dict[str, int]]:
 
 
 def _channels(stages: Sequence[Stage]) -> Iterator[ChannelStatus]:
-    consumers = {stage.inbox.name: stage for stage in stages if stage.inbox is not None}
-    for stage in stages:
-        channel = stage.outbox
-        if channel is not None and channel.name in consumers:
-            consumer = consumers[channel.name]
+    for producer, consumer in itertools.pairwise(stages):
+        channel = producer.outbox
+        if channel is not None and channel is consumer.inbox:
             yield ChannelStatus(
-                channel.name, f"stage/{stage.name}", f"stage/{consumer.name}", len(channel), channel.capacity
+                channel.name, f"stage/{producer.name}", f"stage/{consumer.name}", len(channel), channel.capacity
             )
-
-
-def _scheduler(context: RunContext) -> SchedulerStatus:
-    scheduler = context.scheduler
-    return SchedulerStatus(
-        in_flight=scheduler.ledger.in_flight,
-        buffered=scheduler.ledger.buffered,
-        refusal=scheduler.why_waiting(),
-        holding_up=tuple(f"{GROUP}{group_id}" for group_id in scheduler.holding_up()[:LISTED_GROUPS]),
-    )
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,8 @@ from roll.data.stream import PromptStream
 from roll.engines.hf.strategy import HFInferStrategy
 from roll.pipeline.algorithm import TrainingBatch, add_advantages
 from roll.pipeline.preflight import Prepared, prepare
-from roll.pipeline.rollout_function import RolloutFunction, sampling_params
+from roll.pipeline.rlvr import RolloutFunction
+from roll.pipeline.rollouts import sampling_params
 from roll.rewards.base import RewardInput, RewardOutput
 from roll.trainers.fsdp2 import Fsdp2TrainStrategy
 from roll.trainers.worker import TrainPlan, optimizer_batches

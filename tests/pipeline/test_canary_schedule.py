@@ -7,9 +7,8 @@ import pytest
 from tiny import tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.parity import ParityCheck, build_parity_check
+from roll.pipeline.context import ParityCheck
 
-SEQUENCES = [np.array([1, 2, 3], dtype=np.int32), np.array([4, 5], dtype=np.int32)]
 PROMPTS = [np.arange(4, dtype=np.int32)]
 
 
@@ -20,8 +19,12 @@ class Trainer:
         return batch.tokens["token_ids"].astype(np.float32) * np.float32(temperature)
 
 
-def versions_compared(interval: int, publications: int) -> list[int]:
-    canaries = ParityCheck(SEQUENCES, interval=interval, tolerance=0.1)
+def check_of(folder, **changes) -> ParityCheck:
+    return ParityCheck(config_from_tree(tiny_config(folder, **changes)), PROMPTS)
+
+
+def versions_compared(folder, interval: int, publications: int) -> list[int]:
+    canaries = check_of(folder, weight_update__canary_interval=interval)
 
     async def all_scores():
         return [await canaries.score(Trainer(), 5 * number) for number in range(publications)]
@@ -29,16 +32,17 @@ def versions_compared(interval: int, publications: int) -> list[int]:
     return [scores.version for scores in asyncio.run(all_scores()) if scores is not None]
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(1, [0, 5, 10, 15]), (2, [0, 10]), (3, [0, 15]), (100, [0])])
-def test_the_first_publication_and_every_nth_are_compared_whatever_their_versions(interval, expected):
-    assert versions_compared(interval, 4) == expected
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(1, [0, 5, 10, 15]), (2, [0, 10]), (3, [0, 15]), (100, [0]), (0, [])]
+)
+def test_the_first_publication_and_every_nth_are_compared_whatever_their_versions(tmp_path, interval, expected):
+    assert versions_compared(tmp_path, interval, 4) == expected
 
 
-def test_each_sequence_gets_its_own_scores_at_temperature_one():
-    scores = asyncio.run(ParityCheck(SEQUENCES, interval=1, tolerance=0.1).score(Trainer(), 3))
-    assert (scores.version, scores.tolerance) == (3, 0.1)
-    assert [values.tolist() for values in scores.logprobs] == [[1, 2, 3], [4, 5]]
-    assert [tokens.tolist() for tokens in scores.token_ids] == [[1, 2, 3], [4, 5]]
+def test_each_sequence_gets_its_own_scores_at_temperature_one(tmp_path):
+    scores = asyncio.run(check_of(tmp_path).score(Trainer(), 3))
+    assert scores.version == 3 and len(scores.token_ids) > 1
+    assert [values.tolist() for values in scores.logprobs] == [tokens.tolist() for tokens in scores.token_ids]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +55,6 @@ def test_each_sequence_gets_its_own_scores_at_temperature_one():
     ],
 )
 def test_the_configuration_sets_number_length_and_tolerance(tmp_path, changes, tolerance):
-    config = config_from_tree(tiny_config(tmp_path, **changes, weight_update__canary_prompts=5))
-    scores = asyncio.run(build_parity_check(config, PROMPTS).score(Trainer(), 0))
+    scores = asyncio.run(check_of(tmp_path, **changes, weight_update__canary_prompts=5).score(Trainer(), 0))
     assert scores.tolerance == tolerance
     assert [len(tokens) for tokens in scores.token_ids] == [7] * 5, "prompt_length + response_length, less one"
-
-
-def test_without_an_interval_there_are_none(tmp_path):
-    config = config_from_tree(tiny_config(tmp_path, weight_update__canary_interval=0))
-    assert build_parity_check(config, PROMPTS) is None

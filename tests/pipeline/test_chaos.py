@@ -4,10 +4,9 @@ import json
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from roll.configs.run import ChaosConfig, ChaosEvent
-from roll.pipeline.faults import Chaos, corrupted_versions, events_to_come
+from roll.pipeline.faults import Chaos
 from roll.pipeline.stage import StepCounter
 from roll.rollout.clock import run_virtual
 from roll.tracking.run_directory import RunDirectory
@@ -30,15 +29,14 @@ class Handle:
         self.harmed.append(fault)
 
 
-def config(*events):
-    return SimpleNamespace(chaos=ChaosConfig(True, list(events)))
+def chaos_of(*events, folder):
+    return Chaos(ChaosConfig(True, list(events)), RunDirectory(folder), lambda text: None)
 
 
 def test_a_process_is_harmed_once_its_step_is_over_and_no_other_one(tmp_path):
     async def scenario():
         steps, handles = StepCounter(), [Handle("actor_infer/0"), Handle("actor_infer/1")]
-        chaos = Chaos([KILL, SPOIL], RunDirectory(tmp_path), lambda: handles, steps, lambda text: None)
-        task = asyncio.create_task(chaos.run())
+        task = asyncio.create_task(chaos_of(KILL, SPOIL, folder=tmp_path).run(steps, lambda: handles))
         steps.advance(1)
         await asyncio.sleep(1)
         assert [handle.harmed for handle in handles] == [[], []]
@@ -52,7 +50,7 @@ def test_a_process_is_harmed_once_its_step_is_over_and_no_other_one(tmp_path):
 def test_a_process_that_is_being_replaced_is_harmed_when_it_is_there(tmp_path):
     async def scenario():
         steps, handles, run = StepCounter(2), [Handle("actor_infer/1", pid=None)], RunDirectory(tmp_path)
-        task = asyncio.create_task(Chaos([KILL], run, lambda: handles, steps, lambda text: None).run())
+        task = asyncio.create_task(chaos_of(KILL, folder=tmp_path).run(steps, lambda: handles))
         await asyncio.sleep(60)
         assert not run.chaos.exists() and handles[0].harmed == [], "what did not happen is not on record"
         handles[0] = Handle("actor_infer/1")
@@ -67,9 +65,9 @@ def test_a_publication_that_is_held_back_is_no_deadlock_with_what_chaos_waits_fo
     board = WaitBoard()
 
     async def scenario():
-        chaos = Chaos([DELAY, KILL], RunDirectory(tmp_path), list, StepCounter(), lambda text: None)
+        chaos = chaos_of(DELAY, KILL, folder=tmp_path)
         tasks = []
-        for actor, work in (("chaos", chaos.run()), (PUBLISHER, chaos.publication(1))):
+        for actor, work in (("chaos", chaos.run(StepCounter(), list)), (PUBLISHER, chaos.publication(1))):
             with acting(actor, board):
                 tasks.append(asyncio.create_task(work))
         await asyncio.sleep(1)
@@ -85,7 +83,7 @@ def test_a_publication_that_is_held_back_is_no_deadlock_with_what_chaos_waits_fo
 def test_a_publication_is_held_back_for_its_seconds_and_no_other_one(tmp_path):
     async def scenario():
         clock = asyncio.get_running_loop().time
-        chaos = Chaos([DELAY], RunDirectory(tmp_path), list, StepCounter(), lambda text: None)
+        chaos = chaos_of(DELAY, folder=tmp_path)
         for version, seconds in ((0, 0.0), (1, 5.0), (2, 0.0)):
             began = clock()
             await chaos.publication(version)
@@ -96,12 +94,13 @@ def test_a_publication_is_held_back_for_its_seconds_and_no_other_one(tmp_path):
 
 def test_what_has_happened_does_not_happen_again_in_a_run_that_goes_on(tmp_path):
     run = RunDirectory(tmp_path)
-    assert events_to_come(config(KILL, DELAY, SPOIL), run) == [DELAY, KILL, SPOIL], "in the order of their steps"
-    chaos = Chaos([DELAY, SPOIL], run, list, StepCounter(), lambda text: None)
+    chaos = chaos_of(KILL, DELAY, SPOIL, folder=tmp_path)
+    assert chaos.events == [DELAY, KILL, SPOIL], "in the order of their steps"
+    assert chaos.corrupted_versions() == {3}
     run_virtual(chaos.publication(3))
     assert json.loads(run.chaos.read_text())["kind"] == "corrupt_bucket"
-    assert events_to_come(config(KILL, DELAY, SPOIL), run) == [DELAY, KILL]
-    assert corrupted_versions([DELAY, KILL]) == frozenset() and corrupted_versions([SPOIL]) == {3}
+    later = chaos_of(KILL, DELAY, SPOIL, folder=tmp_path)
+    assert later.events == [DELAY, KILL] and later.corrupted_versions() == frozenset()
 
 
 IN_CHILDREN = """
@@ -139,6 +138,5 @@ def test_a_process_kills_itself_finds_its_disk_full_or_goes_on_after_its_time():
 
 
 def test_nothing_happens_unless_harm_is_enabled(tmp_path):
-    asked = SimpleNamespace(chaos=ChaosConfig(enabled=False, events=[KILL]))
-    assert events_to_come(asked, RunDirectory(tmp_path)) == []
-    assert events_to_come(config(KILL), RunDirectory(tmp_path)) == [KILL]
+    disabled = Chaos(ChaosConfig(enabled=False, events=[KILL]), RunDirectory(tmp_path), print)
+    assert disabled.events == [] and chaos_of(KILL, folder=tmp_path).events == [KILL]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll.pipeline.gate import EngineGate
+from roll.pipeline.rollouts import EngineGate
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import DeviceLock
 

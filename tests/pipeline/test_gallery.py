@@ -7,7 +7,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from roll.agentic.episode import Episode, TurnRecord
-from roll.pipeline.recorder import as_text, chosen, hang_up
+from roll.pipeline.recorder import as_text, chosen, write_episodes
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.trackers import TensorBoardTracker
 
@@ -45,27 +45,26 @@ def test_texts_say_what_happened_turn_by_turn():
 
 
 def test_pictures_are_where_there_are_frames_and_tensorboard_shows_them(tmp_path):
-    pictures = hang_up(EPISODES, tmp_path / "episodes", 4)
-    assert [picture.name for picture in pictures] == [
-        f"val/lake/{which}_episode" for which in ("best", "worst", "random")
-    ]
+    pictures = write_episodes(EPISODES, tmp_path / "episodes", 4)
+    assert list(pictures) == [f"val/lake/{which}_episode" for which in ("best", "worst", "random")]
     folder = tmp_path / "episodes" / "version-000004"
     assert {path.name for path in folder.glob("text-*")} == {
         f"text-{which}.txt" for which in ("best", "worst", "random")
     }
-    with Image.open(pictures[0].path) as gif:
+    best = pictures["val/lake/best_episode"]
+    with Image.open(best) as gif:
         assert gif.n_frames == 3 and np.asarray(gif.convert("RGB")).std() > 0
         size = gif.size
     run = RunDirectory.create(str(tmp_path / "run"), "x")
     events = TensorBoardTracker(run.tensorboard)
-    events.picture(pictures[0].name, pictures[0].path, 4)
+    events.picture("val/lake/best_episode", best, 4)
     events.close()
     (file,) = run.tensorboard.iterdir()
     values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
     (shown,) = [value for value in values if value.tag == "val/lake/best_episode"]
     width, height, data = shown.tensor.string_val[:3]
-    assert (int(width), int(height)) == size and data == pictures[0].path.read_bytes()
+    assert (int(width), int(height)) == size and data == best.read_bytes()
 
 
 def test_no_episodes_leave_nothing(tmp_path):
-    assert hang_up([], tmp_path / "episodes", 0) == [] and not (tmp_path / "episodes").exists()
+    assert write_episodes([], tmp_path / "episodes", 0) == {} and not (tmp_path / "episodes").exists()

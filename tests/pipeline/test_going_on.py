@@ -15,7 +15,7 @@ from tiny import make_task, tiny_config, write_config
 from roll.cli import main as cli
 from roll.configs.loader import config_from_tree
 from roll.data.records import Group
-from roll.pipeline.context import go_on
+from roll.pipeline.context import resume_rollouts
 from roll.pipeline.journal import JournalKeeper, forget_other_rollouts, journal_of
 from roll.pipeline.resume import ResumePoint
 from roll.rollout.clock import run_virtual
@@ -63,7 +63,7 @@ def rolled_out_by_the_next(run: RunDirectory, settings) -> tuple[list[int], list
         keeper = JournalKeeper(run.journal)
         plan = SchedulePlan(batch_size=BATCH, max_steps=STEPS, ratio=2.0, max_staleness=2)
         scheduler = RolloutScheduler(plan, itertools.count(), rollout, observer=keeper)
-        go_on(ResumePoint(run, None), scheduler, NoState(), keeper, settings, told.append)
+        resume_rollouts(ResumePoint(run, None), scheduler, NoState(), keeper, settings, told.append)
         keeper.made_with(settings)
         running = asyncio.create_task(scheduler.run())
         for step in range(STEPS):

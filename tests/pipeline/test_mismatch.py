@@ -9,8 +9,11 @@ from runs import run_pipeline
 from tiny import make_task, tiny_config
 
 from roll.configs.loader import config_from_tree
-from roll.pipeline.algorithm import build_algorithms
-from roll.pipeline.parity import MismatchAlarm, MismatchTooLarge, build_alarm
+from roll.configs.run import RLVRConfig
+from roll.pipeline.algorithm import MismatchTooLarge, build_algorithms, check_mismatch
+
+WARNS = RLVRConfig(mismatch_alarm=0.01)
+STOPS = RLVRConfig(mismatch_alarm=0.01, mismatch_action="stop")
 
 
 def metrics(value):
@@ -19,7 +22,7 @@ def metrics(value):
 
 def test_a_warning_names_step_value_and_tokens_once(caplog):
     with caplog.at_level(logging.WARNING):
-        MismatchAlarm(limit=0.01, stops=False).check(7, metrics(0.02))
+        check_mismatch(WARNS, 7, metrics(0.02))
     (record,) = caplog.records
     for part in ("step 7", "0.02 nats", "over 120 tokens", "at most 0.06", "mismatch_alarm allows 0.01"):
         assert part in record.getMessage()
@@ -28,23 +31,22 @@ def test_a_warning_names_step_value_and_tokens_once(caplog):
 @pytest.mark.parametrize("value", [0.02, math.inf, math.nan])
 def test_an_alarm_that_stops_raises(value):
     with pytest.raises(MismatchTooLarge, match="step 7"):
-        MismatchAlarm(limit=0.01, stops=True).check(7, metrics(value))
+        check_mismatch(STOPS, 7, metrics(value))
 
 
 @pytest.mark.parametrize("found", [metrics(0.01), {"mismatch/tokens": 0.0}, {}])
 def test_nothing_is_said_within_the_limit_or_of_a_step_that_measured_nothing(found, caplog):
-    MismatchAlarm(limit=0.01, stops=True).check(7, found)
-    MismatchAlarm(limit=0.01, stops=False).check(7, found)
+    check_mismatch(STOPS, 7, found)
+    check_mismatch(WARNS, 7, found)
     assert not caplog.records
 
 
-def test_the_configuration_decides_what_is_measured_and_what_an_alarm_does(tmp_path):
+def test_without_a_limit_there_is_no_alarm_and_truncated_sampling_is_not_measured(tmp_path, caplog):
     def config(**changes):
         return config_from_tree(tiny_config(tmp_path, **changes))
 
-    assert build_alarm(config()) is None
-    assert build_alarm(config(mismatch_alarm=0.1)) == MismatchAlarm(0.1, stops=False)
-    assert build_alarm(config(mismatch_alarm=0.1, mismatch_action="stop")) == MismatchAlarm(0.1, stops=True)
+    check_mismatch(config(), 7, metrics(100.0))
+    assert not caplog.records
     assert build_algorithms(config()).objective.monitored
     for truncation in ({"top_p": 0.9}, {"top_k": 5}):
         changes = {f"actor_infer__generating_args__{name}": value for name, value in truncation.items()}

@@ -19,9 +19,9 @@ from roll.configs.loader import config_from_tree
 from roll.data.records import Group, Prompt, Sample
 from roll.pipeline.context import build_scheduler
 from roll.pipeline.main import build_stages, publish_initial
+from roll.pipeline.rollouts import ValidationResult
 from roll.pipeline.stage import StageGraph, StepCounter
 from roll.pipeline.stages import stage_chain
-from roll.pipeline.validation import ValidationResult
 from roll.rollout.clock import run_virtual
 from roll.runtime.locks import build_device_locks
 from roll.tracking.timeline import Timeline
@@ -180,7 +180,6 @@ class Run:
             needs_proximal=False,
             steps=StepCounter(),
             parity_check=OneSequence(),
-            mismatch_alarm=None,
             max_staleness=derived.resolved_max_staleness(config),
             train_temperature=1.0,
             checkpoints=Checkpoints(self.events),
@@ -195,7 +194,7 @@ class Run:
             context = self.context(local.pool)
             chain = [stage for stage in stage_chain({}) if stage.name in ("rollout", "train", "param_update")]
             graph = StageGraph(build_stages(chain, context))
-            background = [("scheduler", self.scheduler.run), ("engine", local.pool.run)]
+            background = {"scheduler": self.scheduler.run, "engine": local.pool.run}
             await graph.run(background, lambda: publish_initial(context))
             self.held_at_the_end = [handle.engine.version for handle in local.handles]
             local.witness.testify()

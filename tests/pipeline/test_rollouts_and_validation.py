@@ -10,8 +10,8 @@ import pytest
 from roll.data.records import Group, Prompt, Sample
 from roll.engines.base import Completion, SamplingParams
 from roll.pipeline.algorithm import StalenessViolation, TrainingBatch
-from roll.pipeline.rollout_function import RolloutFunction, sample_from_completion
-from roll.pipeline.validation import MixedVersions, PromptValidator
+from roll.pipeline.rlvr import PromptValidator, RolloutFunction, sample_from_completion
+from roll.pipeline.rollouts import MixedVersions
 from roll.rewards.base import RewardOutput
 from roll.rollout.clock import run_virtual
 

@@ -89,7 +89,7 @@ def test_a_failing_stage_is_failed_cancels_the_others_and_its_own_error_is_raise
                 cancelled.set()
 
         with pytest.raises(ValueError, match="item 1 is bad"):
-            await wired.graph.run([("background", background)])
+            await wired.graph.run({"background": background})
         assert wired.slow.state is StageState.FAILED
         assert "item 1 is bad" in wired.recorder.last_states()["stage/slow"].details["error"]
         assert [item.number for item in wired.seen] == [0]
@@ -107,7 +107,7 @@ def test_a_failing_background_task_ends_the_run_with_its_error():
             raise RuntimeError("worker actor_train/0 died")
 
         with pytest.raises(RuntimeError, match="actor_train/0 died"):
-            await wired.graph.run([("watch", watch)])
+            await wired.graph.run({"watch": watch})
 
     run_virtual(scenario())
 

@@ -1,0 +1,219 @@
+"""What the rollouts of both pipelines share: their interfaces, generation on shared devices, and validation.
+
+The rollout side (the source of groups and the rollout of one group) is the only part that RLVR and agentic runs do not
+share. A pipeline contributes a *plan*, which `preflight` finds and checks before anything starts, and which builds the
+side.
+
+The gate holds the engine's devices while requests are running. When another role waits for them, the gate lets go, and
+the device lock interrupts the requests by putting the engine to sleep. They continue when the gate has the devices
+again. An engine with devices of its own is never interrupted.
+
+Validation measures one pinned policy version. It runs inside the stage that publishes weights, so no newer version can
+arrive before it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from roll.agentic.episode import Episode
+from roll.configs.roles import GeneratingArguments
+from roll.data.records import Group
+from roll.engines.base import Completion, GenerateRequest, SamplingParams
+from roll.rollout.scheduler import GroupRequest
+from roll.tracking.waits import waiting
+
+if TYPE_CHECKING:
+    from roll.engines.pool import InferencePool
+    from roll.runtime.actors import WorkerHandle
+    from roll.runtime.locks import DeviceLock
+    from roll.runtime.placement import Placement
+
+Result = TypeVar("Result")
+
+
+class Generator(Protocol):
+    """An object that runs generation requests."""
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        """Run a request to its end on an engine that holds ``min_version`` or newer.
+
+        All requests with one ``sticky_key`` go to the same engine.
+        """
+
+    def forget(self, sticky_key: str) -> None:
+        """Drop the routing of this key; no request with it will follow."""
+
+
+class WorkerProcesses(Protocol):
+    """The processes of a rollout side: reward workers and models, or environment workers.
+
+    They recover from failures by themselves. A failure that they cannot recover from ends the rollouts that need them.
+    """
+
+    async def start(self) -> None:
+        """Start all processes. Wrap waits for devices in `part`, since other roles wait for them at the same time."""
+
+    async def shutdown(self) -> None:
+        """End all processes."""
+
+    def busy_spans(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """Return the recent spans of work by role, in seconds since the epoch."""
+
+
+class Validator(Protocol):
+    """Validator that measures one policy version."""
+
+    async def run(self, version: int) -> ValidationResult:
+        """Generate and judge the whole validation set."""
+
+
+class RolloutSide(Protocol):
+    """The rollout side of a running pipeline."""
+
+    @property
+    def workers(self) -> WorkerProcesses:
+        """The processes that run beside the driver."""
+
+    sample_metrics: str
+    """First part of the names of the metrics that samples carry; ``{domain}`` stands for their domain tag."""
+
+    def canary_prompts(self) -> Sequence[np.ndarray]:
+        """Return token sequences (int32) for the log-probability parity check of trainer and engines."""
+
+    def source(self) -> Iterator[Any]:
+        """Return the item that each group starts from, in order."""
+
+    def rollout(self, generator: Generator) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
+        """Return the function that makes a training group."""
+
+    def validator(self, generator: Generator) -> Validator | None:
+        """Return the validator; None if this run does not validate."""
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        """Return the current processes that have models on devices."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return totals of the worker processes for the record of a step.
+
+        They change while work is done: a run in which nothing changes counts as stalled.
+        """
+
+
+@dataclass(frozen=True)
+class RunDevices:
+    """Devices and locks with which a rollout side may start processes."""
+
+    placement: Placement
+    locks: Mapping[str, DeviceLock]
+    """Locks by role."""
+
+
+class EngineGate:
+    """The engine as rollouts and validation use it."""
+
+    def __init__(self, pool: InferencePool, lock: DeviceLock, role: str) -> None:
+        self._pool = pool
+        self._lock = lock
+        self._role = role
+        self._requests = 0
+        self._demanded = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._open = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, *, sticky_key: str | None = None, min_version: int | None = None
+    ) -> Completion:
+        """Run one request to its end, once the engine has its devices."""
+        self._requests += 1
+        self._demanded.set()
+        self._idle.clear()
+        try:
+            with waiting("gate", "the engine to have its devices"):
+                await self._open.wait()
+            return await self._pool.generate(request, sticky_key=sticky_key, min_version=min_version)
+        finally:
+            self._requests -= 1
+            if self._requests == 0:
+                self._demanded.clear()
+                self._idle.set()
+
+    def forget(self, sticky_key: str) -> None:
+        """Drop the routing of this key; no request with it will follow."""
+        self._pool.forget(sticky_key)
+
+    async def run(self) -> None:
+        """Hold the devices whenever there are requests, until cancelled."""
+        while True:
+            await self._demanded.wait()
+            async with self._lock.hold(self._role):
+                self._open.set()
+                await self._until_idle_or_wanted()
+                self._open.clear()
+
+    async def _until_idle_or_wanted(self) -> None:
+        waits = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(self._lock.wait_contended())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def sampling_params(arguments: GeneratingArguments, response_length: int) -> SamplingParams:
+    """Return the engine's parameters for the configured ones; the seed is set per request."""
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens or response_length,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        stop_strings=tuple(arguments.stop_strings),
+        ignore_eos=arguments.ignore_eos,
+    )
+
+
+def has_score_variance(group: Group) -> bool:
+    """Return True if the samples of a group differ in score. Otherwise a group baseline learns nothing from them."""
+    return bool(np.ptp(group.scores) > 0)
+
+
+@dataclass
+class ValidationResult:
+    """Metrics of a validation by name, and the groups behind them."""
+
+    version: int
+    metrics: dict[str, float]
+    groups: list[Group]
+    episodes: Sequence[Episode] = ()
+    """All episodes that were played, if the validation set is one of environments."""
+
+
+class MixedVersions(AssertionError):
+    """A validation saw tokens of a version other than the one it measures."""
+
+
+def check_versions(groups: Sequence[Group], version: int) -> None:
+    """Raise `MixedVersions` unless every sampled token is of this version."""
+    for group in groups:
+        for sample in group.samples:
+            seen = set(np.unique(sample.versions[sample.response_mask]).tolist())
+            if seen - {version}:
+                raise MixedVersions(f"validation of version {version} saw tokens of versions {sorted(seen)}")
+
+
+async def within_deadline(work: Awaitable[Result], version: int, seconds: float) -> Result:
+    """Return the result of a validation's ``work``. Raises `TimeoutError` unless it ends within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise TimeoutError(
+            f"validation of version {version} did not end within {seconds:g} s (validation.timeout_seconds)"
+        ) from None
