@@ -44,7 +44,7 @@ from roll.configs.roles import StrategyArguments, TrainingArguments, WorkerConfi
 from roll.configs.run import ClusterConfig
 from roll.data.records import SampleBatch
 from roll.runtime.actors import start_group, start_worker
-from roll.runtime.placement import Placement, RaySession
+from roll.runtime.placement import Placement, ray_session
 from roll.trainers.base import TrainerSetup
 from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainPlan, TrainWorker
 from roll.weights.transports import TransportSpec
@@ -238,7 +238,7 @@ def measure_training(folder: Path, wanted: set[str]) -> dict[str, list[float]]:
     ratios = {}
     for name, size in SIZES.items():
         if f"training step, {name}" in wanted:
-            with RaySession(cluster, local_cpus=2), tempfile.TemporaryDirectory(dir=folder) as place:
+            with ray_session(cluster), tempfile.TemporaryDirectory(dir=folder) as place:
                 ratios[f"training step, {name}"] = asyncio.run(training_step(Path(place), size, repeats=5))
     return ratios
 

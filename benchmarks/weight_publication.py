@@ -32,7 +32,7 @@ from roll.engines.base import GenerateRequest, SamplingParams
 from roll.engines.pool import InferencePool, PoolSettings
 from roll.engines.worker import EngineSpec, InferWorker
 from roll.runtime.actors import start_group, start_worker
-from roll.runtime.placement import Placement, RaySession
+from roll.runtime.placement import Placement, ray_session
 from roll.trainers.base import TrainerSetup
 from roll.trainers.worker import TrainerGroup, TrainerSpec, TrainWorker
 from roll.weights.transports import TransportSpec
@@ -81,7 +81,7 @@ async def roles(setting: Setting, model: Path, files: Path) -> AsyncIterator[tup
     """Start one trainer rank and the replicas as the pipeline does; one computing thread each."""
     devices = setting.replicas + 1
     cluster = ClusterConfig(num_devices_per_node=devices, cpu_threads_per_device=1)
-    with RaySession(cluster, local_cpus=devices + 1):
+    with ray_session(cluster):
         placement = Placement(cluster)
         await placement.reserve()
 

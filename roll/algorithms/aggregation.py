@@ -38,17 +38,16 @@ class LossNormalizers:
         return cls(sum(lengths), sum(length > 0 for length in lengths), max_response_length)
 
 
-def token_weights(
-    response_mask: Tensor, mode: str, normalizers: LossNormalizers, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return the weight of each token in the aggregate, ``[batch, seq]`` in ``dtype``, 0 outside the mask.
+def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
+    """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
 
-    ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476). ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO,
-    arXiv 2402.03300). ``seq-mean-token-sum``: 1 / sequences. ``seq-mean-token-sum-norm``: 1 / (sequences x longest
-    possible response) (Dr. GRPO, arXiv 2503.20783). A row must hold its whole sequence. ``ValueError`` for an unknown
-    mode.
+    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``; a row must hold its whole sequence. Contributions of
+    disjoint rows add up. The weight of a token is, for ``token-mean``: 1 / tokens (DAPO, arXiv 2503.14476);
+    ``seq-mean-token-mean``: 1 / (sequences x own length) (GRPO, arXiv 2402.03300); ``seq-mean-token-sum``:
+    1 / sequences; ``seq-mean-token-sum-norm``: 1 / (sequences x longest possible response) (Dr. GRPO, arXiv
+    2503.20783). ``ValueError`` for an unknown mode.
     """
-    lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype)
+    lengths = response_mask.sum(-1, keepdim=True).clamp(min=1).to(torch.promote_types(values.dtype, torch.float32))
     sequences = max(1, normalizers.sequences)
     if mode == "token-mean":
         weights = torch.full_like(lengths, 1.0 / max(1, normalizers.tokens))
@@ -60,27 +59,12 @@ def token_weights(
         weights = torch.full_like(lengths, 1.0 / (sequences * normalizers.max_response_length))
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; valid: {', '.join(LOSS_AGG_MODES)}")
-    return keep(weights.expand(response_mask.shape), response_mask)
-
-
-def aggregate(values: Tensor, response_mask: Tensor, mode: str, normalizers: LossNormalizers) -> Tensor:
-    """Return the contribution of these rows to the aggregate over the whole batch, a 0-d tensor.
-
-    ``values`` and ``response_mask`` (bool) are ``[batch, seq]``. Contributions of disjoint rows add up.
-    """
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return (keep(values, response_mask) * token_weights(response_mask, mode, normalizers, wide)).sum()
+    return (keep(values, response_mask) * weights).sum()
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
     """Return ``values`` where ``mask`` (bool, same shape) is true, else 0. The gradient outside is exactly 0."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-
-
-def last_true(mask: Tensor) -> Tensor:
-    """Keep only the last true entry of each row of ``mask``, bool ``[batch, seq]``; a row without one stays false."""
-    later = mask.flip(-1).cumsum(-1).flip(-1)
-    return mask & (later == 1)
 
 
 Value = TypeVar("Value")
@@ -89,5 +73,5 @@ Value = TypeVar("Value")
 def needed(value: Value | None, name: str) -> Value:
     """Return the value. ``ValueError`` with the field's name if it is None."""
     if value is None:
-        raise ValueError(f"{name} are needed here, and none were given; declare the need in the traits of the function")
+        raise ValueError(f"{name} are needed here, and none were given; declare the need in its requirements")
     return value

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import keep, last_true
+from roll.algorithms.aggregation import keep
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -78,7 +78,9 @@ def sequence_token_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
     The result is float32, or float64 if the rewards are.
     """
-    return keep(_wide(rewards)[:, None].expand(response_mask.shape), last_true(response_mask))
+    from_here_on = response_mask.flip(-1).cumsum(-1).flip(-1)
+    last = response_mask & (from_here_on == 1)
+    return keep(_wide(rewards)[:, None].expand(response_mask.shape), last)
 
 
 def kl_penalised_token_rewards(

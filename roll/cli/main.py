@@ -318,7 +318,7 @@ def _run_quietly(
 ) -> FinalStatus:
     from roll.pipeline.main import run_pipeline
     from roll.pipeline.recorder import RunRecorder
-    from roll.runtime.placement import RaySession, local_cpu_slots
+    from roll.runtime.placement import ray_session
     from roll.tracking.logs import configure_logging
 
     try:
@@ -336,7 +336,7 @@ def _run_quietly(
         recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
     cluster = prepared.config.cluster
     try:
-        with RaySession(cluster, local_cpus=local_cpu_slots(cluster), link=run.logs / "ray"):
+        with ray_session(cluster, link=run.logs / "ray"):
             _end_in_order_on_signals()
             running = run_pipeline(prepared, recorder, status_file, point)
             outcome = asyncio.run(to_its_end(running, recorder, status_file))

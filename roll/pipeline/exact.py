@@ -34,7 +34,7 @@ from roll.pipeline.rollouts import RunDevices, has_score_variance
 from roll.pipeline.stages import publication_due, train_plan
 from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
-from roll.runtime.placement import Placement, RaySession, free_port, local_cpu_slots
+from roll.runtime.placement import Placement, free_port, ray_session
 from roll.tracking.run_directory import RunDirectory
 from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
 from roll.trainers.model import save
@@ -130,7 +130,7 @@ def contents(batch: TrainingBatch) -> dict[str, np.ndarray]:
 
 def compared_with_plain_loop(config: PipelineConfig, run: RunDirectory) -> Difference | None:
     """Connect to the cluster of a finished run of `exact_config`, and return its `first_difference`."""
-    with RaySession(config.cluster, local_cpus=local_cpu_slots(config.cluster)):
+    with ray_session(config.cluster):
         return asyncio.run(first_difference(prepare(config), run))
 
 

@@ -210,7 +210,7 @@ def _read_segment(path: Path) -> Iterator[JournalRecord]:
         while frame := file.read(_FRAME.size):
             record = _read_record(file.read, frame)
             if record is None:
-                logger.warning("%s ends with a torn or damaged record: what it told is made again", path)
+                logger.warning("%s ends with a torn or damaged record: its groups are made again", path)
                 return
             yield record
 

@@ -17,7 +17,8 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,33 +64,26 @@ class WorkerPlace:
     cpu_threads: int
 
 
-class RaySession:
-    """A connection to Ray: the cluster at ``address``, or a local one that ends with the session."""
+@contextmanager
+def ray_session(config: ClusterConfig, *, link: Path | None = None) -> Iterator[None]:
+    """Connect to Ray: the cluster at ``address``, or a local one that ends with the session.
 
-    def __init__(self, config: ClusterConfig, *, local_cpus: int, link: Path | None = None) -> None:
-        """Remember the settings. ``link``: path for a link to Ray's own logs, if their folder is on this host."""
-        self._config = config
-        self._local_cpus = local_cpus
-        self._link = link
-
-    def __enter__(self) -> RaySession:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
-        if self._config.address is not None:
-            ray.init(address=self._config.address, **common)
-        else:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(address="local", num_cpus=self._local_cpus, include_dashboard=False, **common)
-        try:
-            if self._link is not None:
-                link_to_logs(self._link)
-        except BaseException:
-            ray.shutdown()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    ``link``: path for a link to Ray's own logs, if their folder is on this host.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+    if config.address is not None:
+        ray.init(address=config.address, **common)
+    else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        cpus = max(config.num_devices_per_node, os.cpu_count() or 1) + 1  # one per slot and one more
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
+    try:
+        if link is not None:
+            link_to_logs(link)
+        yield
+    finally:
         ray.shutdown()
 
 
@@ -207,8 +201,3 @@ class Placement:
             {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes() if node["Alive"]
         ]
         return f"{len(nodes)} node(s): {nodes}"
-
-
-def local_cpu_slots(config: ClusterConfig) -> int:
-    """Return how many CPUs a local Ray must offer: one per slot and one more."""
-    return max(config.num_devices_per_node, os.cpu_count() or 1) + 1

@@ -23,7 +23,7 @@ from roll.runtime.actors import (
     start_group,
     start_worker,
 )
-from roll.runtime.placement import Placement, PlacementError, RaySession, link_to_logs
+from roll.runtime.placement import Placement, PlacementError, link_to_logs, ray_session
 
 pytestmark = pytest.mark.tier("all")
 
@@ -65,7 +65,7 @@ def two_nodes():
     config = ClusterConfig(
         num_devices_per_node=2, num_nodes=2, address=cluster.address, worker_start_timeout_seconds=60
     )
-    with RaySession(config, local_cpus=1):
+    with ray_session(config):
         yield config
     cluster.shutdown()
 
