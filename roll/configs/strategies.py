@@ -114,7 +114,7 @@ ENGINES = Kind(
     {
         "hf_infer": Strategy(
             "roll.engines.hf.strategy:HFInferStrategy",
-            options="roll.engines.hf.options:check_options",
+            options="roll.engines.options:check_hf_options",
             chooses_attention=True,
             replicates=True,
         ),
@@ -122,14 +122,14 @@ ENGINES = Kind(
             "roll.engines.sglang.strategy:SGLangInferStrategy",
             requires=("sglang",),
             install='pip install "roll[sglang]", in an environment of its own: docs/engines.md',
-            options="roll.engines.sglang.options:check_options",
+            options="roll.engines.options:check_sglang_options",
             package_tells="the names in `strategy_config`",
         ),
         "vllm": Strategy(
             "roll.engines.vllm.strategy:VLLMInferStrategy",
             requires=("vllm",),
             install="pip install vllm, on a CPU make venv-for-tests: docs/engines.md",
-            options="roll.engines.vllm.options:check_options",
+            options="roll.engines.options:check_vllm_options",
             package_tells="the names in `strategy_config`",
         ),
     },

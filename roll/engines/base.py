@@ -1,21 +1,33 @@
-"""The interface of every generation engine: many independent requests at once.
+"""The interface of every generation engine, and what all of them share: checks of requests, facts of the model, stop
+strings.
 
 An engine knows nothing of groups, batches or training steps. Each request joins and leaves on its own. Its tokens carry
 the log-probability of the distribution they were sampled from and the version of the weights that produced them. All
 methods belong to one event loop; an engine that computes in a thread hides it.
+
+Names and shapes of a model's parameters are what a trainer publishes. Its end tokens come from where transformers looks
+for them, so that every engine ends a response at the same ones. transformers is imported when a model is read, because
+the run's own process imports this module too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
+from roll.configs.errors import ConfigError
+from roll.data import prompts
 from roll.tracking.timeline import BusySpans
-from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket
+from roll.weights.buckets import HeldWeights, TransferStep, WeightBucket, WeightMismatch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 PauseMode = Literal["keep", "resume", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -73,6 +85,12 @@ class Completion:
     finish_reason: FinishReason
 
 
+def no_tokens(request: GenerateRequest) -> Completion:
+    """Return the completion of a request that was aborted before it began."""
+    empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+    return Completion(request.request_id, *empty, finish_reason="abort")
+
+
 @dataclass
 class TokenChunk:
     """New tokens of a running request since its last chunk. The last chunk carries the finish reason."""
@@ -90,11 +108,14 @@ class InferStrategy(Protocol):
         """Load the model (as version 0) and accept requests."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end. An aborted request returns normally, with `finish_reason='abort'` and its
-        tokens."""
+        """Run one request to its end. An aborted request returns normally, with `finish_reason='abort'` and its tokens.
+
+        Raises ``ValueError`` for a request that cannot run, `EngineFailed` if the engine fails.
+        """
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Run a request like `generate`, yielding one token (or a few) at a time."""
+        """Run a request like `generate`, yielding one token (or a few) at a time. Leaving the iteration early aborts
+        the request."""
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, TokenChunk]:
         """Return the new tokens of each running request beyond the first ``known[id]`` (absent: 0).
@@ -112,12 +133,13 @@ class InferStrategy(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. Return when no step runs; new requests are queued.
 
-        `drain` waits for the running requests and starts no queued one. `keep` freezes running requests with their
-        caches. `resume` drops the caches, which are rebuilt from prompts and partial tokens when the engine resumes.
+        `drain` waits for the running requests and starts no queued one; it raises ``RuntimeError`` if another `pause`,
+        `resume` or `shutdown` interrupts it. `keep` freezes running requests with their caches. `resume` drops the
+        caches, which are rebuilt from prompts and partial tokens when the engine resumes.
         """
 
     async def resume(self) -> None:
-        """Resume decoding after `pause`."""
+        """Resume decoding after `pause`. Raises ``RuntimeError`` while the engine sleeps."""
 
     async def prepare_weights(self, buckets: Iterable[WeightBucket], version: int) -> HeldWeights:
         """Take in a weight update while requests run, and return what the engine would hold.
@@ -134,10 +156,12 @@ class InferStrategy(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Release the devices: free the caches, move the weights off the device. Pause first."""
+        """Release the devices: free the caches, move the weights off the device. Only while paused or idle; harmless to
+        repeat."""
 
     async def wake(self) -> None:
-        """Undo `sleep`. Requests that had tokens continue from prompt plus partial tokens."""
+        """Undo `sleep`. Requests that had tokens continue from prompt plus partial tokens. A paused engine stays
+        paused."""
 
     async def score(self, token_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probability of each token given those before it, under the current weights, at temperature 1
@@ -145,7 +169,7 @@ class InferStrategy(Protocol):
 
         ``token_ids`` is int32 ``[length]`` for each sequence, with at least one token and fewer than the engine's
         longest sequence. Returns float32 ``[length]`` for each, 0 at the first token. May run beside requests; the
-        engine must be awake and not paused.
+        engine must be awake and not paused. Raises ``ValueError`` for a sequence that does not fit the model.
         """
 
     def stats(self) -> dict[str, Any]:
@@ -153,7 +177,7 @@ class InferStrategy(Protocol):
         `busy_spans` (the latest ones, in seconds since the epoch; see `BusySpans`)."""
 
     async def shutdown(self) -> None:
-        """End all requests as aborted and free everything."""
+        """End all requests as aborted and free everything. Harmless to repeat."""
 
 
 @runtime_checkable
@@ -189,11 +213,185 @@ class BusyClock:
             self.spans.add(ended - (now - self.since), ended)
         self.since = now if busy else None
 
-    def read(self) -> float:
-        """Return the busy seconds so far."""
-        self.set(self.since is not None)
-        return self.total
-
     def stats(self) -> dict[str, Any]:
-        """Return `busy_seconds` and `busy_spans` for the engine's stats."""
-        return {"busy_seconds": self.read(), "busy_spans": self.spans.recent()}
+        """Return `busy_seconds` and `busy_spans` for the engine's stats, as of the last `set`."""
+        return {"busy_seconds": self.total, "busy_spans": self.spans.recent()}
+
+
+def check_request(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
+    """Raise ``ValueError`` naming the request and what is wrong with it."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    problem = None
+    if prompt.ndim != 1 or len(prompt) == 0:
+        problem = "its prompt is empty"
+    elif len(prompt) >= max_length:
+        problem = f"its prompt of {len(prompt)} tokens leaves no room for a response within {max_length} tokens"
+    elif prompt.min() < 0 or prompt.max() >= vocabulary:
+        problem = f"its prompt has token ids outside the vocabulary of {vocabulary}"
+    elif not 0 <= request.first_token_index <= len(prompt):
+        problem = f"first_token_index {request.first_token_index} is not within its prompt of {len(prompt)} tokens"
+    elif sampling.max_new_tokens < 1:
+        problem = f"max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+    elif not 0 <= sampling.temperature < np.inf:
+        problem = f"temperature is {sampling.temperature}; 0 or a positive number is needed"
+    elif not 0 < sampling.top_p <= 1:
+        problem = f"top_p is {sampling.top_p}; a number above 0 and at most 1 is needed"
+    elif sampling.top_k < 0:
+        problem = f"top_k is {sampling.top_k}; 0 (all) or a positive number is needed"
+    elif not all(sampling.stop_strings):
+        problem = "one of its stop strings is empty"
+    if problem is not None:
+        raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
+
+
+def check_tensor(
+    name: str, dtype: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]], taken: Container[str]
+) -> None:
+    """Check a tensor of a weight update against the ``shapes`` of the model's parameters.
+
+    Raises ``WeightMismatch`` naming the tensor if it does not fit or is among those ``taken`` before.
+    """
+    if name not in shapes:
+        raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
+    if name in taken:
+        raise WeightMismatch(f"tensor {name!r} came twice")
+    if not dtype.startswith(("float", "bfloat")):
+        raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, the engine's is a floating-point one")
+    if tuple(shape) != tuple(shapes[name]):
+        raise WeightMismatch(f"tensor {name!r} has shape {tuple(shape)}, the engine's has {tuple(shapes[name])}")
+
+
+def check_complete(shapes: Iterable[str], taken: Container[str]) -> None:
+    """Raise ``WeightMismatch`` naming a parameter for which a weight update brought no tensor."""
+    missing = [name for name in shapes if name not in taken]
+    if missing:
+        raise WeightMismatch(f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Location of a model, and how to load and run it."""
+
+    model_path: str
+    device: str
+    dtype: str
+    attn_implementation: str
+    max_length: int
+    trust_remote_code: bool = False
+
+
+def load_config(model_path: str, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the model's configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+
+
+def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by its Hugging Face name; tied parameters appear once."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def eos_token_ids(spec: ModelSpec, config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the end tokens of the generation configuration, else of the model configuration, else of the tokenizer.
+    Empty if none of them names one."""
+    from transformers import GenerationConfig
+
+    try:
+        generation_eos = GenerationConfig.from_pretrained(spec.model_path).eos_token_id
+    except OSError:
+        generation_eos = None  # A model without generation_config.json is complete.
+    for eos in (generation_eos, config.get_text_config(decoder=True).eos_token_id):
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    try:
+        eos = load_tokenizer(spec).eos_token_id
+    except OSError:
+        return ()
+    return () if eos is None else (int(eos),)
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """Return the tokenizer stored with the model, which also reads the prompts.
+
+    Raises ``OSError`` if there is none. For a folder without a tokenizer, transformers itself would invent an empty
+    one.
+    """
+    folder = Path(spec.model_path)
+    if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
+        raise OSError(f"{folder} holds no tokenizer_config.json")
+    try:
+        return prompts.load_tokenizer(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    except ConfigError as error:
+        raise OSError(str(error)) from error
+
+
+_UNFINISHED = "\ufffd"
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that matching needs."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of the tokens."""
+
+
+class StopStringMatcher:
+    """Watches one response for its stop strings, token by token and without decoding the whole text again.
+
+    A tokenizer decodes a token differently at the start of a text than inside it, and a character may be spread over
+    several tokens, so a few earlier tokens are decoded along with the new ones.
+    """
+
+    def __init__(self, decoder: Decoder, stop_strings: Iterable[str]) -> None:
+        self._decoder = decoder
+        self._stop_strings = tuple(stop_strings)
+        self._tail_length = max(len(text) for text in self._stop_strings) - 1
+        self._token_ids: list[int] = []
+        self._context_start = 0
+        self._settled = 0
+        self._tail = ""
+
+    def push(self, token_ids: Iterable[int]) -> bool:
+        """Add tokens. Return True if the text now contains a stop string that it did not contain before."""
+        self._token_ids.extend(token_ids)
+        context = self._decoder.decode(self._token_ids[self._context_start : self._settled])
+        text = self._decoder.decode(self._token_ids[self._context_start :])
+        recent = self._tail + text[len(context) :]
+        matched = any(stop in recent for stop in self._stop_strings)
+        if not text.endswith(_UNFINISHED):
+            self._context_start, self._settled = self._settled, len(self._token_ids)
+            self._tail = recent[max(len(recent) - self._tail_length, 0) :]
+        return matched
+
+
+class StopStrings:
+    """Makes the matchers of an engine's requests. The tokenizer is loaded for the first request that needs it."""
+
+    def __init__(self, load_tokenizer: Callable[[], Decoder]) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Decoder | None = None
+
+    def matcher(self, request: GenerateRequest) -> StopStringMatcher | None:
+        """Return a matcher that has seen the tokens of earlier attempts; None if no stop string may end the response.
+
+        Raises ``ValueError`` if the model has no tokenizer.
+        """
+        if not request.sampling.watches_text:
+            return None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._load_tokenizer()
+            except OSError as error:
+                raise ValueError(
+                    f"request {request.request_id!r} has stop strings, but the model's tokenizer cannot be loaded: "
+                    f"{error}"
+                ) from error
+        matcher = StopStringMatcher(self._tokenizer, request.sampling.stop_strings)
+        if request.first_token_index:
+            matcher.push(request.prompt_token_ids[-request.first_token_index :].tolist())
+        return matcher

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -147,34 +147,28 @@ class Replica:
         with unobserved():
             watches = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._follow())]
         try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            return self.fail_all(done.pop().result())
+            await asyncio.gather(*watches)
+        except WorkerDied as cause:
+            death = cause
+        except (WorkerFailed, WorkerTimeout) as error:
+            death = WorkerDied(self.name, str(error))
         finally:
             for watch in watches:
                 watch.cancel()
+        return self.fail_all(death)
 
-    async def _collect(self) -> WorkerDied:
-        try:
-            while True:
-                ended = await self.handle.call(
-                    "collect", COLLECT_WAIT_SECONDS, timeout=COLLECT_WAIT_SECONDS + SILENCE_SECONDS
-                )
-                for item in ended:
-                    self._deliver(item)
-        except WorkerDied as death:
-            return death
-        except (WorkerFailed, WorkerTimeout) as error:
-            return WorkerDied(self.name, str(error))
+    async def _collect(self) -> None:
+        """Deliver results until the process dies."""
+        timeout = COLLECT_WAIT_SECONDS + SILENCE_SECONDS
+        while True:
+            for item in await self.handle.call("collect", COLLECT_WAIT_SECONDS, timeout=timeout):
+                self._deliver(item)
 
-    async def _follow(self) -> WorkerDied:
-        try:
-            while True:
-                await asyncio.sleep(PROGRESS_SECONDS)
-                await self._look()
-        except WorkerDied as death:
-            return death
-        except WorkerFailed as error:
-            return WorkerDied(self.name, str(error))
+    async def _follow(self) -> None:
+        """Record tokens until the process dies or its engine is silent for too long."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            await self._look()
 
     async def _look(self) -> None:
         """Fetch the new tokens of the open requests. A late answer may be dropped: the next fetch asks again."""
@@ -350,13 +344,7 @@ class InferencePool:
         self._publication, self._canaries = publication, canaries
         self.buffers.publishing(publication.version)
         loaded = Loaded()
-        for replica in list(self._replicas.values()):
-            try:
-                async with replica.change():
-                    await self._load(replica, publication, canaries, loaded)
-            except WorkerDied:
-                self.buffers.keep_only(replica, None)
-                continue
+        await self._change_each(lambda replica: self._load(replica, publication, canaries, loaded))
         self.buffers.published(publication.version)
         return loaded
 
@@ -370,12 +358,12 @@ class InferencePool:
         self._deadlines.stop()
         with waiting("replicas that start", "the end of their start"):
             await self._none_starting.wait()
-        await self._settle_all()
+        await self._change_each(self._settle)
 
     async def load_states(self) -> None:
         """Wake every replica."""
         self._awake.set()
-        await self._settle_all()
+        await self._change_each(self._settle)
         self._deadlines.resume()
 
     async def stats(self) -> list[dict[str, Any]]:
@@ -428,7 +416,9 @@ class InferencePool:
             await handle.call("start", self._spec, timeout=self._settings.start_timeout_seconds)
             async with replica.change():
                 self._replicas[self._names[index]] = replica
-                while (publication := self._publication_for(replica)) is not None:
+                while (publication := self._publication) is not None and replica.version < publication.version:
+                    if not self.buffers.has(publication.version):
+                        break  # The next `publish` brings another one.
                     await self._load(replica, publication, self._canaries, Loaded())
                 await self._settle(replica)
         except BaseException as error:
@@ -455,17 +445,6 @@ class InferencePool:
                     await self._start_replica(index)
                 except (WorkerDied, WorkerFailed) as again:
                     death = again
-
-    def _publication_for(self, replica: Replica) -> Publication | None:
-        """Return the weight update that a starting replica must load.
-
-        Returns None if the replica is up to date, or if no buffer holds the update any more. Then the next `publish`
-        brings one.
-        """
-        publication = self._publication
-        if publication is None or replica.version >= publication.version:
-            return None
-        return publication if self.buffers.has(publication.version) else None
 
     async def _load(
         self, replica: Replica, publication: Publication, canaries: CanaryScores | None, loaded: Loaded
@@ -545,13 +524,14 @@ class InferencePool:
                 raise
             raise replica.give_up(str(failure)) from failure
 
-    async def _settle_all(self) -> None:
+    async def _change_each(self, change: Callable[[Replica], Awaitable[None]]) -> None:
+        """Change one live replica after the other. Those that die meanwhile are restarted by `run`."""
         for replica in list(self._replicas.values()):
             try:
                 async with replica.change():
-                    await self._settle(replica)
+                    await change(replica)
             except WorkerDied:
-                continue
+                self.buffers.keep_only(replica, None)
 
     async def _settle(self, replica: Replica) -> None:
         """Put a replica to sleep or wake it to match the pool; a replica that was just restarted may be out of step."""

@@ -33,7 +33,7 @@ from roll.weights.transports import TRANSPORTS, WeightReceiver
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything an engine process needs to build its strategy."""
+    """Everything an engine process needs to build its strategy. Fields after the name are arguments of the strategy."""
 
     strategy_name: str
     strategy_config: dict[str, Any]
@@ -52,18 +52,9 @@ class EngineSpec:
 
     def build(self, device: Literal["cpu", "cuda"]) -> InferStrategy:
         """Return the engine of this process; it is not started yet."""
-        engine: InferStrategy = strategy_class(ENGINES, self.strategy_name, self.strategy_cls)(
-            self.model_path,
-            device=device,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            max_length=self.max_length,
-            trust_remote_code=self.trust_remote_code,
-            devices_per_engine=self.devices_per_engine,
-            shares_devices=self.shares_devices,
-            transport=self.transport,
-            strategy_config=self.strategy_config,
-        )
+        options = dict(vars(self))
+        strategy = strategy_class(ENGINES, options.pop("strategy_name"), options.pop("strategy_cls"))
+        engine: InferStrategy = strategy(options.pop("model_path"), device=device, **options)
         return engine
 
 

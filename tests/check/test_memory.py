@@ -31,8 +31,7 @@ from roll.check.memory_parts import COMMUNICATION, CONTEXT, GIB, KNOWN, ShapeUnk
 from roll.check.memory_roles import BACKWARD_ENDS, PUBLICATION, Learned
 from roll.configs.loader import config_from_tree, load_config
 from roll.configs.roles import ModelArguments
-from roll.engines.hf.options import HFInferConfig
-from roll.engines.sglang.options import PLACES
+from roll.engines.options import SGLANG_SLOTS, HFInferConfig
 from roll.trainers.lora import is_adapter, resolve_targets
 from roll.trainers.packing import install_packed_attention
 from roll.trainers.step import Packing
@@ -192,7 +191,7 @@ def kept_by_a_layer(model, packing=None):
 def test_constants_are_those_of_the_code_they_speak_of():
     assert activations.HEAD_CHUNK == logprobs.LINEAR_CHUNK_ELEMENTS
     assert activations.MEGATRON_HEAD_CHUNK == logprobs.CHUNK_ELEMENTS
-    assert engines.SGLANG_MAX_RUNNING == PLACES
+    assert engines.SGLANG_MAX_RUNNING == SGLANG_SLOTS
     assert engines.HF_MAX_RUNNING == HFInferConfig().max_running_requests
     assert engines.HF_MAX_PREFILL == HFInferConfig().max_prefill_tokens
 

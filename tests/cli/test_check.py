@@ -10,7 +10,7 @@ from roll.check import plan
 from roll.cli.main import main
 from roll.configs.errors import ConfigError
 from roll.configs.loader import load_config
-from roll.engines.sglang import options as sglang_options
+from roll.engines import options as engine_options
 from roll.pipeline.preflight import look_up
 from roll.sandbox.sandbox import Sandbox
 from tests.pipeline.tiny import make_task, tiny_config, write_config
@@ -94,7 +94,7 @@ ENGINES = "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml"
 @pytest.fixture
 def without_sglang(monkeypatch):
     """As on a machine where SGLang is not installed."""
-    monkeypatch.setattr(sglang_options, "server_argument_names", lambda: None)
+    monkeypatch.setattr(engine_options, "sglang_argument_names", lambda: None)
     installed = plan._installed
     there = {"sglang": False, "megatron": True}
     monkeypatch.setattr(plan, "_installed", lambda package: there.get(package, installed(package)))

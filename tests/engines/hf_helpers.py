@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll.engines.base import GenerateRequest, SamplingParams
-from roll.engines.hf.engine import EngineLimits, HFEngine
+from roll.engines.base import GenerateRequest, ModelSpec, SamplingParams, StopStrings
+from roll.engines.hf.engine import HFEngine
 from roll.engines.hf.model import load_model
 from roll.engines.hf.strategy import HFInferStrategy
-from roll.engines.model_facts import ModelSpec
-from roll.engines.requests import StopStrings
+from roll.engines.options import HFInferConfig
 
 VOCABULARY = 40
 EOS = 1
@@ -33,7 +32,7 @@ def make_strategy(path: str, max_length: int = 128, eos_token_ids=(EOS,), **stra
 
 def make_engine(path: str, max_length: int = 128, rows: int = 64, prefill: int = 1024, attention: str = "sdpa"):
     model = load_model(ModelSpec(path, "cpu", "float32", attention, max_length))
-    return HFEngine(model, EngineLimits(max_length, rows, prefill), (EOS,), StopStrings(no_tokenizer))
+    return HFEngine(model, max_length, HFInferConfig(rows, prefill), (EOS,), StopStrings(no_tokenizer))
 
 
 def make_request(name: str, prompt, max_new_tokens: int = 16, first_token_index: int = 0, **sampling):

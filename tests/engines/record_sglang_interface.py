@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.engines.sglang.options import read_argument_names
+from roll.engines.options import read_sglang_argument_names
 
 TABLE = Path(__file__).with_name("sglang_interface.json")
 USED = """
@@ -52,7 +52,7 @@ def interface_of(package: Path, version: str) -> dict[str, Any]:
         "endpoints": endpoints,
         "bodies": {name: _fields(structs[name], structs) for name in bodies},
         "schema": _schema(package / "api" / "v1" / "api_types.py", ("GenerateRequest", "SamplingParams")),
-        "server_arguments": " ".join(sorted(read_argument_names(runtime))),
+        "server_arguments": " ".join(sorted(read_sglang_argument_names(runtime))),
         "environment": [name for name in VARIABLES if f"\n    {name} = " in variables],
         "answers": answers,
         "finish_reasons": sorted({key for reason in reasons for key in _keys([reason])}),

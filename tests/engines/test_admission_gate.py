@@ -92,7 +92,7 @@ def test_those_turned_away_hold_no_place():
         assert await visits["b"] is False
         gate.leave()
         assert await visits["c"] is True
-        gate.turn_all_away()
+        gate.turn_away({"d"})
         assert await visits["d"] is False
         gate.leave()
         assert await gate.enter("e")

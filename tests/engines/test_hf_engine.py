@@ -81,8 +81,8 @@ def test_samples_of_one_prompt_are_prefilled_once_and_differ(qwen_path):
     for key in range(16):
         engine.submit(key, make_request(str(key), prompt, 8, seed=key, ignore_eos=True))
     completions = run_engine(engine)
-    assert engine.counters.prefill_tokens == len(prompt) - 1
-    assert engine.counters.generated_tokens == 16 * 8
+    assert engine.prefill_tokens == len(prompt) - 1
+    assert engine.generated_tokens == 16 * 8
     assert len({completion.token_ids.tobytes() for completion in completions.values()}) > 8
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from roll.engines.model_facts import ModelSpec, eos_token_ids, load_config, load_tokenizer
+from roll.engines.base import ModelSpec, eos_token_ids, load_config, load_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_a_server_that_dies_is_reported_to_every_request_and_call(faulty):
     async def scenario():
         running = [asyncio.create_task(strategy.generate(request(str(i), 120, ignore_eos=True))) for i in range(4)]
         await begun(strategy, running, 4)
-        psutil.Process(strategy._server._process.pid).kill()
+        psutil.Process(strategy._engine._process.pid).kill()
         later = (strategy.progress({}), strategy.generate(request("later")), strategy.pause("keep"))
         for failing in (*running, *later):
             with pytest.raises(EngineFailed, match="SGLang cannot go on: its server ended with status -9"):

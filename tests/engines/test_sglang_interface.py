@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import roll.engines
-from roll.engines.sglang import options as sglang_options
+from roll.engines import options
 from roll.engines.sglang.server import server_environment
 from roll.engines.sglang.strategy import generate_body
 from tests.engines.record_sglang_interface import VARIABLES, interface_of
@@ -40,8 +40,8 @@ def test_every_address_that_the_adapter_calls_is_known():
 
 def test_server_arguments_of_the_adapter_and_of_the_stand_in_exist(monkeypatch):
     monkeypatch.syspath_prepend(STAND_IN)
-    stand_in = sglang_options.read_argument_names(STAND_IN / "sglang" / "srt")
-    for names in (arguments(), sglang_options._RESERVED, sglang_options._SPOILING, stand_in):
+    stand_in = options.read_sglang_argument_names(STAND_IN / "sglang" / "srt")
+    for names in (arguments(), options.SGLANG_RESERVED, options.SGLANG_HARMFUL, stand_in):
         assert len(names) > 5 and ARGUMENTS.issuperset(names)
     assert "sampling_mask_max_tokens" in ARGUMENTS
 

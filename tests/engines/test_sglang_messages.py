@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 
 from roll.engines.base import EngineFailed
 from roll.engines.requests import Response
-from roll.engines.sglang.server import EventLines, server_environment
+from roll.engines.sglang.server import SGLangServer, server_environment
 from roll.engines.sglang.strategy import (
     MemoryCheckpoint,
     check_recordable,
@@ -151,14 +152,38 @@ def test_scores_are_those_of_the_tokens_that_were_sent():
         scores_of(reply, tokens[:2])
 
 
+@pytest.mark.needs("aiohttp")
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_events_are_put_together_from_pieces_of_any_size(size):
-    data = b'data: {"a": 1}\n\n: comment\n\ndata: {"a": "\xc3\xa4"}\n\ndata: [DONE]\n\n'
-    lines = EventLines()
-    events = [event for start in range(0, len(data), size) for event in lines.feed(data[start : start + size])]
-    assert events == [{"a": 1}, {"a": "ä"}] and lines.ended
-    cut = EventLines()
-    assert list(cut.feed(b'data: {"a": 1}\n\ndata: {"b"')) == [{"a": 1}] and not cut.ended
+@pytest.mark.parametrize("end", ["data: [DONE]\n\n", 'data: {"b"', ""])
+def test_events_are_put_together_from_pieces_of_any_size_and_an_answer_that_breaks_off_is_no_end(size, end):
+    import aiohttp
+    from aiohttp import web
+    from aiohttp.test_utils import TestServer
+
+    data = f'data: {{"a": 1}}\n\n: comment\n\ndata: {{"a": "ä"}}\n\n{end}'.encode()
+
+    async def answer(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, len(data), size):
+            await response.write(data[start : start + size])
+        return response
+
+    async def scenario():
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        events = []
+        async with TestServer(app) as served, aiohttp.ClientSession(served.make_url("/")) as session:
+            try:
+                async for event in SGLangServer(None, session).stream("/generate", {}):
+                    events.append(event)
+            except EngineFailed as failure:
+                return events, str(failure)
+        return events, None
+
+    events, failure = asyncio.run(scenario())
+    assert events == [{"a": 1}, {"a": "ä"}]
+    assert failure == (None if "DONE" in end else "SGLang's answer to /generate broke off")
 
 
 def test_the_server_finds_this_package_and_tells_processed_logprobs(monkeypatch):

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from roll.engines.sglang import options as sglang_options
-from roll.engines.sglang.options import check_options, server_argument_names, server_arguments
+from roll.engines import options
+from roll.engines.base import ModelSpec
+from roll.engines.options import check_sglang_options, server_arguments, sglang_argument_names
 from tests.engines.sglang_helpers import STAND_IN
 
 PATH = "actor_infer.strategy_args.strategy_config"
@@ -17,35 +18,26 @@ PATH = "actor_infer.strategy_args.strategy_config"
 def installed(monkeypatch):
     """The stand-in where SGLang would be."""
     monkeypatch.syspath_prepend(str(STAND_IN))
-    server_argument_names.cache_clear()
+    sglang_argument_names.cache_clear()
     yield
-    server_argument_names.cache_clear()
+    sglang_argument_names.cache_clear()
 
 
 def arguments(strategy_config=(), **changes):
-    chosen = dict(
-        model_path="m",
-        device="cuda",
-        dtype="bfloat16",
-        max_length=96,
-        trust_remote_code=False,
-        tensor_parallel_size=4,
-        sleeps=False,
-        port=7,
-        api_key="k",
-    )
-    return server_arguments(dict(strategy_config), **(chosen | changes))
+    spec = ModelSpec("m", "cuda", "bfloat16", "sdpa", changes.pop("max_length", 96))
+    chosen = dict(tensor_parallel_size=4, sleeps=False, port=7, api_key="k")
+    return server_arguments(dict(strategy_config), spec, **(chosen | changes))
 
 
 def test_where_sglang_is_not_installed_all_but_unknown_names_is_judged(monkeypatch):
-    monkeypatch.setattr(sglang_options, "server_argument_names", lambda: None)
-    options = {"tp_size": 2, "speculative_algorithm": "EAGLE", "max_running_requests": 1, "mem_fraction_statik": 0.5}
-    found = [problem.path for problem in check_options(options, PATH)]
+    monkeypatch.setattr(options, "sglang_argument_names", lambda: None)
+    chosen = {"tp_size": 2, "speculative_algorithm": "EAGLE", "max_running_requests": 1, "mem_fraction_statik": 0.5}
+    found = [problem.path for problem in check_sglang_options(chosen, PATH)]
     assert found == [f"{PATH}.{key}" for key in ("tp_size", "speculative_algorithm", "max_running_requests")]
 
 
 def test_names_are_read_from_one_class_or_from_several(installed, tmp_path, monkeypatch):
-    assert {"model_path", "mem_fraction_static", "attention_backend"} <= server_argument_names()
+    assert {"model_path", "mem_fraction_static", "attention_backend"} <= sglang_argument_names()
     assert "sglang" not in sys.modules
     fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
     fields.mkdir(parents=True)
@@ -56,30 +48,30 @@ def test_names_are_read_from_one_class_or_from_several(installed, tmp_path, monk
     (fields / "memory.py").write_text("class Memory:\n    _NS: str = ''\n    page_size: A[int, 'help'] = 1\n")
     (fields / "model.py").write_text("class Model:\n    dtype: str = 'auto'\n    def method(self): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    server_argument_names.cache_clear()
-    assert server_argument_names() == {"page_size", "dtype"}
+    sglang_argument_names.cache_clear()
+    assert sglang_argument_names() == {"page_size", "dtype"}
 
 
 def test_unknown_arguments_are_reported_with_the_nearest_name(installed):
-    problems = check_options({"max_running_request": 8, "mem_fraction": 0.5, "max_running_requests": 8}, PATH)
+    problems = check_sglang_options({"max_running_request": 8, "mem_fraction": 0.5, "max_running_requests": 8}, PATH)
     assert [problem.path for problem in problems] == [f"{PATH}.max_running_request", f"{PATH}.mem_fraction"]
     assert "`max_running_requests`" in str(problems[0]) and "`mem_fraction_static`" in str(problems[1])
 
 
 @pytest.mark.parametrize("key", ["model_path", "dtype", "context_length", "tp_size", "port", "weight_version"])
 def test_what_the_run_decides_is_refused_with_the_key_to_use(installed, key):
-    (problem,) = check_options({key: 1}, PATH)
+    (problem,) = check_sglang_options({key: 1}, PATH)
     assert problem.path == f"{PATH}.{key}" and "the run itself sets this" in str(problem)
 
 
 def test_what_would_spoil_the_record_is_refused_unless_it_is_off(installed):
-    (problem,) = check_options({"speculative_algorithm": "EAGLE"}, PATH)
+    (problem,) = check_sglang_options({"speculative_algorithm": "EAGLE"}, PATH)
     assert problem.path == f"{PATH}.speculative_algorithm" and "one distribution" in problem.message
-    assert check_options({"speculative_algorithm": None, "quantization": "fp8"}, PATH) == []
+    assert check_sglang_options({"speculative_algorithm": None, "quantization": "fp8"}, PATH) == []
 
 
 def test_an_engine_without_a_place_for_requests_is_refused(installed):
-    (problem,) = check_options({"max_running_requests": 1}, PATH)
+    (problem,) = check_sglang_options({"max_running_requests": 1}, PATH)
     assert problem.path == f"{PATH}.max_running_requests"
 
 

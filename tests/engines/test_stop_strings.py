@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.engines.requests import StopStringMatcher
+from roll.engines.base import StopStringMatcher
 
 
 class ByteDecoder:

@@ -6,28 +6,22 @@ import sys
 
 import pytest
 
-from roll.engines.vllm import options as vllm_options
-from roll.engines.vllm.options import check_options, engine_argument_names, engine_arguments
+from roll.engines import options
+from roll.engines.base import ModelSpec
+from roll.engines.options import check_vllm_options, engine_arguments, vllm_argument_names
 from roll.engines.vllm.strategy import sampling_params
 from tests.engines.vllm_helpers import request
 
 PATH = "actor_infer.strategy_args.strategy_config"
+LOADING = {"dtype": "float32", "attn_implementation": "sdpa"}
 vllm_is_here = pytest.mark.needs("vllm")
 
 
 def arguments(strategy_config=(), **changes):
-    chosen = dict(
-        model_path="m",
-        device="cpu",
-        dtype="float32",
-        max_length=96,
-        trust_remote_code=False,
-        tensor_parallel_size=1,
-        weight_backend="roll_buckets",
-        sleeps=False,
-        cache_bytes_per_token=1024,
-    )
-    return engine_arguments(dict(strategy_config), **(chosen | changes))
+    model = {key: changes.pop(key) for key in ("device", "max_length") if key in changes}
+    spec = ModelSpec(**({"model_path": "m", "device": "cpu", "max_length": 96} | model), **LOADING)
+    chosen = dict(tensor_parallel_size=1, weight_backend="roll_buckets", sleeps=False, cache_bytes_per_token=1024)
+    return engine_arguments(dict(strategy_config), spec, **(chosen | changes))
 
 
 @pytest.mark.tier("all")  # importing vLLM takes ten seconds
@@ -35,40 +29,41 @@ def arguments(strategy_config=(), **changes):
 def test_names_are_those_of_the_installed_release_and_found_without_importing_it():
     from vllm import AsyncEngineArgs
 
-    assert engine_argument_names() == set(AsyncEngineArgs.__dataclass_fields__)
+    assert vllm_argument_names() == set(AsyncEngineArgs.__dataclass_fields__)
 
 
 def test_checking_options_imports_no_engine():
     import subprocess
 
     code = (
-        "import sys; from roll.engines.vllm.options import check_options; "
-        "assert not check_options({'max_num_seqs': 8}, 'p'); sys.exit('vllm' in sys.modules)"
+        "import sys; from roll.engines.options import check_vllm_options; "
+        "assert not check_vllm_options({'max_num_seqs': 8}, 'p'); "
+        "sys.exit(' '.join({'vllm', 'torch', 'transformers'} & set(sys.modules)) or None)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_where_vllm_is_not_installed_all_but_unknown_names_is_judged(monkeypatch):
-    monkeypatch.setattr(vllm_options, "engine_argument_names", lambda: None)
-    found = [problem.path for problem in check_options({"dtype": "half", "max_num_sequences": 8}, PATH)]
+    monkeypatch.setattr(options, "vllm_argument_names", lambda: None)
+    found = [problem.path for problem in check_vllm_options({"dtype": "half", "max_num_sequences": 8}, PATH)]
     assert found == [f"{PATH}.dtype"]
 
 
 def test_an_engine_without_a_place_for_requests_is_refused():
-    (problem,) = check_options({"max_num_seqs": 1}, PATH)
+    (problem,) = check_vllm_options({"max_num_seqs": 1}, PATH)
     assert problem.path == f"{PATH}.max_num_seqs"
 
 
 @vllm_is_here
 def test_unknown_arguments_are_reported_with_the_nearest_name():
-    problems = check_options({"max_num_sequences": 8, "gpu_memory_utilisation": 0.5, "max_num_seqs": 8}, PATH)
+    problems = check_vllm_options({"max_num_sequences": 8, "gpu_memory_utilisation": 0.5, "max_num_seqs": 8}, PATH)
     assert [problem.path for problem in problems] == [f"{PATH}.max_num_sequences", f"{PATH}.gpu_memory_utilisation"]
     assert "`max_num_seqs`" in str(problems[0]) and "`gpu_memory_utilization`" in str(problems[1])
 
 
 @pytest.mark.parametrize("key", ["model", "dtype", "max_model_len", "tensor_parallel_size", "logprobs_mode"])
 def test_what_the_run_decides_is_refused_with_the_key_to_use(key):
-    (problem,) = check_options({key: 1}, PATH)
+    (problem,) = check_vllm_options({key: 1}, PATH)
     assert problem.path == f"{PATH}.{key}" and "the run itself sets this" in str(problem)
 
 

@@ -31,9 +31,9 @@ async def update_while_vllm_itself_queues(engine: RunningEngine) -> tuple[list[s
         asyncio.create_task(strategy.generate(request(str(i), TOKENS, prompt=PROMPT, seed=i, ignore_eos=True)))
         for i in range(24)
     ]
-    while not any(len(each.token_ids) > 4 for each in strategy._requests.responses_inside()):
+    while not any(len(each.token_ids) > 4 for each in strategy._requests.inside.values()):
         await asyncio.sleep(0.002)
-    queued = [name for name, each in strategy._requests.inside.items() if not each.response.token_ids]
+    queued = [name for name, each in strategy._requests.inside.items() if not each.token_ids]
     await strategy.prepare_weights(buckets_of(make_model(1)), 1)
     await strategy.pause("keep")
     await strategy.load_weights(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, VLLMWeightSyncClient
 
-from roll.engines.vllm.strategy import bucket_info, locate
+from roll.engines.vllm.strategy import located
 from roll.weights.buckets import pack_buckets
 from roll.weights.publisher import PushPublisher, RayEngineCalls
 
@@ -23,10 +23,10 @@ class MappedTransfer(TrainerWeightTransferEngine):
         assert [(meta.name, meta.shape) for meta in self.source.metadata()] == [
             (name, tuple(tensor.shape)) for name, tensor in self.source
         ]
-        buckets, self.memory = locate(list(pack_buckets(self.source, 100_000)))
+        buckets, self.memory = located(list(pack_buckets(self.source, 100_000)))
         self.client.start_weight_update()
         for bucket in buckets:
-            self.client.update_weights(bucket_info(bucket))
+            self.client.update_weights(bucket)
         self.client.finish_weight_update()
 
     def shutdown(self):

@@ -68,8 +68,8 @@ return_large_blocks()  # as every worker begins
 if sys.argv[1] in ("small", "large"):
     print(keep_blocks_of(SMALL_MODEL - (sys.argv[1] == "small")))
 else:
+    from roll.engines.base import ModelSpec
     from roll.engines.hf.model import load_model
-    from roll.engines.model_facts import ModelSpec
     load_model(ModelSpec(sys.argv[1], "cpu", "float32", "sdpa", 32))
     print("loaded")
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from roll.configs.roles import ModelArguments
+from roll.engines.base import ModelSpec
 from roll.engines.hf import model as hf_model
-from roll.engines.model_facts import ModelSpec
 from roll.trainers import model as checkpoint
 from tests.trainers.tiny_models import write_model
 

@@ -13,7 +13,6 @@ loops over no request and gathers nothing. The buffers grow geometrically in row
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,26 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from roll.algorithms.logprobs import token_logprobs
-from roll.engines.base import Completion, EngineFailed, FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from roll.engines.hf.model import RowSampling, counter_uniforms, sample
-from roll.engines.requests import StopStringMatcher, StopStrings
-from roll.tracking.timeline import BusySpans
-from roll.weights.buckets import HeldWeights, WeightBucket, WeightMismatch, copy_with_checksum, tensor_checksum, views
+from roll.engines.base import (
+    BusyClock,
+    Completion,
+    EngineFailed,
+    FinishReason,
+    GenerateRequest,
+    StopStringMatcher,
+    StopStrings,
+    TokenChunk,
+    check_complete,
+    check_request,
+    check_tensor,
+    no_tokens,
+)
+from roll.engines.hf.model import LENGTH_MULTIPLE, RowSampling, SlotCache, counter_uniforms, round_up, sample
+from roll.engines.options import HFInferConfig
+from roll.weights.buckets import HeldWeights, WeightBucket, copy_with_checksum, tensor_checksum, views
 
 _ROW_MULTIPLE = 8
 """A CPU's matrix products give a row the same bits if each thread gets at least 4 rows; this is twice that, to be
@@ -37,40 +48,12 @@ _ADMISSION_INTERVAL = 4
 """While requests run, new ones join only at every fourth step, so that their prompts share a forward pass."""
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """Size limits of an engine."""
-
-    max_length: int
-    """Longest prompt plus response."""
-    max_running_requests: int
-    max_prefill_tokens: int
-    """Most prompt tokens, padding included, in one forward pass. A longer prompt gets a pass of its own."""
-
-
 @dataclass
 class EngineOutput:
     """Completions and chunks since the last `take_output`."""
 
     completions: list[tuple[int, Completion]] = field(default_factory=list)
     chunks: list[tuple[int, TokenChunk]] = field(default_factory=list)
-
-
-@dataclass
-class EngineCounters:
-    """Totals since the start."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed; a prompt shared by several requests counts once."""
-    busy_seconds: float = 0.0
-    busy_spans: BusySpans = field(default_factory=BusySpans)
-
-    def worked(self, seconds: float) -> None:
-        """Add ``seconds`` of work that ended now."""
-        self.busy_seconds += seconds
-        now = time.time()
-        self.busy_spans.add(now - seconds, now)
 
 
 @dataclass
@@ -89,24 +72,30 @@ class HFEngine:
     def __init__(
         self,
         model: PreTrainedModel,
-        limits: EngineLimits,
+        max_length: int,
+        options: HFInferConfig,
         eos_token_ids: Sequence[int],
         stop_strings: StopStrings,
     ) -> None:
+        """``max_length``: longest prompt plus response."""
         self.version = 0
-        self.counters = EngineCounters()
+        self.clock = BusyClock()
+        self.generated_tokens = 0
+        self.prefill_tokens = 0
+        """Number of prompt tokens computed; a prompt shared by several requests counts once."""
         self._model = model
         self._device = model.device
-        self._limits = limits
+        self._max_length = max_length
+        self._options = options
         self._eos_token_ids = tuple(eos_token_ids)
         self._stop_strings = stop_strings
         config = model.config.get_text_config(decoder=True)
         self._vocabulary = config.vocab_size
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._min_rows = _ROW_MULTIPLE * threads
-        max_rows = max(round_up(limits.max_running_requests, _ROW_MULTIPLE), self._min_rows)
-        self._cache = SlotCache(config.num_hidden_layers, max_rows, limits.max_length)
-        self._table = RequestTable(limits.max_length)
+        max_rows = max(round_up(options.max_running_requests, _ROW_MULTIPLE), self._min_rows)
+        self._cache = SlotCache(config.num_hidden_layers, max_rows, max_length)
+        self._table = RequestTable(max_length)
         self._waiting: deque[ActiveRequest] = deque()
         self._watched: dict[int, ActiveRequest] = {}
         self._streaming: dict[int, ActiveRequest] = {}
@@ -141,7 +130,7 @@ class HFEngine:
 
         Raises ``ValueError`` saying what is wrong with the request; other requests are not affected.
         """
-        check_request(request, self._limits.max_length, self._vocabulary)
+        check_request(request, self._max_length, self._vocabulary)
         active = ActiveRequest(key, request, streaming)
         active.matcher = self._stop_strings.matcher(request)
         self._waiting.append(active)
@@ -187,7 +176,7 @@ class HFEngine:
     @torch.inference_mode()
     def step(self, admit: bool = True) -> None:
         """Let waiting requests join (if ``admit``) and give every running request one token."""
-        started = time.perf_counter()
+        self.clock.set(True)
         if self._caches_dropped:
             self._prefill(range(self.running))
             self._caches_dropped = False
@@ -195,7 +184,7 @@ class HFEngine:
             self._admit()
         if self.running:
             self._decode()
-        self.counters.worked(time.perf_counter() - started)
+        self.clock.set(False)
 
     def drop_caches(self) -> None:
         """Free all keys and values. The next step recomputes them from prompts and partial tokens, with the weights of
@@ -213,16 +202,13 @@ class HFEngine:
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         in_place = False
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         for bucket in buckets:
-            for name, tensor in views(bucket):
-                _check_fit(name, tensor, self._parameters, tensors)
+            for (name, dtype, shape, _), (_, tensor) in zip(bucket.tensors, views(bucket), strict=True):
+                check_tensor(name, dtype, shape, shapes, tensors)
                 tensors[name], checksums[name] = self._take(tensor, self._parameters[name].dtype, bucket.lasting)
                 in_place |= tensors[name] is tensor and self._device.type == "cpu"
-        missing = [name for name in self._parameters if name not in tensors]
-        if missing:
-            raise WeightMismatch(
-                f"tensor {missing[0]!r} is missing from the publication ({len(missing)} missing in all)"
-            )
+        check_complete(shapes, tensors)
         count = sum(parameter.numel() for parameter in self._parameters.values())
         return StagedWeights(tensors, HeldWeights(version, count, checksums, in_place))
 
@@ -256,7 +242,9 @@ class HFEngine:
         return replace(receipt, checksums=held)
 
     def sleep(self) -> None:
-        """Free the caches and move the weights to the host."""
+        """Free the caches and move the weights to the host. Harmless to repeat."""
+        if self._asleep:
+            return
         self.drop_caches()
         self._model.to("cpu")
         if self._device.type == "cuda":
@@ -269,7 +257,7 @@ class HFEngine:
         self._asleep = False
 
     def _score(self, token_ids: np.ndarray) -> np.ndarray:
-        longest = self._limits.max_length
+        longest = self._max_length
         if not 0 < len(token_ids) <= longest:
             raise ValueError(f"a sequence of {len(token_ids)} tokens cannot be scored; 1 to {longest} can")
         if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
@@ -283,7 +271,7 @@ class HFEngine:
     def _admit(self) -> None:
         """Give free rows to waiting requests, first come first served, and prefill their prompts together."""
         self._steps_since_admission += 1
-        free = self._limits.max_running_requests - self.running
+        free = self._options.max_running_requests - self.running
         if not self._waiting or not free:
             return
         if self.running and self._steps_since_admission < _ADMISSION_INTERVAL:
@@ -292,15 +280,14 @@ class HFEngine:
         first = self.running
         for _ in range(min(free, len(self._waiting))):
             active = self._waiting.popleft()
-            self._table.add(active, self._stop_token_ids(active.request.sampling))
+            sampling = active.request.sampling
+            end_tokens = () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+            self._table.add(active, end_tokens)
             if active.matcher is not None:
                 self._watched[active.key] = active
             if active.streaming:
                 self._streaming[active.key] = active
         self._prefill(range(first, self.running))
-
-    def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        return () if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
 
     def _prefill(self, rows: Iterable[int]) -> None:
         """Compute keys and values of all tokens of these rows except the last. Equal token lists are computed once."""
@@ -308,11 +295,11 @@ class HFEngine:
         for row in rows:
             tokens = self._table.cached_tokens(row)
             if len(tokens):
-                same_length = buckets.setdefault(prefill_length(len(tokens), self._limits.max_length), {})
+                same_length = buckets.setdefault(prefill_length(len(tokens), self._max_length), {})
                 same_length.setdefault(tokens.tobytes(), []).append(row)
         for length, rows_of_prompt in sorted(buckets.items()):
             groups = list(rows_of_prompt.values())
-            per_pass = max(1, self._limits.max_prefill_tokens // length)
+            per_pass = max(1, self._options.max_prefill_tokens // length)
             for start in range(0, len(groups), per_pass):
                 self._prefill_pass(groups[start : start + per_pass], length)
 
@@ -323,7 +310,7 @@ class HFEngine:
         for index, rows in enumerate(groups):
             tokens = self._table.cached_tokens(rows[0])
             input_ids[index, : len(tokens)] = tokens
-            self.counters.prefill_tokens += len(tokens)
+            self.prefill_tokens += len(tokens)
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         self._model(
             input_ids=torch.from_numpy(input_ids).to(self._device),
@@ -353,7 +340,7 @@ class HFEngine:
         chosen, logprobs = sample(logits, sampling)
         tokens = chosen.cpu().numpy()
         self._table.append(tokens, logprobs.cpu().numpy(), self.version)
-        self.counters.generated_tokens += count
+        self.generated_tokens += count
         self._finish_ended(tokens)
         for active in self._streaming.values():
             self._output.chunks.append((active.key, self._table.next_chunk(active.row, None)))
@@ -411,11 +398,11 @@ class HFEngine:
 
     def _finish_waiting(self, active: ActiveRequest) -> None:
         """Report a request that never had a row as aborted."""
-        empty = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+        empty = no_tokens(active.request)
         if active.streaming:
-            self._output.chunks.append((active.key, TokenChunk(*empty, finish_reason="abort")))
-        completion = Completion(active.request.request_id, *empty, finish_reason="abort")
-        self._output.completions.append((active.key, completion))
+            chunk = TokenChunk(empty.token_ids, empty.logprobs, empty.versions, "abort")
+            self._output.chunks.append((active.key, chunk))
+        self._output.completions.append((active.key, empty))
 
 
 def prefill_length(tokens: int, max_length: int) -> int:
@@ -423,159 +410,6 @@ def prefill_length(tokens: int, max_length: int) -> int:
     values per doubling."""
     step = max(LENGTH_MULTIPLE, 1 << max(tokens.bit_length() - 3, 0))
     return min(round_up(tokens, step), round_up(max_length, LENGTH_MULTIPLE))
-
-
-def check_request(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
-    """Raise ``ValueError`` naming the request and what is wrong with it."""
-    sampling, prompt = request.sampling, request.prompt_token_ids
-    problem = None
-    if prompt.ndim != 1 or len(prompt) == 0:
-        problem = "its prompt is empty"
-    elif len(prompt) >= max_length:
-        problem = f"its prompt of {len(prompt)} tokens leaves no room for a response within {max_length} tokens"
-    elif prompt.min() < 0 or prompt.max() >= vocabulary:
-        problem = f"its prompt has token ids outside the vocabulary of {vocabulary}"
-    elif not 0 <= request.first_token_index <= len(prompt):
-        problem = f"first_token_index {request.first_token_index} is not within its prompt of {len(prompt)} tokens"
-    elif sampling.max_new_tokens < 1:
-        problem = f"max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
-    elif not 0 <= sampling.temperature < np.inf:
-        problem = f"temperature is {sampling.temperature}; 0 or a positive number is needed"
-    elif not 0 < sampling.top_p <= 1:
-        problem = f"top_p is {sampling.top_p}; a number above 0 and at most 1 is needed"
-    elif sampling.top_k < 0:
-        problem = f"top_k is {sampling.top_k}; 0 (all) or a positive number is needed"
-    elif not all(sampling.stop_strings):
-        problem = "one of its stop strings is empty"
-    if problem is not None:
-        raise ValueError(f"request {request.request_id!r} cannot run: {problem}")
-
-
-def _check_fit(
-    name: str, tensor: torch.Tensor, parameters: dict[str, torch.nn.Parameter], taken: dict[str, torch.Tensor]
-) -> None:
-    """Raise ``WeightMismatch`` unless the tensor fits a parameter of the model and has not come before."""
-    if name not in parameters:
-        raise WeightMismatch(f"tensor {name!r} is not in the engine's model")
-    if name in taken:
-        raise WeightMismatch(f"tensor {name!r} came twice")
-    expected = parameters[name]
-    if tensor.shape != expected.shape:
-        raise WeightMismatch(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(expected.shape)}"
-        )
-    if tensor.is_floating_point() != expected.is_floating_point():
-        raise WeightMismatch(f"tensor {name!r} has dtype {tensor.dtype}, the engine's has {expected.dtype}")
-
-
-LENGTH_MULTIPLE = 16
-"""Multiple to which the lengths that a kernel sees are rounded up. Its vectorised loops then never end in a remainder,
-whose sums are ordered differently, so a row's result does not depend on the length of its neighbours."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
-
-
-class SlotCache(Cache):
-    """A transformers cache in which every row has its own length.
-
-    Tensors are ``[rows, kv_heads, length, head_dim]`` per layer. `begin_step` names the rows and positions that the
-    next forward pass writes, one token per row. The model then calls `update` for each layer. New memory is zeroed:
-    masked positions have weight 0, and 0 times an old NaN would be NaN.
-    """
-
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
-        super().__init__(layers=[])
-        self._keys: list[torch.Tensor | None] = [None] * num_layers
-        self._values: list[torch.Tensor | None] = [None] * num_layers
-        self._max_rows = max_rows
-        self._max_length = round_up(max_length, LENGTH_MULTIPLE)
-        self._rows_capacity = 0
-        self._length_capacity = 0
-        self._step_rows = torch.zeros(0, dtype=torch.int64)
-        self._step_positions = torch.zeros(0, dtype=torch.int64)
-        self._step_kv_length = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated now."""
-        return sum(tensor.nbytes for tensor in self._keys + self._values if tensor is not None)
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for ``rows`` rows of ``length`` tokens, keeping stored values."""
-        if rows <= self._rows_capacity and length <= self._length_capacity:
-            return
-        if rows > self._rows_capacity:
-            self._rows_capacity = min(max(rows, 2 * self._rows_capacity), max(rows, self._max_rows))
-        if length > self._length_capacity:
-            grown = round_up(max(length, 2 * self._length_capacity), LENGTH_MULTIPLE)
-            self._length_capacity = min(grown, self._max_length)
-        for tensors in (self._keys, self._values):
-            for layer, tensor in enumerate(tensors):
-                if tensor is not None:
-                    tensors[layer] = self._grown(tensor)
-
-    def begin_step(self, rows: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
-        """Announce a forward pass of one token per row, for rows ``0..n`` at ``positions`` (int64 ``[n]``)."""
-        self._step_rows, self._step_positions, self._step_kv_length = rows, positions, kv_length
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's keys and values ``[n, kv_heads, 1, head_dim]`` and return the views. Called by the model."""
-        rows, positions = self._step_rows, self._step_positions
-        keys, values = self._allocate(layer_idx, key_states, value_states)
-        keys[rows, :, positions] = key_states[:, :, 0]
-        values[rows, :, positions] = value_states[:, :, 0]
-        count = len(rows)
-        return keys[:count, :, : self._step_kv_length], values[:count, :, : self._step_kv_length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the current step, as one number for all rows."""
-        return max(self._step_kv_length - 1, 0)
-
-    def store(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Copy prefilled ``keys[sources]`` and ``values[sources]`` (``[prompts, kv_heads, length, head_dim]``) to the
-        start of ``rows``. One source may go to many rows."""
-        held_keys, held_values = self._allocate(layer, keys, values)
-        length = keys.shape[2]
-        held_keys[rows, :, :length] = keys[sources]
-        held_values[rows, :, :length] = values[sources]
-
-    def move(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray, length: int) -> None:
-        """Copy the first ``length`` tokens of rows ``sources`` to rows ``targets``. The two sets are disjoint."""
-        for tensor in self._keys + self._values:
-            if tensor is not None:
-                source = torch.as_tensor(sources, device=tensor.device)
-                target = torch.as_tensor(targets, device=tensor.device)
-                tensor[target, :, :length] = tensor[source, :, :length]
-
-    def release(self) -> None:
-        """Free all memory."""
-        self._keys = [None] * len(self._keys)
-        self._values = [None] * len(self._values)
-        self._rows_capacity = self._length_capacity = 0
-
-    def _allocate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's tensors. They are created at the layer's first use, when the number and size of its heads
-        are known."""
-        held_keys, held_values = self._keys[layer], self._values[layer]
-        if held_keys is None or held_values is None:
-            held_keys = self._keys[layer] = self._zeros_like(keys)
-            held_values = self._values[layer] = self._zeros_like(values)
-        return held_keys, held_values
-
-    def _zeros_like(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_zeros(self._rows_capacity, states.shape[1], self._length_capacity, states.shape[3])
-
-    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
-        grown = self._zeros_like(tensor)
-        grown[: tensor.shape[0], :, : tensor.shape[2]] = tensor
-        return grown
 
 
 _PARAMETERS = np.dtype(
@@ -678,14 +512,8 @@ class RequestTable:
 
     def completion(self, row: int, finish_reason: FinishReason) -> Completion:
         """Return the tokens that the row has produced."""
-        new = slice(self._parameters["prompt_length"][row], self._parameters["length"][row])
-        return Completion(
-            request_id=self.requests[row].request.request_id,
-            token_ids=self._tokens[row, new].astype(np.int32),
-            logprobs=self._logprobs[row, new].copy(),
-            versions=self._versions[row, new].copy(),
-            finish_reason=finish_reason,
-        )
+        name, whole = self.requests[row].request.request_id, self.chunk(row, 0, None)
+        return Completion(name, whole.token_ids, whole.logprobs, whole.versions, finish_reason)
 
     def next_chunk(self, row: int, finish_reason: FinishReason | None) -> TokenChunk:
         """Return the row's tokens since its last chunk."""

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 SERVER_COMMAND = (sys.executable, "-m", "roll.engines.sglang.server")
+_MESSAGE_BYTES = 16 * 1024**2
+"""Size of the longest message, which is a line. Sampling masks of wide distributions take megabytes."""
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 10.0
 """Longest time that a server gets to end by itself."""
@@ -62,6 +64,7 @@ class SGLangServer:
             headers={"Authorization": f"Bearer {arguments['api_key']}"},
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_MESSAGE_BYTES,
         )
         server = cls(process, session)
         try:
@@ -93,19 +96,21 @@ class SGLangServer:
         import aiohttp
 
         self._check_open()
-        lines = EventLines()
         try:
             async with self._session.post(path, json=body) as reply:
                 if reply.status != 200:
                     text = await reply.text()
                     raise CallRefused(_message(_parsed(text), text))
-                async for data in reply.content.iter_any():
-                    for message in lines.feed(data):
-                        yield message
+                async for line in reply.content:
+                    field, _, content = line.partition(b":")
+                    if field != b"data" or not line.endswith(b"\n"):
+                        continue
+                    if content.strip() == b"[DONE]":
+                        return
+                    yield json.loads(content)
         except (aiohttp.ClientError, OSError) as error:
             raise await self._gone(path, error) from error
-        if not lines.ended:
-            raise EngineFailed(f"SGLang's answer to {path} broke off")
+        raise EngineFailed(f"SGLang's answer to {path} broke off")
 
     async def stop(self) -> None:
         """End the server and all of its processes."""
@@ -143,28 +148,6 @@ class SGLangServer:
             return EngineFailed(f"SGLang cannot go on: its server ended with status {self._process.returncode}")
         except TimeoutError:
             return EngineFailed(f"SGLang cannot go on: {path} failed with {type(error).__name__}: {error}")
-
-
-class EventLines:
-    """Server-sent events, assembled from the pieces that arrive."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-        self.ended = False
-        """True if the last event was the one that ends a stream."""
-
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that are complete now."""
-        self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            content = line[len(b"data:") :].strip()
-            if content == b"[DONE]":
-                self.ended = True
-            else:
-                yield json.loads(content)
 
 
 def server_environment() -> dict[str, str]:

@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll.engines.requests import Layout, sample_of
-from roll.engines.vllm.options import BUCKET_BACKEND, OWNER_VARIABLE
+from roll.engines.options import VLLM_BUCKET_BACKEND, VLLM_OWNER_VARIABLE
+from roll.engines.process_engine import Layout, sample_of
 from roll.weights.buckets import WeightBucket, end_with, map_file, tensor_checksum, views
 
 Shape = tuple[int, ...]
@@ -100,10 +100,10 @@ def _repack_shared(model: torch.nn.Module) -> None:
 
 # Otherwise a worker whose owner was killed would hold its memory and devices for ever. (Before workers exist, vLLM's
 # engine process waits for its owner and ends by itself after some minutes.)
-if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
-    end_with(int(os.environ[OWNER_VARIABLE]))
+if VLLM_OWNER_VARIABLE in os.environ and os.environ[VLLM_OWNER_VARIABLE] != str(os.getpid()):
+    end_with(int(os.environ[VLLM_OWNER_VARIABLE]))
 
-WeightTransferEngineFactory.register_engine(BUCKET_BACKEND, BucketTransferEngine)
+WeightTransferEngineFactory.register_engine(VLLM_BUCKET_BACKEND, BucketTransferEngine)
 
 
 class WorkerCalls:
