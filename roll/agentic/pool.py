@@ -627,8 +627,8 @@ class EnvProcess:
         while True:
             report: Report = await self._remote(self._actor.collect.remote(wait_seconds), self._silence_seconds)
             self.counts = report.counts
-            for answer in report.answers:
-                self._settle(answer.session, answer.outcome)
+            for session, outcome in report.outcomes:
+                self._settle(session, outcome)
             if report.retire_because is not None and not self._retiring:
                 self._on_retire(self, report.retire_because)
                 self.retire()

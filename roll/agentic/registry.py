@@ -230,17 +230,6 @@ ENVIRONMENTS = Kind(
 )
 
 
-def register_built_ins() -> None:
-    """Register the built-in environments with gymnasium: `FrozenLakeEnv` as `roll/FrozenLake-v0`.
-
-    Calling it twice is harmless.
-    """
-    for built_in in ENVIRONMENTS.built_in.values():
-        gymnasium_id = f"roll/{built_in.path.partition(':')[2].removesuffix('Env')}-v0"
-        if gymnasium_id not in registration.registry:
-            gymnasium.register(gymnasium_id, entry_point=built_in.path, disable_env_checker=True)
-
-
 def make_env(env_type: str, env_config: Mapping[str, Any]) -> gymnasium.Env[str, str]:
     """Make a text environment. One with discrete actions is wrapped (`TextAdapter`).
 
@@ -378,4 +367,7 @@ def _registered(env_type: str, env_id: str, at: str) -> _Source:
     return _Source(env_type, at, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
 
 
-register_built_ins()
+for _built_in in ENVIRONMENTS.built_in.values():  # `FrozenLakeEnv` becomes `roll/FrozenLake-v0`
+    _id = f"roll/{_built_in.path.partition(':')[2].removesuffix('Env')}-v0"
+    if _id not in registration.registry:
+        gymnasium.register(_id, entry_point=_built_in.path, disable_env_checker=True)

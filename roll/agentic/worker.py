@@ -160,18 +160,11 @@ Command = Reset | Step | Close
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Outcome of a `Reset` or a `Step`."""
-
-    session: int
-    outcome: Observation | EnvFailure
-
-
-@dataclass(frozen=True)
 class Report:
     """News of a worker since its last report."""
 
-    answers: list[Answer]
+    outcomes: list[tuple[int, Observation | EnvFailure]]
+    """Sessions, and the outcomes of their calls."""
     retire_because: str | None
     """Reason why the process should take no new sessions; None: it may."""
     counts: dict[str, int]
@@ -523,7 +516,7 @@ class EnvWorker:
         self._host = EnvHost(self._envs, self._settings, self._make_env, self._observe)
         self._sessions: dict[int, HostSession] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._answers: list[Answer] = []
+        self._outcomes: list[tuple[int, Observation | EnvFailure]] = []
         self._any_news = asyncio.Event()
         self._broken: Exception | None = None
         self._retire_because: str | None = None
@@ -558,8 +551,8 @@ class EnvWorker:
         if self._retire_because is None and now >= self._next_leak_check:
             self._next_leak_check = now + self._settings.leak_check_seconds
             self._retire_because = self._host.retire_because()
-        answers, self._answers = self._answers, []
-        return Report(answers, self._retire_because, dict(self._host.counts))
+        outcomes, self._outcomes = self._outcomes, []
+        return Report(outcomes, self._retire_because, dict(self._host.counts))
 
     async def close(self) -> None:
         """Close all environments that can be closed within their time limit."""
@@ -576,5 +569,5 @@ class EnvWorker:
         except Exception as error:
             self._broken = error
         else:
-            self._answers.append(Answer(session, outcome))
+            self._outcomes.append((session, outcome))
         self._any_news.set()

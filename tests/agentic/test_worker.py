@@ -42,8 +42,8 @@ async def answered(worker: EnvWorker, *commands: Command) -> dict[int, str]:
     await worker.submit(commands)
     answers: list[Any] = []
     while len(answers) < calls:
-        answers += (await worker.collect(LONG)).answers
-    return {answer.session: answer.outcome.messages[0]["content"] for answer in answers}
+        answers += (await worker.collect(LONG)).outcomes
+    return {session: outcome.messages[0]["content"] for session, outcome in answers}
 
 
 def test_no_answer_is_lost_between_polls(tmp_path):
@@ -51,11 +51,11 @@ def test_no_answer_is_lost_between_polls(tmp_path):
         await answered(worker, *(Reset(number, "a", number, False) for number in range(6)))
         await worker.submit([Step(number, f"wait-for {tmp_path / str(number)}") for number in range(3)])
         answers = await answered(worker, *(Step(number, "go") for number in range(3, 6)))
-        assert (await worker.collect(SOON)).answers == []
+        assert (await worker.collect(SOON)).outcomes == []
         for number in range(3):
             (tmp_path / str(number)).touch()
-            (answer,) = (await worker.collect(LONG)).answers
-            answers[answer.session] = answer.outcome.messages[0]["content"].split()[-1]
+            ((session, outcome),) = (await worker.collect(LONG)).outcomes
+            answers[session] = outcome.messages[0]["content"].split()[-1]
         return answers
 
     assert run(use) == {0: "1", 1: "1", 2: "1", 3: "go 3 1", 4: "go 4 1", 5: "go 5 1"}
@@ -64,8 +64,8 @@ def test_no_answer_is_lost_between_polls(tmp_path):
 def test_a_session_closed_in_the_call_that_opened_it_keeps_no_environment():
     async def use(worker: EnvWorker) -> dict[str, int]:
         await worker.submit([Reset(0, "a", 0, False), Close(0), Close(1)])
-        (answer,) = (await worker.collect(LONG)).answers
-        assert not isinstance(answer.outcome, Observation)
+        ((_, outcome),) = (await worker.collect(LONG)).outcomes
+        assert not isinstance(outcome, Observation)
         assert (await answered(worker, Reset(1, "a", 1, False)))[1] == "seed 1, episode 1"
         return (await worker.collect(SOON)).counts
 
