@@ -222,13 +222,19 @@ def test_an_unknown_step_of_a_transfer_is_refused(published):
 
 
 def test_an_engine_process_that_dies_is_reported_to_every_request_and_call(published):
+    """Also to a call that it has been given and will not answer: vLLM leaves such a call waiting."""
     strategy = published.strategy
 
     async def scenario():
         running = [asyncio.create_task(strategy.generate(request(str(i), 150, ignore_eos=True))) for i in range(4)]
         await begun(strategy, running, 8)
-        vllm_helpers.engine_process(psutil.Process()).kill()
-        for failing in (*running, strategy.generate(request("later")), strategy.progress({})):
+        process = vllm_helpers.engine_process(psutil.Process())
+        process.suspend()
+        unanswered = asyncio.create_task(strategy.progress({}))
+        while not strategy._engine.engine_core.utility_results:
+            await asyncio.sleep(0.002)
+        process.kill()
+        for failing in (*running, unanswered, strategy.generate(request("later")), strategy.progress({})):
             with pytest.raises(EngineFailed):
                 await failing
 

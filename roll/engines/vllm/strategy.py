@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _FAREWELL_SECONDS = 5.0
 """Longest time that a shutdown waits for aborted requests to end."""
+_LOOK_SECONDS = 1.0
+"""Interval at which a call that has no answer yet looks whether the engine is alive."""
 Result = TypeVar("Result")
 
 
@@ -215,11 +217,18 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
         engine.shutdown()
 
     async def _answer(self, call: Awaitable[Result]) -> Result:
-        """Return vLLM's answer. Raise ``EngineFailed`` if its engine is dead."""
+        """Return vLLM's answer. Raise ``EngineFailed`` if its engine is dead, or dies before it answers."""
+        answer = asyncio.ensure_future(call)
         try:
-            return await call
+            # vLLM refuses calls of a dead engine, and leaves those waiting that the engine had when it died.
+            while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
+                if self._engine is not None and self._engine.errored:
+                    raise _engine_failed(self._engine.dead_error)
+            return answer.result()
         except _vllm_failures() as error:
             raise _engine_failed(error) from error
+        finally:
+            answer.cancel()
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
