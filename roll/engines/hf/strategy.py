@@ -188,24 +188,23 @@ class EngineThread:
             answer.set_exception(engine_failed_from(failure))
 
     def _turn(self, engine: HFEngine) -> None:
-        """Run one command, or one step if there is none. Wait for a command if there is nothing to compute."""
+        """Run all commands so far, then one step. Wait for a command if there is nothing to compute."""
         with self._arrived:
             while not self._commands and not self._can_step(engine):
                 self._arrived.wait()
-            command = self._commands.popleft() if self._commands else None
-        if command is not None:
-            self._carry_out(*command)
-        else:
+        while self._commands:
+            self._carry_out(engine, *self._commands.popleft())
+        if self._can_step(engine):
             engine.step(admit=self._state is _State.RUNNING)
         if self._state is _State.DRAINING and not engine.running:
             self._state = _State.PAUSED
             self._end_drains(None)
         self._send_report()
 
-    def _carry_out(self, command: Callable[[HFEngine], Any], answer: Future[Any]) -> None:
+    def _carry_out(self, engine: HFEngine, command: Callable[[HFEngine], Any], answer: Future[Any]) -> None:
         """Run a command. Its own mistakes go to its caller; an ``EngineFailed`` ends the thread."""
         try:
-            result = command(self.engine)
+            result = command(engine)
         except BaseException as error:
             answer.set_exception(error)
             if isinstance(error, EngineFailed) or not isinstance(error, Exception):
@@ -215,7 +214,7 @@ class EngineThread:
             answer.set_result(result)
 
     def _can_step(self, engine: HFEngine) -> bool:
-        if engine.asleep or self._state is _State.PAUSED:
+        if self._closing or engine.asleep or self._state is _State.PAUSED:
             return False
         return bool(engine.running or (engine.waiting and self._state is _State.RUNNING))
 
