@@ -32,7 +32,7 @@ from roll.pipeline.stage import StepCounter
 from roll.rollout.journal import read_journal, recover
 from roll.rollout.scheduler import GroupRequest, RolloutScheduler, SchedulePlan
 from roll.runtime.locks import DeviceLock
-from roll.tracking.waits import GROUP, WaitBoard, acting
+from roll.tracking.waits import GROUP, acting
 from roll.trainers.worker import BaseOfTrainer, TrainerGroup
 from roll.weights.verify import CanaryScores, canary_sequences
 
@@ -101,7 +101,12 @@ def build_context(
     """Wire services and settings. Admission starts paused, until the first version is published."""
     config = prepared.config
     gate = EngineGate(roles.pool, roles.locks["actor_infer"], "actor_infer")
-    rollout = observed(side.rollout(gate), recorder.waits)
+    make_group = side.rollout(gate)
+
+    async def rollout(request: GroupRequest[Any]) -> Group:
+        with acting(f"{GROUP}{request.group_id}", recorder.waits):
+            return await make_group(request)
+
     scheduler = build_scheduler(config, side, rollout, journal if config.save_steps else None)
     scheduler.pause_admission()
     if point is not None:
@@ -167,18 +172,6 @@ def resume_rollouts(
     advantages.load_state_dict(point.state.advantage_state)
     if journal is not None:
         journal.went_back(point.step)
-
-
-def observed(
-    rollout: Callable[[GroupRequest[Any]], Awaitable[Group]], waits: WaitBoard
-) -> Callable[[GroupRequest[Any]], Awaitable[Group]]:
-    """Return the rollout with its waits recorded as those of its group."""
-
-    async def run_group(request: GroupRequest[Any]) -> Group:
-        with acting(f"{GROUP}{request.group_id}", waits):
-            return await rollout(request)
-
-    return run_group
 
 
 def build_scheduler(

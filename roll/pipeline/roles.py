@@ -62,7 +62,16 @@ class Roles:
         self._config = prepared.config
         self._placement = placement
         self._run = run
-        self._transport = transport_spec(self._config, run, corrupted_versions)
+        update = self._config.weight_update
+        self._transport = TransportSpec(
+            name=derived.weight_transport(self._config),
+            buffers=2 if update.dual_buffer else 1,
+            # Weights of earlier processes are deleted there.
+            directory=claim_weight_folder(run, update.checkpoint_dir, self._config.exp_name),
+            bucket_bytes=derived.load_bucket_bytes(self._config),
+            timeout_seconds=update.timeout_seconds,
+            corrupted_versions=corrupted_versions,
+        )
         self._groups: list[WorkerGroup] = []
         self._workers = workers
         self.pool = self._build_pool(on_event)
@@ -192,17 +201,4 @@ def engine_spec(config: PipelineConfig, transport: str) -> EngineSpec:
         shares_devices=derived.shares_devices(config, "actor_infer"),
         transport=transport,
         strategy_cls=role.strategy_args.strategy_cls,
-    )
-
-
-def transport_spec(config: PipelineConfig, run: RunDirectory, corrupted_versions: frozenset[int]) -> TransportSpec:
-    """Return how weights travel in this run, for the process that holds it; delete weights of earlier processes."""
-    update = config.weight_update
-    return TransportSpec(
-        name=derived.weight_transport(config),
-        buffers=2 if update.dual_buffer else 1,
-        directory=claim_weight_folder(run, update.checkpoint_dir, config.exp_name),
-        bucket_bytes=derived.load_bucket_bytes(config),
-        timeout_seconds=update.timeout_seconds,
-        corrupted_versions=corrupted_versions,
     )
