@@ -71,7 +71,7 @@ def build_publisher(spec: TransportSpec, *, rank: int, host: str) -> WeightPubli
     """Return the publisher of a rank for the configured transport."""
     if spec.name not in WEIGHT_BACKENDS:
         return BucketPublisher(spec, rank)
-    return PushPublisher(spec.name, rank, host, spec.bucket_bytes, spec.timeout_seconds)
+    return PushPublisher(spec, rank, host)
 
 
 class WeightPublisher:
@@ -148,20 +148,16 @@ class PushPublisher(WeightPublisher):
 
     def __init__(
         self,
-        transport: str,
+        spec: TransportSpec,
         rank: int,
         host: str,
-        bucket_bytes: int,
-        timeout_seconds: float,
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
     ) -> None:
         """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
         self.device_buffers = DeviceBuffers()
-        self._backend = WEIGHT_BACKENDS[transport]
+        self._spec = spec
         self._rank = rank
         self._host = host
-        self._bucket_bytes = bucket_bytes
-        self._timeout_seconds = timeout_seconds
         self._connect = connect
         self._buffers: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
@@ -172,7 +168,7 @@ class PushPublisher(WeightPublisher):
         """Copy the weights on the device; ``bucket_bytes`` is unused, because the transfer has its own buckets."""
         started = time.perf_counter()
         self._buffers = {other: each for other, each in self._buffers.items() if each != buffer} | {version: buffer}
-        if self._rank != 0 and self._backend == "nccl":
+        if self._rank != 0 and self._spec.name == "nccl":
             _draw(weights)
             weights = []
         self.device_buffers.gather(buffer, weights, dtype)
@@ -223,16 +219,17 @@ class PushPublisher(WeightPublisher):
             from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
             connect = WeightTransferTrainerFactory.trainer_init
-        client = RayEngineCalls(target.actor, self._timeout_seconds)
+        client = RayEngineCalls(target.actor, self._spec.timeout_seconds)
         engine = connect(self._init_info(target), client=client, source=buffer_source(self.device_buffers))
         self._engines[target.name] = (target.actor, engine)
         return engine
 
     def _init_info(self, target: PushTarget) -> Any:
-        if self._backend == "ipc":
+        bucket_bytes = self._spec.bucket_bytes
+        if self._spec.name == "cuda_ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=self._bucket_bytes)
+            return IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo(
@@ -240,7 +237,7 @@ class PushPublisher(WeightPublisher):
             master_address=self._host,
             master_port=free_port(),
             world_size=1 + target.devices,
-            packed_buffer_size_bytes=self._bucket_bytes,
+            packed_buffer_size_bytes=bucket_bytes,
         )
 
 

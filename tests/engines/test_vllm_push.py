@@ -4,10 +4,13 @@ without GPUs, it is in `test_vllm_engine.py`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from roll.weights.publisher import DeviceBuffers, PushPublisher, PushTarget, RayEngineCalls, buffer_source
+from roll.weights.transports import TransportSpec
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
 
@@ -31,6 +34,10 @@ def test_halves_are_cast_kept_apart_and_written_in_place_again():
         buffers.gather(0, [("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32)
 
 
+def spec(transport: str) -> TransportSpec:
+    return TransportSpec(transport, 2, Path("unused"), 4096, 10.0)
+
+
 @pytest.fixture
 def recorder():
     """Importing vLLM takes ten seconds."""
@@ -43,7 +50,7 @@ def recorder():
 def test_each_engine_process_has_one_connection_and_a_new_process_a_new_one(recorder):
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    pusher = PushPublisher("nccl", 0, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
+    pusher = PushPublisher(spec("nccl"), 0, "10.0.0.1", recorder.trainer_init)
     pusher.gather(0, 0, [("a", torch.zeros(1))], torch.float32, 4096)
     for actor in ("first", "first", "second"):
         pusher.push(0, PushTarget("actor_infer/0", actor, 4))
@@ -66,7 +73,7 @@ def test_shared_devices_use_cuda_ipc_on_every_rank(recorder):
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     for rank in (0, 1):
-        publisher = PushPublisher("cuda_ipc", rank, "10.0.0.1", 4096, 10.0, recorder.trainer_init)
+        publisher = PushPublisher(spec("cuda_ipc"), rank, "10.0.0.1", recorder.trainer_init)
         publisher.gather(3, 1, [("a", torch.ones(2))], torch.float32, 4096)
         publisher.push(3, PushTarget("actor_infer/0", "actor", 1))
         engine = recorder.made[-1]
@@ -83,7 +90,7 @@ def test_other_ranks_of_an_nccl_push_keep_no_copy_but_draw_every_weight(recorder
             drawn.append(name)
             yield name, torch.zeros(2)
 
-    publisher = PushPublisher("nccl", 1, "h", 4096, 10.0, recorder.trainer_init)
+    publisher = PushPublisher(spec("nccl"), 1, "h", recorder.trainer_init)
     publisher.gather(1, 0, weights(), torch.float32, 4096)
     publisher.push(1, PushTarget("actor_infer/0", "actor", 1))
     assert drawn == ["a", "b"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, VLLMWeightSyncClient
 
 from roll.engines.vllm.strategy import located
 from roll.weights.buckets import pack_buckets
 from roll.weights.publisher import PushPublisher, RayEngineCalls
+from roll.weights.transports import TransportSpec
 
 
 class MappedTransfer(TrainerWeightTransferEngine):
@@ -52,7 +55,7 @@ def connect_to(engine):
 
 
 def publisher_to(engine) -> PushPublisher:
-    return PushPublisher("nccl", 0, "127.0.0.1", 1 << 20, 10.0, connect_to(engine))
+    return PushPublisher(TransportSpec("nccl", 2, Path("unused"), 1 << 20, 10.0), 0, "127.0.0.1", connect_to(engine))
 
 
 class Recorder(TrainerWeightTransferEngine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ class Drawn:
 
 
 def push_publisher(rank: int = 0, transport: str = "nccl") -> tuple[PushPublisher, DeviceBuffers]:
-    publisher = PushPublisher(transport, rank, "here", 4096, 10.0)
+    publisher = PushPublisher(TransportSpec(transport, 2, Path("unused"), 4096, 10.0), rank, "here")
     return publisher, publisher.device_buffers
 
 
