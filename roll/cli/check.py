@@ -6,6 +6,9 @@ remedy; or it does not fit into memory.
 
 With `--exact N` it runs, on the machine of the run: N steps at ratio 0 against a plain loop (`roll.pipeline.exact`).
 Exit code 1: they differ, and the first tensor in which they do is named; or the run failed.
+
+`roll check-env`: is this environment fit to be trained in? Exit code 0: it passed every check. 1: it did not, and the
+report says why. 2: there is no such environment, or its options are wrong.
 """
 
 from __future__ import annotations
@@ -13,26 +16,29 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from roll.check.config import check_elsewhere
 from roll.check.memory import estimate_memory
 from roll.check.memory import render as render_memory
 from roll.check.plan import Need, missing_packages, needs, plan
 from roll.configs import derived
-from roll.configs.errors import ConfigError, count
+from roll.configs.errors import ConfigError, ConfigProblem, count, nearest_name_hint
 from roll.configs.loader import load_config
-from roll.configs.run import PipelineConfig
+from roll.configs.plugins import problem
+from roll.configs.run import AgenticConfig
 from roll.tracking.logs import give_away_output
 from roll.tracking.run_directory import RunDirectory
 from roll.tracking.summary import describe_error
 
-FITS, DIFFERS, BAD_CONFIGURATION = 0, 1, 2
+PASSED, FAILED, BAD_CONFIGURATION = 0, 1, 2
 
 _EPILOG = """\
 examples:
@@ -48,20 +54,41 @@ exit codes: 0 it can work; 2 it cannot, every problem named with a remedy, or wh
 
 def main(arguments: Sequence[str]) -> int:
     """Check the configuration named on the command line; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="roll check",
+        description="Say whether a configuration can work, what it will do, what it needs and how much memory.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file")
+    parser.add_argument(
+        "--gpu-memory", metavar="GIB", help="memory of one GPU in GiB, as the key cluster.device_memory_gib"
+    )
+    exact_help = "run N steps at ratio 0 and as a plain loop, and name the first tensor that differs"
+    parser.add_argument("--exact", metavar="N", type=_steps, help=exact_help)
+    options = parser.parse_intermixed_args(arguments)
     if options.exact is not None:
         return _exact(options.config, options.overrides, options.exact)
+    gpu_memory = [] if options.gpu_memory is None else [f"cluster.device_memory_gib={options.gpu_memory}"]
     try:
-        config = load_config(options.config, [*options.overrides, *_gpu_memory(options.gpu_memory)])
+        config = load_config(options.config, [*options.overrides, *gpu_memory])
         missing = check_elsewhere(config)
         print(plan(config), flush=True)
-        _look_up(config, with_model=not missing and _model_is_here(config))
+        from roll.pipeline.preflight import look_up
+
+        model = Path(derived.model_path(config, config.actor_train))
+        look_up(
+            config,
+            with_model=not missing and (model / "config.json").is_file(),  # prompts are looked up with the model only
+            without=missing_packages(config),
+        )
     except ConfigError as error:
         return _refused(options.config, error)
     estimate = estimate_memory(config)
     print(f"\n{render_memory(estimate)}\n\n{_render_needs(needs(config, estimate))}")
     if not estimate.misfits:
-        return FITS
+        return PASSED
     gib = config.cluster.device_memory_gib
     print(f"\n{options.config} will not fit into {gib:g} GiB; docs/memory.md says what to change", file=sys.stderr)
     return BAD_CONFIGURATION
@@ -94,15 +121,15 @@ def _exact(file: str, overrides: Sequence[str], steps: int) -> int:
             difference = process.submit(compared_with_plain_loop, config, run).result()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return DIFFERS
+        return FAILED
     except Exception as error:
         print(f"the plain loop failed: {describe_error(error)}\nits output: {run.logs}/plain_loop.out", file=sys.stderr)
-        return DIFFERS
+        return FAILED
     if difference is None:
         print(f"the run and the plain loop have computed the same in {count(steps, 'step')}, to the last bit")
-        return FITS
+        return PASSED
     print(f"the run and the plain loop differ first in {difference}", file=sys.stderr)
-    return DIFFERS
+    return FAILED
 
 
 @contextmanager
@@ -116,27 +143,6 @@ def _children_end_early() -> Iterator[None]:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="roll check",
-        description="Say whether a configuration can work, what it will do, what it needs and how much memory.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", metavar="FILE", help="YAML file; keys: docs/configuration.md")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that replace values of the file")
-    parser.add_argument(
-        "--gpu-memory", metavar="GIB", help="memory of one GPU in GiB, as the key cluster.device_memory_gib"
-    )
-    parser.add_argument(
-        "--exact",
-        metavar="N",
-        type=_steps,
-        help="run N steps at ratio 0 and as a plain loop, and name the first tensor that differs",
-    )
-    return parser
-
-
 def _steps(text: str) -> int:
     steps = int(text) if text.isdecimal() else 0
     if steps < 1:
@@ -144,25 +150,73 @@ def _steps(text: str) -> int:
     return steps
 
 
-def _gpu_memory(gib: str | None) -> list[str]:
-    return [] if gib is None else [f"cluster.device_memory_gib={gib}"]
-
-
-def _model_is_here(config: PipelineConfig) -> bool:
-    return (Path(derived.model_path(config, config.actor_train)) / "config.json").is_file()
-
-
-def _look_up(config: PipelineConfig, *, with_model: bool) -> None:
-    """Look up everything that the configuration names: algorithms, engine options, environments, verifiers.
-
-    Prompts are included only with the model. Raises `ConfigError`.
-    """
-    from roll.pipeline.preflight import look_up
-
-    look_up(config, with_model=with_model, without=missing_packages(config))
-
-
 def _render_needs(found: Sequence[Need]) -> str:
     width = max(len(need.what) for need in found)
     lines = [f"  [{'x' if need.here else ' '}] {need.what:<{width}}  {need.state}" for need in found]
     return "\n".join(["what the run needs ([x]: it is here)", *lines])
+
+
+_ENV_EPILOG = """\
+examples:
+  roll check-env frozen_lake size=8 is_slippery=true
+  roll check-env my_package.games:Chess
+  roll check-env --config run.yaml lake
+"""
+
+
+def check_environment(arguments: Sequence[str]) -> int:
+    """Check the environment named on the command line; return the exit code."""
+    from roll.agentic.conformance import check_env, render_report
+
+    parser = argparse.ArgumentParser(
+        prog="roll check-env",
+        description="Play an environment with odd actions, and look for what would go wrong in training.",
+        epilog=_ENV_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "env", metavar="ENV", help="environment as in `env_type`, or with --config a tag of `custom_envs`"
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="options of the environment, as in `env_config`"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file whose `custom_envs` describe the environment")
+    parser.add_argument("--episodes", type=int, default=20, help="episodes played (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--deadline", type=float, default=10.0, help="longest time of one call in seconds (default 10)")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        env_type, env_config = _chosen(options.env, options.config, options.options)
+    except ConfigError as error:
+        print("\n\n".join(map(str, error.problems)), file=sys.stderr)
+        return BAD_CONFIGURATION
+    report = check_env(
+        env_type, env_config, episodes=options.episodes, seed=options.seed, deadline_seconds=options.deadline
+    )
+    print(render_report(report))
+    return PASSED if report.passed else FAILED
+
+
+def _chosen(name: str, config: str | None, options: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+    """Return the type and options of the environment. Raises `ConfigError`."""
+    from roll.agentic.registry import check_env_type
+
+    wrong = [option for option in options if "=" not in option]
+    if wrong:
+        raise ConfigError([ConfigProblem(each, "is no option", "write `key=value`") for each in wrong])
+    own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(options))))  # never a list
+    if config is None:
+        env_type, env_config = name, own
+    else:
+        loaded = load_config(config)
+        if not isinstance(loaded, AgenticConfig):
+            remedy = "name a configuration of `pipeline: agentic`"
+            raise problem("pipeline", f"{loaded.pipeline} has no environments", remedy)
+        if name not in loaded.custom_envs:
+            raise problem("custom_envs", f"there is no tag `{name}`", nearest_name_hint(name, loaded.custom_envs))
+        env = loaded.custom_envs[name]
+        env_type, env_config = env.env_type, {**env.env_config, **own}
+    problems = check_env_type(name, env_type, env_config)
+    if problems:
+        raise ConfigError(problems)
+    return env_type, env_config

@@ -64,7 +64,7 @@ max_steps: 100
 rollout_batch_size: 32
 num_return_sequences_in_group: 8
 prompt_length: 512
-response_length: {response}
+response_length: 1024
 
 # {ratio_reason}
 async_generation_ratio: {ratio}
@@ -153,12 +153,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _answers(options: argparse.Namespace, ask: Callable[[str], str]) -> dict[str, str]:
-    given = {question.flag: vars(options)[question.flag] for question in QUESTIONS}
+    answers = {}
     for question in QUESTIONS:
-        if given[question.flag] is None:
-            answer = "" if options.yes else ask(f"{question.text} [{question.default}]: ").strip()
-            given[question.flag] = answer or question.default
-    return given
+        answer = vars(options)[question.flag]
+        if answer is None and not options.yes:
+            answer = ask(f"{question.text} [{question.default}]: ").strip() or None
+        answers[question.flag] = question.default if answer is None else answer
+    return answers
 
 
 def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
@@ -166,19 +167,18 @@ def _text(path: Path, answers: dict[str, str], *, overlapped: bool) -> str:
     devices = int(answers["devices"]) if answers["devices"].isdecimal() else 0
     trainers, engines = _shares(devices, overlapped)
     gpus = answers["device"] != "cpu"
-    reasons = {
-        True: "Generation runs one training step ahead, so both work all the time; 0 takes turns.",
-        False: "Generation and training take turns on the same devices; 1 generates a step ahead, on its own.",
-    }
+    if overlapped:
+        ratio_reason = "Generation runs one training step ahead, so both work all the time; 0 takes turns."
+    else:
+        ratio_reason = "Generation and training take turns on the same devices; 1 generates a step ahead, on its own."
     return _TEMPLATE.format(
         path=path,
         name=_quoted(path.stem),
         model=_quoted(answers["model"]),
         device=_quoted(answers["device"]),
         devices=_quoted(answers["devices"]) if not devices else devices,
-        response=1024,
         ratio=int(overlapped),
-        ratio_reason=reasons[overlapped],
+        ratio_reason=ratio_reason,
         trainers=trainers,
         engines=engines,
         dtype="bfloat16" if gpus else "float32",

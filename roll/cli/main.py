@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from roll.check.config import check_config
@@ -47,27 +47,19 @@ class Command:
     usage: str
     """Argument shown after the command's name."""
     help: str
-    module: str | None
-    """Module with ``main(arguments) -> exit code``; None: the command that trains."""
+    entry: str = ""
+    """Import path of a function of arguments that returns the exit code; empty: the command that trains."""
 
 
 COMMANDS = {
-    "train": Command("FILE", "run the training that a file describes; `roll --config FILE` is the same", None),
-    "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check"),
-    "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init"),
-    "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check_env"),
-    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis"),
-    "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page"),
-    "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion"),
+    "train": Command("FILE", "run the training that a file describes; `roll --config FILE` is the same"),
+    "check": Command("FILE", "can it work, what does it need, how much memory; starts nothing", "roll.cli.check:main"),
+    "init": Command("FILE", "write a configuration from a few answers", "roll.cli.init:main"),
+    "check-env": Command("ENV", "is this environment fit to be trained in", "roll.cli.check:check_environment"),
+    "doctor": Command("RUN", "who waits for whom in a run, and what became of it", "roll.doctor.diagnosis:main"),
+    "report": Command("RUN", "a run as one page, to be opened in a browser", "roll.report.page:main"),
+    "completion": Command("SHELL", "completion of commands, files and keys", "roll.cli.completion:main"),
 }
-
-
-def other_command(name: str) -> Callable[[Sequence[str]], int] | None:
-    """Return the entry point of a command that does not train; None if ``name`` is no such command."""
-    command = COMMANDS.get(name)
-    if command is None or command.module is None:
-        return None
-    return import_module(command.module).main
 
 
 SUCCESS, FAILURE, BAD_CONFIGURATION = 0, 1, 2
@@ -102,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     _leave_without_a_search()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    other = other_command(arguments[0]) if arguments else None
-    if other is not None:
-        return printed(partial(other, arguments[1:]))
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    if command is not None and command.entry:
+        return printed(partial(resolve_name(command.entry), arguments[1:]))
     if arguments == ["--version"]:
         say(f"roll {_version()}")
         return SUCCESS
@@ -170,7 +162,9 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
     try:
         with run.held():
             if point is not None:
-                point = _look_again(point, prepared)
+                from roll.pipeline.resume import look_again
+
+                point = look_again(point, prepared.config, prepared.source)
                 if _has_ended(point, prepared.config):
                     return Ended(SUCCESS)
                 _go_back(point, prepared.config)
@@ -285,12 +279,6 @@ def _has_ended(point: ResumePoint, config: PipelineConfig) -> bool:
     return True
 
 
-def _look_again(point: ResumePoint, prepared: Prepared) -> ResumePoint:
-    from roll.pipeline.resume import look_again
-
-    return look_again(point, prepared.config, prepared.source)
-
-
 def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
     from roll.pipeline.resume import take_out_of_the_way
 
@@ -303,51 +291,35 @@ def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
 def _run(
     prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
 ) -> FinalStatus:
-    from roll.tracking.logs import native_output_kept
-
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(native_output_kept(run.logs, DRIVER))
-        except OSError as error:
-            raise RunUnusable(f"cannot write to {run.root}: {error}") from error
-        return _run_quietly(prepared, run, status_file, point, started)
-
-
-def _run_quietly(
-    prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
-) -> FinalStatus:
     from roll.pipeline.main import run_pipeline
     from roll.pipeline.recorder import RunRecorder
     from roll.runtime.placement import ray_session
-    from roll.tracking.logs import configure_logging
+    from roll.tracking.logs import configure_logging, native_output_kept
 
-    try:
-        configure_logging(run.logs, DRIVER, console=True)
-        recorder = RunRecorder(
-            prepared.config,
-            run,
-            started=started,
-            decoder=prepared.tokenizer,
-            after_step=None if point is None else point.last_record,
-        )
-    except OSError as error:
-        raise RunUnusable(f"cannot write to {run.root}: {error}") from error
-    if point is not None:
-        recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
-    cluster = prepared.config.cluster
-    try:
-        with ray_session(cluster, link=run.logs / "ray"):
-            _end_in_order_on_signals()
-            running = run_pipeline(prepared, recorder, status_file, point)
-            outcome = asyncio.run(to_its_end(running, recorder, status_file))
-    except (KeyboardInterrupt, Exception) as error:
-        outcome = _outcome(error, status_file)
-    status_file.ending()
-    status = recorder.close(*outcome)
-    say(f"files and logs of the run: {run.root}")
-    if status == "interrupted":
-        say(how_to_go_on(run))
-    return status
+    config = prepared.config
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(native_output_kept(run.logs, DRIVER))
+            configure_logging(run.logs, DRIVER, console=True)
+            after_step = None if point is None else point.last_record
+            recorder = RunRecorder(config, run, started=started, decoder=prepared.tokenizer, after_step=after_step)
+        except OSError as error:
+            raise RunUnusable(f"cannot write to {run.root}: {error}") from error
+        if point is not None:
+            recorder.event("\n".join([f"the run goes on after step {point.step}", *point.notes]))
+        try:
+            with ray_session(config.cluster, link=run.logs / "ray"):
+                _end_in_order_on_signals()
+                running = run_pipeline(prepared, recorder, status_file, point)
+                outcome = asyncio.run(to_its_end(running, recorder, status_file))
+        except (KeyboardInterrupt, Exception) as error:
+            outcome = _outcome(error, status_file)
+        status_file.ending()
+        status = recorder.close(*outcome)
+        say(f"files and logs of the run: {run.root}")
+        if status == "interrupted":
+            say(how_to_go_on(run))
+        return status
 
 
 def how_to_go_on(run: RunDirectory) -> str:

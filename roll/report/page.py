@@ -12,6 +12,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,15 @@ exit codes: 0 written; 1 the file cannot be written; 2 the folder holds no run.
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page of a run; return the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="roll report",
+        description="Write one HTML page that shows a run: curves, who worked and who waited, lags, waste, samples.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run (its `output_dir`)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)")
+    options = parser.parse_args(arguments)
     root: Path = options.run
     target: Path = options.output or root / "report.html"
     try:
@@ -62,18 +71,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{place}. {finding.text} {finding.remedy}".rstrip())
     print(f"report of {root}: {target.resolve()} ({target.stat().st_size / 1e6:.2f} MB)")
     return WRITTEN
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="roll report",
-        description="Write one HTML page that shows a run: curves, who worked and who waited, lags, waste, samples.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run (its `output_dir`)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report.html)")
-    return parser
 
 
 LONGEST_CONFIG = 100_000
@@ -222,13 +219,8 @@ def _cut(text: str) -> str:
 
 def lag_shares(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the share of the trained tokens at each lag: the mean over the steps that recorded it."""
-    prefix, suffix = "actor/lag_", "/share"
-    recorded = [
-        {name[len(prefix) : -len(suffix)]: value or 0.0 for name, value in step.items()
-         if name.startswith(prefix) and name.endswith(suffix)}
-        for step in steps
-    ]  # fmt: skip
-    recorded = [shares for shares in recorded if shares]
+    by_step = (_named(r"actor/lag_(.+)/share", step) for step in steps)
+    recorded = [{lag: share or 0.0 for lag, share in shares.items()} for shares in by_step if shares]
     lags = sorted({lag for shares in recorded for lag in shares}, key=lambda lag: (int(lag.rstrip("+")), lag))
     return [{"lag": lag, "share": sum(shares.get(lag, 0.0) for shares in recorded) / len(recorded)} for lag in lags]
 
@@ -250,14 +242,20 @@ def token_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def publication_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the mean, longest and last seconds of each part of a weight update."""
-    prefix, suffix = "weights/", "_seconds"
-    rows = []
-    for name in dict.fromkeys(name for step in steps for name in step):
-        values = [step[name] for step in steps if step.get(name) is not None]
-        if name.startswith(prefix) and name.endswith(suffix) and values:
-            part = name[len(prefix) : -len(suffix)]
-            rows.append({"part": part, "mean": sum(values) / len(values), "longest": max(values), "last": values[-1]})
-    return rows
+    seconds: dict[str, list[float]] = {}
+    for step in steps:
+        for part, value in _named(r"weights/(.+)_seconds", step).items():
+            if value is not None:
+                seconds.setdefault(part, []).append(value)
+    return [
+        {"part": part, "mean": sum(values) / len(values), "longest": max(values), "last": values[-1]}
+        for part, values in seconds.items()
+    ]
+
+
+def _named(pattern: str, step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a step whose whole names match, by what the group of the pattern matches."""
+    return {match[1]: value for name, value in step.items() if (match := re.fullmatch(pattern, name))}
 
 
 def _state(run: RunFiles) -> dict[str, Any]:

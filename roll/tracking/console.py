@@ -76,9 +76,9 @@ class Progress:
 class Console:
     """The display of a run.
 
-    ``live`` forces or forbids the live view. By default it is used if ``stream`` (default: standard output) is a
-    terminal that can move its cursor. Otherwise each reported step is one plain line: every ``logging_steps`` steps, at
-    the last step and at each validation. `NO_COLOR` is respected.
+    The live view is used if ``stream`` (default: standard output) is a terminal that can move its cursor. Otherwise
+    each reported step is one plain line: every ``logging_steps`` steps, at the last step and at each validation.
+    `NO_COLOR` is respected.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class Console:
         logging_steps: int = 1,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        live: bool | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
@@ -96,7 +95,7 @@ class Console:
         self._progress = Progress(self._printable(name), max_steps, started=clock())
         self._broken = False
         self._closed = False
-        self._live = self._start_live() if (_can_move_cursor(self._stream) if live is None else live) else None
+        self._live = self._start_live() if _can_move_cursor(self._stream) else None
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the metrics after ``step`` completed training steps (0: before the first, a line only if validated).
@@ -105,8 +104,7 @@ class Console:
         ``tokens_per_second/<role>`` and ``idle/<role>``, each where present.
         """
         now = self._clock()
-        metrics = {self._printable(name): value for name, value in metrics.items()}
-        self._progress = self._progress.after(metrics, step, now)
+        self._take(metrics, step, now)
         regular = step > 0 and step % self._logging_steps == 0
         due = regular or step == self._progress.max_steps or validation_accuracy(metrics)
         if self._live is None and due:
@@ -114,8 +112,12 @@ class Console:
 
     def resume(self, metrics: Mapping[str, float], step: int) -> None:
         """Take over a step of an earlier process, without a line."""
-        progress = self._progress.after({self._printable(name): value for name, value in metrics.items()}, step, 0.0)
-        self._progress = replace(progress, marks=())
+        self._take(metrics, step, 0.0)
+        self._progress = replace(self._progress, marks=())
+
+    def _take(self, metrics: Mapping[str, float], step: int, now: float) -> None:
+        printable = {self._printable(name): value for name, value in metrics.items()}
+        self._progress = self._progress.after(printable, step, now)
 
     def event(self, text: str) -> None:
         """Print something worth a line of its own, such as a restarted worker."""
@@ -123,7 +125,7 @@ class Console:
         self._progress = replace(self._progress, message=text.partition("\n")[0])
         self._print(text)
 
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+    def close(self, summary: Mapping[str, Any]) -> None:
         """Release the terminal and print how the run ended. ``summary`` has the keys of `summary.json`."""
         if self._closed:
             return
@@ -131,8 +133,7 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if summary is not None:
-            self._print(self._printable(closing_text(summary)))
+        self._print(self._printable(closing_text(summary)))
 
     def _start_live(self) -> Live:
         screen = RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
@@ -205,15 +206,10 @@ def _role_lines(metrics: Mapping[str, float]) -> list[Text]:
     for role in roles:
         share = f"{idle[role]:.0%}" if role in idle else ""
         tokens = _thousands(speed[role]) if role in speed else ""
-        lines.append(Text.assemble(f"{share:>5} {tokens:>9}  {role}  ", (_idle_bar(idle.get(role)), "dim")))
+        working = 1 - idle.get(role, 1.0)
+        bar = "#" * round(_ROLE_BAR_WIDTH * min(1.0, max(0.0, working))) if math.isfinite(working) else ""
+        lines.append(Text.assemble(f"{share:>5} {tokens:>9}  {role}  ", (bar, "dim")))
     return lines
-
-
-def _idle_bar(share: float | None) -> str:
-    """Return a bar as long as the role's share of working time."""
-    if share is None or not math.isfinite(share):
-        return ""
-    return "#" * round(_ROLE_BAR_WIDTH * (1 - min(1.0, max(0.0, share))))
 
 
 def _without_control(text: str) -> str:

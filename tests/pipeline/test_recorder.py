@@ -1,6 +1,7 @@
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 from roll.configs.plugins import PlugIn
@@ -76,3 +77,21 @@ def test_an_end_that_cannot_be_written_is_told_and_no_success(tmp_path, capsys):
         told = capsys.readouterr()
         assert ("the engine broke" if error else str(directory.summary)) in told.out + told.err
         directory.summary.rmdir()
+
+
+def test_every_file_is_closed_though_one_cannot_be_completed(tmp_path, monkeypatch):
+    directory = RunDirectory.create(str(tmp_path / "run"), "test")
+    recorder = RunRecorder(RLVRConfig(), directory, started=time.monotonic(), decoder=Letters())
+    closed = []
+
+    def closes(name, problem=None):
+        closed.append(name)
+        if problem is not None:
+            raise problem
+
+    for name in ("_samples", "_metrics", "_events"):
+        monkeypatch.setattr(getattr(recorder, name), "close", partial(closes, name))
+    monkeypatch.setattr(recorder.timeline, "close", partial(closes, "timeline", OSError("disk full")))
+    assert recorder.close("success") == "failed"
+    assert set(closed) == {"timeline", "_samples", "_metrics", "_events"}
+    assert "disk full" in json.loads(directory.summary.read_text())["error"]
