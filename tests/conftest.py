@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import tiers
 from tests.ray_cluster import connected, running_cluster
+
+# What tests/pipeline shares (tiny models, rewards, games) is imported by name, also by the workers of runs.
+sys.path.append(str(Path(__file__).parent / "pipeline"))
 
 # No deadlines for examples: speed is measured under benchmarks/, and a machine may stand still for a moment.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

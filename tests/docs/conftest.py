@@ -10,9 +10,6 @@ import pytest
 
 from tests.docs.pages import ROOT, Page, pages
 
-# What tests/pipeline shares (tiny models, runs) is imported from there.
-sys.path.append(str(Path(__file__).parents[1] / "pipeline"))
-
 SECRETS = {"JUDGE_KEY": "a key of the reader's own"}
 """Variables that pages name and a reader has."""
 

@@ -311,9 +311,9 @@ class TrackerProcess:
         assert process.stdin is not None and process.stdout is not None
         listener = threading.Thread(target=self._listen, args=(process, process.stdout), daemon=True)
         listener.start()
+        record: bytes | None = self._beginning
         try:
             with process.stdin as pipe:
-                record: bytes | None = self._beginning
                 while record is not None:
                     pipe.write(record)
                     pipe.flush()
@@ -321,7 +321,7 @@ class TrackerProcess:
                 pipe.write(self._ending)
         except OSError:
             # The process is gone; the listener reports why.
-            self.dropped += 1
+            self.dropped += record not in (None, self._beginning)
         listener.join()
 
     def _listen(self, process: subprocess.Popen[bytes], replies: IO[bytes]) -> None:
