@@ -202,7 +202,7 @@ class EnvPool:
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
     async def take(self, key: EpisodeKey) -> Lease:
-        """Wait for a slot, and open a session in the least loaded process or in quarantine.
+        """Wait for a slot, then open a session in the least loaded process, or for a suspect episode in quarantine.
 
         Raises `EnvironmentFailed` if that takes too long, and `EnvPoolClosed`.
         """

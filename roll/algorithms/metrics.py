@@ -53,7 +53,7 @@ class PartMetrics:
 
 
 def combine(parts: Sequence[PartMetrics]) -> tuple[Tensor, Tensor]:
-    """Combine the vectors of several parts of a batch into those of one."""
+    """Combine the parts of a batch: return the sums and the maxima of the whole batch."""
     vectors = [part.vectors() for part in parts]
     return torch.stack([sums for sums, _ in vectors]).sum(0), torch.stack([maxima for _, maxima in vectors]).amax(0)
 

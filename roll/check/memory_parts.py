@@ -141,7 +141,7 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Numbers in the keys of one token in one layer, and in its values."""
+        """Number of elements in the keys of one token in one layer. Its values have as many."""
         return self.kv_heads * self.head_size
 
     @property

@@ -30,7 +30,7 @@ from roll.configs.strategies import Strategy, strategy_of
 
 
 def plan(config: PipelineConfig) -> str:
-    """Format the arithmetic of a configuration that passed `check_config` as lines for a console."""
+    """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
     roles = derived.roles_and_reward_models(config)

@@ -55,7 +55,7 @@ def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require samples for every rank, and optimizer steps that divide the batch."""
+    """Require a sample for every rank, and a batch that splits evenly into optimizer steps."""
     samples, mappings = derived.samples_per_step(config), readable_mappings(config)
     batch = f"{config.rollout_batch_size} x {derived.group_size(config)} = {count(samples, 'sample')}"
     for role, section in derived.present_roles(config).items():

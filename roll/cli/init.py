@@ -91,7 +91,10 @@ rewards:
 
 
 def main(arguments: Sequence[str], ask: Callable[[str], str] = input) -> int:
-    """Ask, write and check; return the exit code. ``ask`` shows a text and returns the answer."""
+    """Ask for settings, write the configuration and check it; return the exit code.
+
+    ``ask`` shows a prompt and returns the user's answer.
+    """
     options = _parser().parse_args(arguments)
     path = Path(options.file)
     if path.exists():

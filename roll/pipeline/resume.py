@@ -254,7 +254,7 @@ class ResumePoint:
 
     @property
     def last_record(self) -> int:
-        """Last step of the metrics that count. -1: the run restarts and measures its first version again."""
+        """Last step whose recorded metrics are kept. -1: none are, and the initial version is measured again."""
         return -1 if self.checkpoint is None else self.checkpoint.step
 
     def has_ended(self, max_steps: int) -> bool:

@@ -295,7 +295,7 @@ def _sections(*texts: str) -> str:
 
 
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
-    """Return the runs for a ground truth, for its first ``max_tests`` tests only.
+    """Convert a ground truth to program executions, one for each of its first ``max_tests`` tests.
 
     Raises `ValueError` if it has none of the forms in docs/rewards.md (a mapping, a list, or either as JSON text), or
     no test.

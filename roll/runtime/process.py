@@ -47,7 +47,7 @@ class DriverFolders:
 
 
 def driver_folders() -> DriverFolders:
-    """Return the folders of this process; the working folder is searched last unless it stands earlier."""
+    """Return this process's working folder and import path, with the working folder added at its end if missing."""
     work = working_folder()
     if work is None:
         logger.warning("the working folder has been deleted: relative paths have no meaning, here and in workers")

@@ -269,7 +269,7 @@ def count_and_memory(pids: list[int]) -> tuple[int, int]:
 
 
 def end_all_of_user(uid: int) -> None:
-    """Kill every process of a user that only the program has, at once, so that no new fork can escape."""
+    """Kill all processes of a user ID that belongs to one program, with one call, so that no new fork escapes."""
     if uid < FIRST_PRIVATE_UID:
         raise ValueError(f"user {uid} is not the program's alone")
     pid = os.fork()

@@ -144,7 +144,7 @@ def busy_threads() -> list[str]:
 
 
 def working_place(thread_name: str) -> str | None:
-    """Return the line of a busy thread whose name begins with ``thread_name``; None if all of them are idle."""
+    """Return the source line that a thread named ``thread_name...`` is executing; None if all of them are idle."""
     threads = (thread for thread in threading.enumerate() if thread.name.startswith(thread_name))
     return next((place for _, place in _busy_places(threads)), None)
 

@@ -195,9 +195,9 @@ class Adapters:
         self.config.save_pretrained(str(folder))
 
     def read_export(self, path: str) -> dict[nn.Parameter, Tensor]:
-        """Return the adapter of an export, by the parameter of this model.
+        """Read an exported adapter: parameter of this model -> its values.
 
-        Raises `ValueError` if there is none, or if it was made for another base or has another size or scale.
+        Raises `ValueError` if there is no adapter, or if its base model, rank or scale differs.
         """
         folder = Path(path) / FOLDER
         if not (folder / _WEIGHTS).is_file():

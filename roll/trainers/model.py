@@ -53,7 +53,7 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class OutputHead(nn.Linear):
-    """A linear head over the parameters of another. Returns logits unless a function is set with `computing`."""
+    """A linear output head that shares the parameters of another. Returns logits, or within `computing` its results."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")

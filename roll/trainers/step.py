@@ -153,7 +153,7 @@ class MicroBatch:
         return {"input_ids": self.input_ids, "use_cache": False, **packed}
 
     def by_sample(self, values: Tensor) -> Tensor:
-        """Return values computed for `targets` as ``[rows, kept]``, with 0 where a packed row has no such target."""
+        """Return values of `targets` as ``[rows, kept]``, one row per sample. Positions without a target get 0."""
         if self.packing is None:
             return values
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)

@@ -91,7 +91,7 @@ class WeightBuffers:
             self.keep_only(NEWEST, version)
 
     def published(self, version: int) -> None:
-        """End the weight update. From here on only its other holders need the version."""
+        """End the weight update: it no longer holds the version, which its other holders may still do."""
         self.release(version, PUBLISHING)
 
     def _forget(self, version: int) -> None:

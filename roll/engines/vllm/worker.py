@@ -64,7 +64,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Pass the bucket's tensors to the model. A layer that is not complete yet keeps views of the memory."""
+        """Load a bucket's tensors into the model. Incomplete layers keep views of the bucket's memory."""
         memory = map_file(update_info.path, update_info.offset, update_info.size)
         tensors = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.tensors]
         bucket = WeightBucket(tensors, memory)

@@ -275,7 +275,7 @@ class TrackerProcess:
                 self._warn("does not keep up: metrics are left out from here on, and counted")
 
     def end(self, ending: Ending) -> None:
-        """Queue the end of the run, after all that still waits. Does not wait; `wait` does."""
+        """Queue the end of the run behind all queued metrics. Returns at once; `wait` blocks until it is sent."""
         self._ending = _line({"ending": asdict(ending)})
         self._stop_feeding()
 
