@@ -38,7 +38,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             "roll/weights/buckets.py",
             "roll/weights/transports.py",
             "roll/weights/buffers.py",
-            "roll/weights/publisher.py",
+            "roll/weights/publisher.py:BucketPublisher,PushPublisher,DeviceBuffers,build_publisher,check_weights,_draw",
         ],
         [
             "tests/engines/test_hf_weights.py",

@@ -182,7 +182,7 @@ class InferStrategy(Protocol):
 
 @runtime_checkable
 class PushedStrategy(Protocol):
-    """An engine whose library receives weights straight from the trainer, by NCCL or CUDA IPC. See `RemoteCalls`."""
+    """An engine whose library receives weights straight from the trainer, by NCCL or CUDA IPC."""
 
     async def transfer_step(self, step: TransferStep, payload: Any) -> None:
         """Make one call of the weight transfer of the engine's library."""

@@ -183,6 +183,9 @@ class ProcessEngine(InferStrategy, Generic[Engine]):
             raise ValueError(f"pause mode {mode!r} is unknown; one of {', '.join(get_args(PauseMode))}")
         self._requests.gate.shut()
         if mode == "drain":
+            if self._paused and self._requests.inside:
+                await self._continue()  # frozen requests would never end
+                self._paused = False
             await self._requests.drained()
         else:
             self._requests.interrupt_drains(f"pause({mode!r})")

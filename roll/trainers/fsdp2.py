@@ -85,10 +85,11 @@ class Fsdp2TrainStrategy(TrainerRank):
 
         See `TrainStrategy`.
         """
-        export = super().export()
         if self.adapters is None:
-            return export
-        adapter = self.adapters.export(self._full, wanted=export is not None)
+            return super().export()
+        # First, because it is collective and what rank 0 does alone may fail.
+        adapter = self.adapters.export(self._full, wanted=self.setup.rank == 0)
+        export = super().export()
         return None if export is None else replace(export, beside=adapter)
 
     def load(self, path: str) -> None:

@@ -251,7 +251,7 @@ def results_by_token(
     with torch.no_grad():
         # On a pipeline stage without logits there are no results.
         for part, results in zip(rows, compute(micro_batches), strict=False):
-            for row, values in zip(part, results.cpu().numpy(), strict=False):
+            for row, values in zip(part, results.cpu().numpy(), strict=bool(part)):  # a stand-in has no row here
                 # All tokens but the first are targets, and padding is on the right.
                 found[offsets[row] + 1 : offsets[row + 1]] = values[: max(0, batch.lengths[row] - 1)]
     return found

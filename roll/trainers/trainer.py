@@ -35,6 +35,8 @@ from roll.trainers.step import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from roll.trainers.state import SavedState, StateSnapshot
+
 
 def build_optimizer(parameters: Iterable[nn.Parameter], arguments: TrainingArguments) -> torch.optim.AdamW:
     """Return AdamW (arXiv 1711.05101) over the trainable parameters, in one group with decay and one without."""
@@ -113,13 +115,16 @@ def leave_process_group() -> None:
 
 
 class ForwardRank(ForwardStrategy):
-    """One rank of a role that computes log-probabilities with a Hugging Face model."""
+    """One rank of a role that computes log-probabilities. Hugging Face models have `model` and `forward`."""
 
     model: PreTrainedModel
     forward: HfForward
 
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup = setup
+
+    @abstractmethod
+    def initialize(self) -> None: ...
 
     def join_ranks(self, timeout_seconds: float) -> None:
         """Seed torch, take this rank's device and join the process group. Collective."""
@@ -214,6 +219,19 @@ class TrainerRank(ForwardRank, TrainStrategy):
             if self.setup.rank == 0:
                 copies[name] = weight.to("cpu", copy=True)
         return build_export(self._plain_model(), copies, self.setup) if self.setup.rank == 0 else None
+
+    # Inherited from a protocol they would do nothing, and a run would go on without its weights or its state.
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def load(self, path: str) -> None: ...
+
+    @abstractmethod
+    def snapshot(self) -> StateSnapshot: ...
+
+    @abstractmethod
+    def restore(self, state: SavedState) -> None: ...
 
     def _plain_model(self) -> PreTrainedModel:
         """Return a model of the class and configuration that an export has."""

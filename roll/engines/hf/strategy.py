@@ -118,12 +118,12 @@ class EngineThread:
             except ValueError as error:
                 self._rejected.append((key, error))
 
-        self._post(command)
+        self._post(fatal(command))
 
     def abandon(self, key: int) -> None:
         """Abort a request that no caller waits for any more."""
         with suppress(EngineFailed):
-            self._post(lambda engine: engine.abort([key]))
+            self._post(fatal(lambda engine: engine.abort([key])))
 
     async def call(self, function: Callable[[HFEngine], Any]) -> Any:
         """Run a function on the engine between two steps. Raises what it raises, and ``EngineFailed`` with the cause if
@@ -198,6 +198,7 @@ class EngineThread:
             engine.step(admit=self._state is _State.RUNNING)
         if self._state is _State.DRAINING and not engine.running:
             self._state = _State.PAUSED
+            self._send_report()
             self._end_drains(None)
         self._send_report()
 
@@ -256,6 +257,18 @@ class EngineThread:
         self._end_drains(RuntimeError("the drain was interrupted by shutdown()"))
         engine.abort_all()
         self._closing = True
+
+
+def fatal(command: Callable[[HFEngine], None]) -> Callable[[HFEngine], None]:
+    """Return a command whose errors end the engine: no caller waits for its answer, so nothing else would show them."""
+
+    def carry_out(engine: HFEngine) -> None:
+        try:
+            command(engine)
+        except Exception as error:
+            raise EngineFailed(f"a request could not be handled: {error!r}") from error
+
+    return carry_out
 
 
 def _uncancellable() -> Future[Any]:

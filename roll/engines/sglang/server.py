@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SERVER_COMMAND = (sys.executable, "-m", "roll.engines.sglang.server")
 _MESSAGE_BYTES = 16 * 1024**2
-"""Size of the longest message, which is a line. Sampling masks of wide distributions take megabytes."""
+"""Half the size of the longest message, which is a line. Sampling masks of wide distributions take megabytes."""
 _POLL_SECONDS = 0.1
 _ENDING_SECONDS = 10.0
 """Longest time that a server gets to end by itself."""
@@ -101,16 +101,19 @@ class SGLangServer:
                 if reply.status != 200:
                     text = await reply.text()
                     raise CallRefused(_message(_parsed(text), text))
-                async for line in reply.content:
+                done = False
+                async for line in reply.content:  # to its end, so that the connection can be used again
                     field, _, content = line.partition(b":")
                     if field != b"data" or not line.endswith(b"\n"):
                         continue
                     if content.strip() == b"[DONE]":
-                        return
-                    yield json.loads(content)
+                        done = True
+                    else:
+                        yield json.loads(content)
         except (aiohttp.ClientError, OSError) as error:
             raise await self._gone(path, error) from error
-        raise EngineFailed(f"SGLang's answer to {path} broke off")
+        if not done:
+            raise EngineFailed(f"SGLang's answer to {path} broke off")
 
     async def stop(self) -> None:
         """End the server and all of its processes."""

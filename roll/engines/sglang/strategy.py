@@ -228,7 +228,7 @@ async def _read(
         async with aclosing(server.stream("/generate", body)) as stream:
             async for message in stream:
                 messages.put_nowait(message)
-    except (CallRefused, EngineFailed) as error:
+    except Exception as error:  # whatever it is, the request must not wait for ever
         messages.put_nowait(error)
 
 

@@ -71,7 +71,11 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        await self._answer(engine.update_weight_version("0"))
+        try:
+            await self._answer(engine.update_weight_version("0"))
+        except BaseException:
+            engine.shutdown()
+            raise
         return engine, engine.vllm_config.scheduler_config.max_num_seqs
 
     def _check_sampling(self, request: GenerateRequest) -> None:
@@ -218,12 +222,12 @@ class VLLMInferStrategy(ProcessEngine["AsyncLLM"], PushedStrategy):
 
     async def _answer(self, call: Awaitable[Result]) -> Result:
         """Return vLLM's answer. Raise ``EngineFailed`` if its engine is dead, or dies before it answers."""
-        answer = asyncio.ensure_future(call)
+        answer, engine = asyncio.ensure_future(call), self._engine
         try:
             # vLLM refuses calls of a dead engine, and leaves those waiting that the engine had when it died.
             while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
-                if self._engine is not None and self._engine.errored:
-                    raise _engine_failed(self._engine.dead_error)
+                if engine is not None and (engine.errored or self._engine is not engine):
+                    raise _engine_failed(engine.dead_error)
             return answer.result()
         except _vllm_failures() as error:
             raise _engine_failed(error) from error

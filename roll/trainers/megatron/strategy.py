@@ -377,7 +377,6 @@ class MegatronTrainStrategy(TrainerRank):
     def _for_each_token(
         self, batch: SampleBatch, compute: Callable[[Iterator[MicroBatch]], Iterable[Tensor]]
     ) -> np.ndarray:
-
         def compute_once(micro_batches: Iterator[MicroBatch]) -> Iterable[Tensor]:
             results = compute(micro_batches)
             # All tensor-parallel ranks have the same results, and each token may come from one rank only.

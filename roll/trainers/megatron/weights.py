@@ -45,7 +45,9 @@ class Fusion:
     """Rows of a block. None: all rows are one group, so the tensors stand one above the other."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Fuse the parts into one tensor."""
+        """Fuse the parts into one tensor; a single one is returned as it is."""
+        if len(parts) == 1:
+            return parts[0]
         groups = 1 if self.block is None else len(parts[-1]) // (self.shares[-1] * self.block)
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
