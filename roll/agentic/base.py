@@ -171,8 +171,10 @@ class TextGame(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetAnswer:
         super().reset(seed=seed)
+        self._is_over = True  # as long as there is no new game
+        answer = self._begin(seed)
         self._is_over = False
-        return self._begin(seed)
+        return answer
 
     def step(self, action: str) -> StepAnswer:
         if self._is_over:

@@ -157,6 +157,7 @@ class EnvPool:
             if isinstance(error, ProcessLost):
                 raise EnvPoolClosed(f"an environment worker did not start: {error}") from error
             raise
+        self._tasks.difference_update(starts)
 
     def session(self, tag: str, *, frames: bool = False) -> EnvPoolSession:
         """Return an episode's environment, which takes a slot at its first reset.
@@ -328,7 +329,8 @@ class EnvPool:
             await self._end(process)
 
     def _retire(self, process: EnvProcess, because: str) -> None:
-        self._replace(process, "retired", f"it is replaced, since {because}")
+        if process in self._live:
+            self._replace(process, "retired", f"it is replaced, since {because}")
 
     def _replace(self, process: EnvProcess, total: str, because: str) -> None:
         """Stop sending sessions to a process, and start another one unless it was that of the quarantine."""

@@ -424,6 +424,8 @@ class HostSession:
         try:
             if self._released:
                 raise CallFailed("lost", "its session was closed before the call began")
+            if self._environment is None and parts is _STEP_PARTS:
+                raise CallFailed("lost", "it was asked for a step without a reset before")
             if self._environment is None:
                 self._environment = await self._host.acquire(self._tag)
             call = partial(_observed, self._environment, act, parts, self._host.observe, self._frames)
@@ -488,8 +490,11 @@ def _value_or_failure(function: Callable[[], Any], what: str) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
-    message = str(error).strip()
+    """Return the class and the first line of an error, whose own text may fail, too."""
+    try:
+        message = str(error).strip()
+    except Exception:
+        message = ""
     return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
 
 

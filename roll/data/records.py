@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,15 @@ def encode_group(group: Group) -> bytes:
         arrays.append(value)
         return {"dtype": value.dtype.str, "length": len(value)}
 
-    prompt = {name: value for name, value in vars(group.prompt).items() if name not in _SCORING_ONLY}
-    header = vars(group) | {"prompt": prompt, "samples": [vars(sample) for sample in group.samples]}
+    prompt = {name: value for name, value in _declared(group.prompt).items() if name not in _SCORING_ONLY}
+    header = _declared(group) | {"prompt": prompt, "samples": [_declared(sample) for sample in group.samples]}
     text = json.dumps(header, default=form).encode()
     return b"".join([len(text).to_bytes(_SIZE_BYTES, "little"), text, *(array.tobytes() for array in arrays)])
+
+
+def _declared(record: Prompt | Sample | Group) -> dict[str, Any]:
+    """Return the fields of a record, without what a plug-in may have added to it."""
+    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def decode_group(data: bytes) -> Group:

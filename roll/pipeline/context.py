@@ -203,7 +203,9 @@ class ParityCheck:
         self._interval = config.weight_update.canary_interval
         self._tolerance = derived.canary_tolerance(config)
         number, length = config.weight_update.canary_prompts, derived.canary_length(config)
-        self._sequences = canary_sequences(prompts, count=number, length=length, seed=config.seed)
+        self._sequences: list[np.ndarray] = []
+        if self._interval > 0:
+            self._sequences = canary_sequences(prompts, count=number, length=length, seed=config.seed)
         self._publications = 0
 
     async def score(self, trainer: TrainerGroup, version: int) -> CanaryScores | None:

@@ -28,7 +28,7 @@ _MOST_PAGES = 100
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)  # its environment may hold secrets
 class McpServer:
     """The tools `mcp`: those of one server, run as a process or reached at an address.
 
@@ -118,7 +118,7 @@ class McpServer:
         return Client(stdio_client(parameters, errlog=error_output))
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class McpTool:
     """One tool of a server."""
 
