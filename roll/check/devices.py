@@ -14,7 +14,7 @@ from roll.configs.devices import MAX_DEVICES, DeviceMappingError, compact, parse
 from roll.configs.errors import ConfigProblem, count, shown, without_effect
 from roll.configs.roles import GeneratingArguments, ModelArguments
 from roll.configs.run import PipelineConfig
-from roll.configs.strategies import Options, Trainer, strategy_of
+from roll.configs.strategies import ENGINES, Options, Trainer, strategy_of
 
 _ADDRESS = re.compile(r"auto|[^/\s]+:[0-9]{1,5}")
 
@@ -31,7 +31,7 @@ def readable_mappings(config: PipelineConfig) -> dict[str, list[int]]:
 
 
 def cluster_can_be_reached(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject several nodes without a cluster address, malformed addresses, and settings that do not fit the devices."""
+    """Reject several nodes without a cluster address, malformed addresses, and too many devices."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address is None:
         message = f"{cluster.num_nodes} nodes need a running Ray cluster; one started for this run has one node"
@@ -50,7 +50,8 @@ def attention_can_be_computed(config: PipelineConfig) -> Iterator[ConfigProblem]
         path, chosen = f"{name}.model_args.attn_implementation", role.model_args.attn_implementation
         strategy, engine = strategy_of(name, role), role.strategy_args.strategy_name
         trains = isinstance(strategy, Trainer)
-        chooses_itself = (trains and not strategy.chooses_attention) or engine in ("vllm", "sglang")
+        known = trains or engine in ENGINES.built_in
+        chooses_itself = strategy is not None and known and not strategy.chooses_attention
         if chooses_itself and chosen != ModelArguments().attn_implementation:
             engine_key = f"set `attention_backend` in `{name}.strategy_args.strategy_config`"
             remedy = f"remove this key, or {'use another trainer' if trains else engine_key}"

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, make_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -530,10 +530,15 @@ def _option_problems(path: str, kind: type, options: dict[str, Any]) -> Iterator
     for key in secrets:
         remedy = "remove it here, and from the file's history; `docs/trackers.md` has the variable"
         yield ConfigProblem(f"{path}.{key}", "keys are taken from the environment only", remedy)
-    strict = make_dataclass(kind.__name__, [], bases=(kind,), namespace={"__pydantic_config__": {"extra": "forbid"}})
-    _, problems = validated(strict, {key: value for key, value in options.items() if key not in secrets})
+    _, problems = validated(_strict(kind), {key: value for key, value in options.items() if key not in secrets})
     for problem in problems:
         yield replace(problem, path=f"{path}.{problem.path}")
+
+
+@cache
+def _strict(kind: type) -> type:
+    """Return a dataclass with the same fields that refuses others."""
+    return make_dataclass(kind.__name__, [], bases=(kind,), namespace={"__pydantic_config__": {"extra": "forbid"}})
 
 
 def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -291,15 +291,16 @@ def _go_back(point: ResumePoint, config: PipelineConfig) -> None:
 def _run(
     prepared: Prepared, run: RunDirectory, status_file: StatusFile, point: ResumePoint | None, started: float
 ) -> FinalStatus:
-    from roll.pipeline.main import run_pipeline
-    from roll.pipeline.recorder import RunRecorder
-    from roll.runtime.placement import ray_session
     from roll.tracking.logs import configure_logging, native_output_kept
 
     config = prepared.config
     with ExitStack() as stack:
         try:
             stack.enter_context(native_output_kept(run.logs, DRIVER))
+            from roll.pipeline.main import run_pipeline
+            from roll.pipeline.recorder import RunRecorder
+            from roll.runtime.placement import ray_session
+
             configure_logging(run.logs, DRIVER, console=True)
             after_step = None if point is None else point.last_record
             recorder = RunRecorder(config, run, started=started, decoder=prepared.tokenizer, after_step=after_step)

@@ -92,7 +92,7 @@ def _term(text: str) -> list[int]:
     for item in items.split(","):
         first, dash, last = item.partition("-")
         if not first.strip() and dash:
-            raise DeviceMappingError("a device number is negative; devices are counted from 0")
+            raise _negative()
         start = _number(first)
         stop = _number(last) if dash else start
         if stop < start:
@@ -103,14 +103,22 @@ def _term(text: str) -> list[int]:
 
 
 def _number(text: str) -> int:
+    if text.strip().startswith("-"):
+        raise _negative()
+    if not text.strip():
+        raise DeviceMappingError(f"a number is missing. Write devices, {_EXAMPLES}")
     if not _NUMBER.fullmatch(text.strip()):
         raise _unreadable(text)
     return int(text)
 
 
+def _negative() -> DeviceMappingError:
+    return DeviceMappingError("a device number is negative; devices are counted from 0")
+
+
 def _unreadable(text: str) -> DeviceMappingError:
-    what = f"`{text.strip()[:20]}`" if text.strip() else "a missing number"
-    return DeviceMappingError(f"cannot read {what}; it is never evaluated as code. Write devices, {_EXAMPLES}")
+    what = text.strip()[:20]
+    return DeviceMappingError(f"cannot read `{what}`; it is never evaluated as code. Write devices, {_EXAMPLES}")
 
 
 Numbers = TypeVar("Numbers", list[int], range)

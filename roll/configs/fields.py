@@ -220,8 +220,9 @@ def _describe_one(kind: Any) -> str:
     if origin is tuple:
         return "a list"
     if origin is list:
-        entry = arguments[0]
-        return f"a list of {_PLURALS.get(entry) or ('mappings' if is_dataclass(entry) else 'names')}"
+        (entry,) = arguments
+        plural = "names" if typing.get_origin(entry) is typing.Literal else _PLURALS.get(entry)
+        return f"a list of {'mappings' if is_dataclass(entry) else plural or describe(entry)}"
     if origin is typing.Literal:
         names = ", ".join(f"`{name}`" for name in arguments)
         return names if len(arguments) == 1 else f"one of {names}"

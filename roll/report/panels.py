@@ -129,9 +129,9 @@ def sections_of(names: Iterable[str]) -> list[Section]:
 
 def _take(pattern: str, left: list[str]) -> list[str]:
     """Remove the names that match from ``left`` and return them."""
-    taken = [name for name in left if re.fullmatch(pattern, name)]
+    taken = {name: None for name in left if re.fullmatch(pattern, name)}
     left[:] = [name for name in left if name not in taken]
-    return taken
+    return list(taken)
 
 
 def _rest(pattern: str, left: list[str]) -> list[Panel]:

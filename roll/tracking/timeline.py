@@ -191,7 +191,7 @@ class Timeline:
         return dict(self._current)
 
     def close(self, at: float | None = None) -> None:
-        """End every open span and complete the file. Safe to call twice; later changes stay in memory."""
+        """End every open span and complete the file. Safe to call twice; later changes are not written."""
         now = self._clock() if at is None else at
         for actor, current in self._current.items():
             self._trace_stay(actor, current, max(now, current.since))
