@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from tests import tiers
 from tests.ray_cluster import connected, running_cluster
 
-# What tests/pipeline shares (tiny models, rewards, games) is imported by name, also by the workers of runs.
-sys.path.append(str(Path(__file__).parent / "pipeline"))
+# What these folders share (tiny models, rewards, games, engines) is imported by name, also by the workers of runs.
+sys.path += [str(Path(__file__).parent / folder) for folder in ("pipeline", "runtime")]
 
 # No deadlines for examples: speed is measured under benchmarks/, and a machine may stand still for a moment.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
