@@ -258,6 +258,7 @@ def test_states_leave_the_device_and_come_back_or_it_is_said_why_not(model_path)
     assert "stage 3: DeepSpeed moves no states" in refusal and "offload_optimizer" in refusal
 
 
+@needs_deepspeed
 def test_stage_0_in_bfloat16_is_refused_with_the_reason():
     setup = trainer_setup("/nowhere", strategy_config=zero(0), model_args=BFLOAT16)
     with pytest.raises(ValueError, match="stage: 1"):

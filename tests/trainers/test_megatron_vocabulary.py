@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 
 from roll.algorithms.logprobs import token_logprobs_and_entropy
-from roll.trainers.megatron.model import parallel_logprobs_and_entropy
+from tests.tiers import need
 from tests.trainers.nursery import on_ranks
+
+need("megatron.core")
+from roll.trainers.megatron.model import parallel_logprobs_and_entropy  # noqa: E402
+
+pytestmark = pytest.mark.tier("all")
 
 RANKS = 2
 ROWS, WIDTH = 3, 5
