@@ -95,11 +95,15 @@ def problem(path: str, message: str, remedy: str) -> ConfigError:
     return ConfigError([ConfigProblem(path, message, remedy)])
 
 
+_PACKAGES = {"megatron": "megatron-core"}
+"""Packages whose module has another name. The package `megatron` is somebody else's."""
+
+
 def require(modules: Collection[str], name: str, where: str) -> None:
     """Raise `ConfigError` if a module that ``name`` needs is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            package = module.replace("_", "-")
+            package = _PACKAGES.get(module, module.replace("_", "-"))
             raise problem(where, f"`{name}` needs the package `{package}`", f"pip install {package}")
 
 

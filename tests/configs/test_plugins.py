@@ -82,6 +82,13 @@ def test_a_built_in_one_is_there_and_says_what_it_needs(kind: Kind, monkeypatch)
         assert "needs the package" in problem_of(lambda name=name: kind.load(name, "here")).message
 
 
+def test_a_remedy_names_the_package_and_not_one_of_its_modules(monkeypatch):
+    monkeypatch.setattr("roll.configs.plugins.importlib.util.find_spec", lambda module: None)
+    trainers = ("deepspeed_train", "megatron_train")
+    remedies = [problem_of(lambda name=name: TRAINERS.load(name, "here")).remedy for name in trainers]
+    assert remedies == ["pip install deepspeed", "pip install megatron-core"]
+
+
 def test_an_installed_package_cannot_take_a_built_in_name(package):
     assert "ppo" in POLICY_LOSSES.names() and POLICY_LOSSES.find("ppo", "here").path.startswith("roll.")
 
