@@ -45,7 +45,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass
 class Step:
-    """What one training step came to."""
+    """Result of one training step."""
 
     reward: float
     loss: float

@@ -470,7 +470,7 @@ class ChosenTracker:
 
     @property
     def mode(self) -> str:
-        """Where metrics go, in a word or two."""
+        """Destination of the metrics, in a word or two."""
         return self.plug_in.mode(self.options)
 
 

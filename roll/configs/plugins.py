@@ -30,7 +30,7 @@ from roll.configs.fields import describe
 
 @dataclass(frozen=True)
 class PlugIn:
-    """Where a plug-in is, and what it needs. Kinds add what is to be known of one before it is imported."""
+    """Place and requirements of a plug-in. Kinds add what must be known before it is imported."""
 
     path: str
     """Import path, ``package.module:object``."""

@@ -222,7 +222,7 @@ async def earlier_step_over(run: RunContext, batch: TrainingBatch) -> None:
 
 
 async def base_is_free(run: RunContext, batch: TrainingBatch) -> None:
-    """Where the reference is the trainer without its adapters, wait until the previous training step is over.
+    """Wait for the previous training step, if the reference is the trainer without its adapters.
 
     Any earlier, the reference could only delay that step's new weights.
     """

@@ -175,7 +175,7 @@ class TrainerSetup:
 
     @property
     def model_args(self) -> ModelArguments:
-        """How the model is loaded."""
+        """Arguments of the model's loading."""
         return self.config.model_args
 
     @property
