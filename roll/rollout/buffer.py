@@ -14,7 +14,9 @@ the rule that works. Let D_u be the groups not yet consumed (in flight or ready)
   ``g + 1 - t B <= (u + 1) B - t B``; for u < d nothing changes. A retry only moves a deadline later; a drop removes
   one.
 
-In issue order (`fifo`) the rule holds by itself, since the group at place p has ``d >= p // B``.
+In the order of ``(deadline at the first start, id)`` (`fifo`) the rule holds by itself. In a run that was never resumed
+this is the order of issue: the group at place p has ``d >= p // B``. A resumed run starts some groups anew, with later
+deadlines than groups of higher ids that had finished before.
 """
 
 from __future__ import annotations
@@ -44,13 +46,19 @@ class FinishedGroup(Generic[Item, Result]):
     """Version of the engine when the attempt that succeeded began: a lower bound for its tokens' versions."""
 
 
+Place = tuple[int, int]
+"""Place of a group in the order of `fifo`: its deadline at its first start, and its id."""
+
+
 class _InFlight:
     """Groups in flight by ascending deadline. No group's deadline is earlier than that of a group started before."""
 
     def __init__(self) -> None:
         self.by_deadline: dict[int, dict[int, None]] = {}
+        self.place_of: dict[int, Place] = {}
         self._deadline_of: dict[int, int] = {}
-        self._issue_order: deque[int] = deque()
+        self._places: list[Place] = []
+        """A heap; places of groups that are not in flight any more leave it late."""
         self._latest_deadline = 0
 
     def __len__(self) -> int:
@@ -58,26 +66,31 @@ class _InFlight:
 
     def add(self, group_id: int, deadline: int) -> None:
         self._set_deadline(group_id, deadline)
-        self._issue_order.append(group_id)
+        self.place_of[group_id] = deadline, group_id
+        heapq.heappush(self._places, self.place_of[group_id])
 
     def postpone(self, group_id: int, deadline: int) -> None:
-        self.remove(group_id)
+        self._forget_deadline(group_id)
         self._set_deadline(group_id, deadline)
 
     def remove(self, group_id: int) -> int:
         """Forget the group and return its deadline."""
+        del self.place_of[group_id]
+        return self._forget_deadline(group_id)
+
+    def first_place(self) -> Place | None:
+        """Return the first place of a group in flight, in amortised logarithmic time."""
+        while self._places and self._places[0][1] not in self._deadline_of:
+            heapq.heappop(self._places)
+        return self._places[0] if self._places else None
+
+    def _forget_deadline(self, group_id: int) -> int:
         deadline = self._deadline_of.pop(group_id)
         groups = self.by_deadline[deadline]
         del groups[group_id]
         if not groups:
             del self.by_deadline[deadline]
         return deadline
-
-    def oldest(self) -> int | None:
-        """Return the id of the group issued first, in amortised constant time."""
-        while self._issue_order and self._issue_order[0] not in self._deadline_of:
-            self._issue_order.popleft()
-        return self._issue_order[0] if self._issue_order else None
 
     def _set_deadline(self, group_id: int, deadline: int) -> None:
         if deadline < self._latest_deadline:
@@ -98,12 +111,12 @@ class _ReadyFirst(Generic[Item, Result]):
     def __len__(self) -> int:
         return self._size
 
-    def add(self, group: FinishedGroup[Item, Result], deadline: int) -> None:
+    def add(self, group: FinishedGroup[Item, Result], deadline: int, place: Place) -> None:
         self._by_deadline.setdefault(deadline, deque()).append((self._finished, group))
         self._finished += 1
         self._size += 1
 
-    def takeable(self, oldest_in_flight: int | None) -> int:
+    def takeable(self, first_in_flight: Place | None) -> int:
         return self._size
 
     def take(
@@ -138,20 +151,20 @@ class _ReadyFirst(Generic[Item, Result]):
 
 
 class _Fifo(Generic[Item, Result]):
-    """Ready groups in the order they were issued. A group in flight holds back all groups issued after it."""
+    """Ready groups in the order of their places. A group in flight holds back all groups with later places."""
 
     def __init__(self) -> None:
-        self._held_back: list[tuple[int, FinishedGroup[Item, Result]]] = []
+        self._held_back: list[tuple[Place, FinishedGroup[Item, Result]]] = []
         self._released: deque[FinishedGroup[Item, Result]] = deque()
 
     def __len__(self) -> int:
         return len(self._held_back) + len(self._released)
 
-    def add(self, group: FinishedGroup[Item, Result], deadline: int) -> None:
-        heapq.heappush(self._held_back, (group.group_id, group))
+    def add(self, group: FinishedGroup[Item, Result], deadline: int, place: Place) -> None:
+        heapq.heappush(self._held_back, (place, group))
 
-    def takeable(self, oldest_in_flight: int | None) -> int:
-        while self._held_back and (oldest_in_flight is None or self._held_back[0][0] < oldest_in_flight):
+    def takeable(self, first_in_flight: Place | None) -> int:
+        while self._held_back and (first_in_flight is None or self._held_back[0][0] < first_in_flight):
             self._released.append(heapq.heappop(self._held_back)[1])
         return len(self._released)
 
@@ -206,7 +219,8 @@ class GroupBuffer(Generic[Item, Result]):
 
     def finish(self, group: FinishedGroup[Item, Result]) -> None:
         """Move a group from in flight to ready."""
-        self._ready.add(group, self._in_flight.remove(group.group_id))
+        place = self._in_flight.place_of[group.group_id]
+        self._ready.add(group, self._in_flight.remove(group.group_id), place)
 
     def drop(self, group_id: int) -> None:
         """Forget a group in flight that will never be ready."""
@@ -214,7 +228,7 @@ class GroupBuffer(Generic[Item, Result]):
 
     def batch_ready(self) -> bool:
         """Return True if `take` would return a batch."""
-        takeable = self._ready.takeable(self._in_flight.oldest())
+        takeable = self._ready.takeable(self._in_flight.first_place())
         return takeable >= self._batch_size and not self._blocked_by_deadline()
 
     def held_up(self) -> bool:

@@ -8,8 +8,8 @@ deadline, with an error that names the state of each replica. This module never 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from roll.tracking.waits import REPLICAS, waiting
@@ -37,6 +37,8 @@ class ReplicaState:
     """Version of its weights; meaningful only while live."""
     load: int = 0
     """Number of leases held on it."""
+    draining: bool = False
+    """True while it finishes its requests before a change. It looks idle then, but begins no new request."""
     incarnation: int = 0
     """Number of times it has become live."""
     cause: str | None = None
@@ -77,6 +79,7 @@ class Router:
         state.live = True
         state.cause = None
         state.version = version
+        state.draining = False
         state.incarnation += 1
         self._wake_waiting()
 
@@ -104,6 +107,18 @@ class Router:
             raise ValueError(f"replica {replica_id} went back from version {state.version} to {version}")
         state.version = version
         self._wake_waiting()
+
+    @contextmanager
+    def draining(self, replica_id: str) -> Iterator[None]:
+        """Send requests to other replicas during a block, even those of its episodes, if there are any to take them."""
+        state = self.state(replica_id)
+        incarnation = state.incarnation
+        state.draining = True
+        try:
+            yield
+        finally:
+            if state.incarnation == incarnation:
+                state.draining = False
 
     @asynccontextmanager
     async def lease(
@@ -157,10 +172,10 @@ class Router:
         earlier = self._sticky.get(sticky_key) if sticky_key is not None else None
         if earlier is not None:
             state = self._replicas[earlier.replica_id]
-            if state.incarnation == earlier.incarnation and _usable(state, min_version):
+            if state.incarnation == earlier.incarnation and _usable(state, min_version) and not state.draining:
                 return earlier.replica_id
-        usable = [name for name, state in self._replicas.items() if _usable(state, min_version)]
-        return min(usable, key=lambda name: self._replicas[name].load, default=None)
+        usable = {name: state for name, state in self._replicas.items() if _usable(state, min_version)}
+        return min(usable, key=lambda name: (usable[name].draining, usable[name].load), default=None)
 
     def _wake_waiting(self) -> None:
         """Let every waiting caller look again, in the order of their requests."""

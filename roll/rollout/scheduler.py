@@ -95,9 +95,11 @@ class SchedulerObserver(Protocol[Item, Result]):
         """Handle a group that is ready to be trained on."""
 
     def group_dropped(self, group_id: int, reason: DropReason, version: int) -> None:
-        """Handle a group that will not be trained on; ``version`` is the newest policy version now.
+        """Handle a group that will not be trained on.
 
-        Groups cancelled at the end of the run are not reported.
+        ``version``: the version with which a group in its slot may start now. A resumed run that knows the later group
+        must know this drop too, or it would have issued one group too many. Groups cancelled at the end of the run are
+        not reported.
         """
 
 
@@ -425,7 +427,7 @@ class RolloutScheduler(Generic[Item, Result]):
         self._buffer.drop(group.group_id)
         self.ledger.drop(group.group_id, reason)
         if self._observer is not None and not self._observed(
-            self._observer.group_dropped, group.group_id, reason, self._admission.steps_done
+            self._observer.group_dropped, group.group_id, reason, self._admission.version
         ):
             return
         try:

@@ -108,6 +108,30 @@ def test_a_ready_group_that_no_later_batch_has_room_for_goes_before_earlier_fini
     assert bench.take() == [2]
 
 
+def test_fifo_takes_a_group_that_a_resumed_run_started_anew_after_those_with_earlier_deadlines():
+    """Group 3 was in flight when the run was killed; group 5 had finished, with older weights."""
+    buffer = GroupBuffer(batch_size=1, max_staleness=1, order="fifo")
+    buffer.start(5, 0)
+    buffer.finish(FinishedGroup(5, None, None, 0))
+    buffer.start(3, 1)
+    assert [group.group_id for group in buffer.take()] == [5]
+    buffer.finish(FinishedGroup(3, None, None, 1))
+    assert [group.group_id for group in buffer.take()] == [3]
+
+
+def test_in_fifo_a_group_keeps_its_place_when_it_is_tried_again():
+    bench = Bench(batch_size=1, max_staleness=1, order="fifo")
+    bench.start()
+    bench.start()
+    bench.version = 1
+    bench.restart(0)
+    bench.finish(1)
+    assert bench.take() is None
+    bench.finish(0)
+    assert bench.take() == [0]
+    assert bench.take() == [1]
+
+
 def test_ready_first_takes_completion_order_where_deadlines_allow():
     bench = Bench(batch_size=2, max_staleness=3, order="ready_first")
     for _ in range(6):

@@ -66,6 +66,42 @@ def test_a_request_waits_for_a_replica_that_is_new_enough():
     run_virtual(main())
 
 
+def test_a_draining_replica_attracts_no_request_although_it_looks_idle():
+    async def main():
+        router = two_live()
+        async with router.lease(timeout=1, sticky_key="episode") as first:
+            assert first == "a"
+        busy = [await router.acquire(timeout=1) for _ in range(3)]
+        assert [lease.replica_id for lease in busy] == ["a", "b", "a"]
+        router.release(busy[0])
+        router.release(busy[2])
+        with router.draining("a"):
+            assert router.state("a").load < router.state("b").load
+            for key in (None, "episode"):
+                async with router.lease(timeout=1, sticky_key=key) as chosen:
+                    assert chosen == "b"
+        async with router.lease(timeout=1) as chosen:
+            assert chosen == "a"
+
+    run_virtual(main())
+
+
+def test_a_draining_replica_takes_requests_where_no_other_can():
+    async def main():
+        router = two_live(versions=(0, 1))
+        with router.draining("b"):
+            async with router.lease(timeout=1, min_version=1) as chosen:
+                assert chosen == "b"
+            router.mark_dead("b", "killed")
+            router.mark_live("b", 1)
+            async with router.lease(timeout=1, min_version=1), router.lease(timeout=1) as chosen:
+                assert chosen == "a"
+            async with router.lease(timeout=1), router.lease(timeout=1) as chosen:
+                assert chosen == "b", "its successor is not draining"
+
+    run_virtual(main())
+
+
 def test_a_sticky_episode_leaves_a_replica_that_is_too_old():
     async def main():
         router = two_live()
