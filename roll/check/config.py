@@ -26,33 +26,24 @@ COMMON_RULES: tuple[Callable[[PipelineConfig], Iterator[ConfigProblem]], ...] = 
     rules.names_are_known,
     rules.output_can_be_written,
     rules.trackers_are_known,
-    rules.options_are_known,
-    data.models_are_named,
+    data.validation_is_complete,
     devices.cluster_can_be_reached,
     devices.attention_can_be_computed,
     devices.devices_exist,
     devices.roles_share_devices_whole,
     devices.engines_divide_devices,
     devices.weights_can_travel,
-    devices.weights_can_be_pushed,
-    devices.vllm_samples_at_the_temperature,
-    training.trainers_pack,
-    rules.adapters_are_trained,
-    training.gradients_are_added_up_in_float32,
+    devices.engines_sample_what_is_asked,
+    training.trainers_can_train,
     rules.states_can_leave_shared_devices,
-    devices.sglang_has_gpus,
-    devices.sglang_records_what_it_samples,
-    training.staleness_is_possible,
+    training.schedule_is_possible,
     training.batches_divide,
     training.lengths_fit,
     training.sampling_varies,
     training.kl_has_a_reference,
-    training.kl_controller_can_move,
     training.rewards_keep_a_meaning,
-    training.schedule_is_clear,
     training.mismatch_can_be_measured,
     rules.restarts_can_help,
-    rules.chaos_is_wanted,
     rules.chaos_can_happen,
 )
 OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
@@ -60,21 +51,10 @@ OWN_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
         data.prompts_are_named,
         data.domain_shares_fit,
         data.rewards_are_complete,
-        rewards.keys_fit_the_kind,
-        rewards.reward_models_are_named,
-        rewards.verdicts_come_before_a_stall,
+        rewards.rewards_fit_their_kind,
         rewards.judges_are_complete,
-        rewards.verdicts_can_be_read,
-        data.validation_is_complete,
     ),
-    "agentic": (
-        rules.inert_agentic_keys_are_left_alone,
-        data.environments_are_named,
-        data.tags_are_known,
-        data.groups_are_enough,
-        data.turns_fit,
-        data.environment_validation_is_complete,
-    ),
+    "agentic": (data.environments_are_named, data.tags_are_known, data.groups_are_enough),
 }
 """Rules of one pipeline."""
 MACHINE_RULES: dict[str, tuple[Callable[[Any], Iterator[ConfigProblem]], ...]] = {
@@ -115,32 +95,22 @@ def _faults(config: PipelineConfig) -> list[ConfigProblem]:
     """Return every reason why the configuration cannot work on any machine."""
     problems = [*rules.numbers_are_in_range(config), *rules.options_are_usable(config)]
     reported = [problem.path for problem in problems]
-    sane = _with_defaults_at(config, reported)
+    sane = copy.deepcopy(config)  # with these values at their defaults, so that the other rules can do arithmetic
+    for path, section, _, item in list(values_below(sane)):
+        if path in reported:
+            setattr(section, item.name, default_of(item))
     found = [problem for rule in (*COMMON_RULES, *OWN_RULES[config.pipeline]) for problem in rule(sane)]
     return problems + [problem for problem in found if not rules.is_within(problem.path, reported)]
 
 
 def config_warnings(config: PipelineConfig) -> list[str]:
     """Warn about settings that work but are often not intended; the configuration has passed `check_config`."""
-    if isinstance(config, AgenticConfig):
-        own = data.env_warnings(config)
-    else:
-        own = data.data_warnings(rlvr(config))
+    own = data.env_warnings(config) if isinstance(config, AgenticConfig) else data.data_warnings(rlvr(config))
     known = config.cluster.device_memory_gib is not None
     misfits = estimate_memory(config).misfits if known else []
     return [
         *devices.device_warnings(config),
         *own,
-        *data.model_warnings(config),
         *training.training_warnings(config),
         *(f"memory: {misfit} (estimated; see `roll check`)" for misfit in misfits),
     ]
-
-
-def _with_defaults_at(config: PipelineConfig, paths: list[str]) -> PipelineConfig:
-    """Return a copy with the numbers at ``paths`` at their defaults, so that the other rules can do arithmetic."""
-    sane = copy.deepcopy(config)
-    for path, section, _, item in list(values_below(sane)):
-        if path in paths:
-            setattr(section, item.name, default_of(item))
-    return sane

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll.configs.derived import groups_ahead, model_path, present_roles, reward_models, sequence_length
+from roll.configs.derived import groups_ahead, roles_and_reward_models, sequence_length, validation_settings
 from roll.configs.errors import ConfigProblem, choose_among, count, shown, without_effect
 from roll.configs.fields import IMPORT_PATH
 from roll.configs.rewards import VERIFIERS
@@ -32,46 +32,22 @@ def data_sections(config: RLVRConfig) -> dict[str, DataArguments]:
     return sections if config.validation is None else sections | {VALIDATION_DATA: config.validation.data_args}
 
 
-def models_are_named(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject a run with a role without a model."""
-    if not config.pretrain and not all(model_path(config, role) for role in present_roles(config).values()):
-        yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
-
-
 def models_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject a model folder without its files, or a policy without a tokenizer. A hub name is tried when the model
     loads."""
-    paths = {"pretrain": config.pretrain}
-    for name, role in present_roles(config).items():
+    paths = {"pretrain": config.pretrain, "reward_pretrain": config.reward_pretrain or ""}
+    for name, role in roles_and_reward_models(config).items():
         paths[f"{name}.model_args.model_name_or_path"] = role.model_args.model_name_or_path or ""
-    paths["reward_pretrain"] = config.reward_pretrain or ""
-    for name, reward in reward_models(config).items():
-        paths[f"{name}.model_args.model_name_or_path"] = reward.model_args.model_name_or_path or ""
     for path, model in paths.items():
-        reason = _model_fault(model)
-        if reason:
+        if is_local(model) and not (Path(model) / "config.json").is_file():
+            reason = "is a folder without a config.json" if Path(model).is_dir() else "is no folder"
             remedy = "give a folder that has a config.json and the weights, or a hub name `owner/name`"
             yield ConfigProblem(path, f"{shown(model)} {reason}", remedy)
-    own = config.actor_train.model_args.model_name_or_path
-    policy = Path(own or config.pretrain)
-    if is_local(str(policy)) and not _model_fault(str(policy)) and not _has_tokenizer(policy):
-        path = "actor_train.model_args.model_name_or_path" if own else "pretrain"
+    path = "actor_train.model_args.model_name_or_path"
+    path, policy = (path, Path(paths[path])) if paths[path] else ("pretrain", Path(config.pretrain))
+    if (policy / "config.json").is_file() and not any(list(policy.glob(pattern)) for pattern in TOKENIZER_FILES):
         remedy = "put `tokenizer.json` and `tokenizer_config.json` beside the model, as `save_pretrained` writes them"
         yield ConfigProblem(path, f"{shown(str(policy))} is a folder without a tokenizer", remedy)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
-
-
-def _model_fault(model: str) -> str | None:
-    if not is_local(model):
-        return None
-    if not Path(model).is_dir():
-        return "is no folder"
-    if not (Path(model) / "config.json").is_file():
-        return "is a folder without a config.json"
-    return None
 
 
 def is_local(model: str) -> bool:
@@ -84,7 +60,8 @@ def is_local(model: str) -> bool:
 
 
 def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject a data section without a source, files named twice, and task sets without a name."""
+    """Reject a data section without a source, files named twice, and task sets without a name or of both uses."""
+    trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
     for path, data in data_sections(config).items():
         files = files_of(data)
         if not files and not data.reasoning_gym:
@@ -98,26 +75,23 @@ def prompts_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
             if not source.dataset:
                 remedy = "write the name of a reasoning-gym dataset, for example basic_arithmetic"
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}].dataset", "no dataset is named", remedy)
+            elif path == VALIDATION_DATA and (source.dataset, source.config, source.seed) in trained:
+                message = f"{source.seed} makes the very tasks of training"
+                yield ConfigProblem(f"{path}.reasoning_gym[{index}].seed", message, "give validation another seed")
 
 
 def prompts_exist(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Reject a file of prompts that is missing or empty."""
     for path, data in data_sections(config).items():
         for index, name in enumerate(files_of(data)):
-            reason = _file_fault(Path(name))
+            file, reason = Path(name), ""
+            if not file.is_file():
+                reason = "is a folder" if file.is_dir() else "is no file"
+            elif file.stat().st_size == 0:
+                reason = "is empty"
             if reason:
                 where = f"{path}.file_name" + ("" if isinstance(data.file_name, str) else f"[{index}]")
                 yield ConfigProblem(where, f"{shown(name)} {reason}", "give a JSONL file with one prompt per line")
-
-
-def _file_fault(path: Path) -> str | None:
-    if path.is_dir():
-        return "is a folder"
-    if not path.is_file():
-        return "is no file"
-    if path.stat().st_size == 0:
-        return "is empty"
-    return None
 
 
 def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -135,8 +109,7 @@ def domain_shares_fit(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if files_of(data) or not domains:
             continue
         for domain in sorted(set(shares) - domains):
-            remedy = choose_among(domain, sorted(domains))
-            yield ConfigProblem(f"{path}.{domain}", "no prompt has this domain", remedy)
+            yield ConfigProblem(f"{path}.{domain}", "no prompt has this domain", choose_among(domain, sorted(domains)))
         for domain in sorted(domains - set(shares)):
             yield ConfigProblem(path, f"says nothing about the domain `{domain}`", f"give `{domain}` a share, or 0")
 
@@ -159,13 +132,11 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"rewards.{name}.verifier", "no verifier is named", remedy)
         elif reward.verifier not in known and not IMPORT_PATH.fullmatch(reward.verifier):
             message = f"{shown(reward.verifier)} is neither a built-in verifier nor `package.module:function`"
-            remedy = choose_among(reward.verifier, known)
-            yield ConfigProblem(f"rewards.{name}.verifier", message, remedy)
+            yield ConfigProblem(f"rewards.{name}.verifier", message, choose_among(reward.verifier, known))
         for tag in reward.tag_included or [name]:
             if tag in owners:
                 message = f"the domain `{tag}` is judged by rewards.{owners[tag]} already"
-                remedy = "let each domain be judged by one reward"
-                yield ConfigProblem(f"rewards.{name}.tag_included", message, remedy)
+                yield ConfigProblem(f"rewards.{name}.tag_included", message, "let each domain be judged by one reward")
             owners[tag] = name
     for path, data in data_sections(config).items():
         for index, source in enumerate(data.reasoning_gym):
@@ -176,44 +147,30 @@ def rewards_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"{path}.reasoning_gym[{index}]", message, remedy)
 
 
-def validation_is_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require prompts, `eval_steps` and meaningful sampling for validation."""
-    if config.validation is None:
+def validation_is_complete(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Require prompts or environments, and `eval_steps`, for validation. Reject settings that need a distribution if it
+    is greedy."""
+    settings, agentic = validation_settings(config), isinstance(config, AgenticConfig)
+    if settings is None:
         if config.eval_steps > 0:
-            message = f"{config.eval_steps} asks for validation, but there are no validation prompts"
-            yield ConfigProblem("eval_steps", message, "add `validation.data_args`, or set 0")
+            what, key = ("environments", "val_env_manager") if agentic else ("prompts", VALIDATION_DATA)
+            message = f"{config.eval_steps} asks for validation, but there are no validation {what}"
+            yield ConfigProblem("eval_steps", message, f"add `{key}`, or set 0")
         return
     if config.eval_steps == 0:
-        yield ConfigProblem(
-            "validation",
-            "has no effect: eval_steps is 0",
-            "set `eval_steps` to how often, or remove this section (on the command line: `validation=null`)",
-        )
-    yield from greedy_is_plain(config.validation.generating_args)
-    trained = [(source.dataset, source.config, source.seed) for source in config.actor_train.data_args.reasoning_gym]
-    for index, source in enumerate(config.validation.data_args.reasoning_gym):
-        if source.dataset and (source.dataset, source.config, source.seed) in trained:
-            message = f"{source.seed} makes the very tasks of training"
-            remedy = "give validation another seed"
-            yield ConfigProblem(f"{VALIDATION_DATA}.reasoning_gym[{index}].seed", message, remedy)
-
-
-def greedy_is_plain(sampling: GeneratingArguments) -> Iterator[ConfigProblem]:
-    """Reject settings that need a distribution in greedy validation."""
-    if sampling.temperature != 0:
-        return
-    neutral = GeneratingArguments()
+        section = "val_env_manager" if agentic else "validation"
+        remedy = f"set `eval_steps` to how often, or remove this section (on the command line: `{section}=null`)"
+        yield ConfigProblem(section, "has no effect: eval_steps is 0", remedy)
+    sampling, neutral = settings.generating_args, GeneratingArguments()
     for key in ("num_return_sequences", "top_p", "top_k"):
-        if vars(sampling)[key] != vars(neutral)[key]:
-            reason = "temperature 0 is greedy and gives one and the same sample"
+        path, value = f"validation.generating_args.{key}", vars(sampling)[key]
+        if value == vars(neutral)[key]:
+            continue
+        if sampling.temperature == 0:
             remedy = "set `validation.generating_args.temperature` above 0, or remove this key"
-            yield without_effect(f"validation.generating_args.{key}", vars(sampling)[key], reason, remedy)
-
-
-def model_warnings(config: PipelineConfig) -> Iterator[str]:
-    """Warn about models that work but may not be intended."""
-    if config.actor_infer.model_args.model_name_or_path not in (None, model_path(config, config.actor_train)):
-        yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"
+            yield without_effect(path, value, "temperature 0 is greedy and gives one and the same sample", remedy)
+        elif agentic and key == "num_return_sequences":
+            yield ConfigProblem(path, f"{value} has no effect on episodes", "set `val_env_manager.group_size` instead")
 
 
 def data_warnings(config: RLVRConfig) -> Iterator[str]:
@@ -242,7 +199,8 @@ def managers(config: AgenticConfig) -> dict[str, EnvManagerConfig]:
 
 
 def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Require an environment and a known environment manager for each tag."""
+    """Require an environment and a known environment manager for each tag, and turns that fit into a sequence."""
+    room = sequence_length(config) - 1
     if not config.custom_envs:
         remedy = "add one, for example `custom_envs: {lake: {env_type: frozen_lake}}`"
         yield ConfigProblem("custom_envs", "there is no environment", remedy)
@@ -255,8 +213,11 @@ def environments_are_named(config: AgenticConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{path}.env_type", "no environment is named", "write one, for example `frozen_lake`")
         if env.env_manager_cls not in ENV_MANAGERS and not IMPORT_PATH.fullmatch(env.env_manager_cls):
             message = f"{shown(env.env_manager_cls)} is neither a built-in environment manager nor an import path"
-            remedy = choose_among(env.env_manager_cls, ENV_MANAGERS)
-            yield ConfigProblem(f"{path}.env_manager_cls", message, remedy)
+            yield ConfigProblem(f"{path}.env_manager_cls", message, choose_among(env.env_manager_cls, ENV_MANAGERS))
+        if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
+            message = f"{env.max_tokens_per_step} is more than a sequence of {room + 1} tokens has room for"
+            remedy = "lower it, or raise `response_length` or `sequence_length`"
+            yield ConfigProblem(f"{path}.max_tokens_per_step", message, remedy)
 
 
 def tags_are_known(config: AgenticConfig) -> Iterator[ConfigProblem]:
@@ -294,8 +255,9 @@ def _partition_fits(path: str, manager: EnvManagerConfig, tags: int) -> Iterator
 
 
 def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Require environments for all groups of a step, and room for all episodes of a group at once."""
-    train = config.train_env_manager
+    """Require environments for all groups of a step, for each tag of validation, and for all episodes of a group at
+    once."""
+    train, val = config.train_env_manager, config.val_env_manager
     if train.max_traj_per_env is not None and train.num_env_groups is not None:
         path = "train_env_manager.max_traj_per_env"
         if train.num_env_groups * train.max_traj_per_env < config.rollout_batch_size:
@@ -304,46 +266,17 @@ def groups_are_enough(config: AgenticConfig) -> Iterator[ConfigProblem]:
                 f"{train.num_env_groups * train.max_traj_per_env} a step, and a step needs {config.rollout_batch_size}"
             )
             yield ConfigProblem(path, message, "raise it or `num_env_groups`, or lower `rollout_batch_size`")
+    if val is not None:
+        path, tags = "val_env_manager.num_env_groups", len(val.tags or config.custom_envs)
+        if val.num_env_groups is None:
+            yield ConfigProblem(path, "the size of the validation set is not given", "set it, for example 64")
+        elif val.num_env_groups < tags:
+            message = f"{val.num_env_groups} is less than the {count(tags, 'tag')}: not every tag would be validated"
+            yield ConfigProblem(path, message, "raise it, or name fewer `tags`")
     for path, manager in managers(config).items():
         if manager.group_size > config.env_workers.max_sessions:
             message = f"{manager.group_size} episodes, and only {config.env_workers.max_sessions} may be in progress"
             yield ConfigProblem(f"{path}.group_size", message, "lower it, or raise `env_workers.max_sessions`")
-
-
-def turns_fit(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Reject a turn that is longer than a sequence allows."""
-    room = sequence_length(config) - 1
-    for tag, env in config.custom_envs.items():
-        if env.max_tokens_per_step is not None and env.max_tokens_per_step > room:
-            message = f"{env.max_tokens_per_step} is more than a sequence of {room + 1} tokens has room for"
-            path = f"custom_envs.{tag}.max_tokens_per_step"
-            yield ConfigProblem(path, message, "lower it, or raise `response_length` or `sequence_length`")
-
-
-def environment_validation_is_complete(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Require environments, their number, `eval_steps` and meaningful sampling for validation."""
-    manager = config.val_env_manager
-    if manager is None:
-        if config.eval_steps > 0:
-            message = f"{config.eval_steps} asks for validation, but there are no validation environments"
-            yield ConfigProblem("eval_steps", message, "add `val_env_manager`, or set 0")
-        return
-    if config.eval_steps == 0:
-        remedy = "set `eval_steps` to how often, or remove this section"
-        yield ConfigProblem("val_env_manager", "has no effect: eval_steps is 0", remedy)
-    if manager.num_env_groups is None:
-        remedy = "set it, for example 64"
-        yield ConfigProblem("val_env_manager.num_env_groups", "the size of the validation set is not given", remedy)
-    elif manager.num_env_groups < len(manager.tags or config.custom_envs):
-        tags = count(len(manager.tags or config.custom_envs), "tag")
-        message = f"{manager.num_env_groups} is less than the {tags}: not every tag would be validated"
-        yield ConfigProblem("val_env_manager.num_env_groups", message, "raise it, or name fewer `tags`")
-    sampling = config.validation.generating_args
-    yield from greedy_is_plain(sampling)
-    if sampling.temperature > 0 and sampling.num_return_sequences != 1:
-        path = "validation.generating_args.num_return_sequences"
-        message = f"{sampling.num_return_sequences} has no effect on episodes"
-        yield ConfigProblem(path, message, "set `val_env_manager.group_size` instead")
 
 
 def env_warnings(config: AgenticConfig) -> Iterator[str]:

@@ -95,9 +95,8 @@ def devices_exist(config: PipelineConfig) -> Iterator[ConfigProblem]:
             cluster = config.cluster
             nodes = f"{count(cluster.num_nodes, 'node')} x {count(cluster.num_devices_per_node, 'device')}"
             named = f"{shown(mapping)} names device {compact(outside)}"
-            message = f"{named}, but there are {total} ({nodes}), counted from 0"
             remedy = f"name devices 0 to {total - 1}, or raise `cluster.num_devices_per_node` or `cluster.num_nodes`"
-            yield ConfigProblem(path, message, remedy)
+            yield ConfigProblem(path, f"{named}, but there are {total} ({nodes}), counted from 0", remedy)
 
 
 def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -116,21 +115,17 @@ def roles_share_devices_whole(config: PipelineConfig) -> Iterator[ConfigProblem]
 
 
 def weights_can_travel(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject shared memory that cannot reach every engine."""
-    update, path = config.weight_update, "weight_update.transport"
+    """Reject a transport that cannot reach every engine: shared memory, and vLLM's own transfer from GPU to GPU, where
+    NCCL needs different devices, CUDA IPC the same ones."""
+    transport, path = config.weight_update.transport, "weight_update.transport"
     mappings = readable_mappings(config)
-    if update.transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
+    if transport == "shared_memory" and {"actor_train", "actor_infer"} <= mappings.keys():
         nodes = derived.publication_nodes(config)
         if len(nodes) > 1:
-            message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(sorted(nodes))}"
+            message = f"{shown('shared_memory')}, but actor_train and actor_infer are on nodes {compact(nodes)}"
             yield ConfigProblem(path, message, "write `object_store` or `checkpoint`, or `auto`")
-    if update.transport == "shared_memory" and sys.platform != "linux":
+    if transport == "shared_memory" and sys.platform != "linux":
         yield ConfigProblem(path, "'shared_memory' needs Linux (memfd_create)", "write `object_store`, or `auto`")
-
-
-def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Check vLLM's own transfer from GPU to GPU: NCCL needs different devices, CUDA IPC the same ones."""
-    transport, path = config.weight_update.transport, "weight_update.transport"
     if transport not in ("nccl", "cuda_ipc"):
         return
     strategy = config.actor_infer.strategy_args.strategy_name
@@ -138,46 +133,38 @@ def weights_can_be_pushed(config: PipelineConfig) -> Iterator[ConfigProblem]:
         message = f"{shown(transport)} is vLLM's way between GPUs; this run has {strategy} on {config.cluster.device}"
         yield ConfigProblem(path, message, "write `auto`, or use vLLM on GPUs")
         return
-    mappings = readable_mappings(config)
     trainer, engine = set(mappings.get("actor_train", [])), set(mappings.get("actor_infer", []))
     if transport == "nccl" and trainer & engine:
-        message = f"'nccl' needs different devices; both roles have {compact(sorted(trainer & engine))}"
+        message = f"'nccl' needs different devices; both roles have {compact(trainer & engine)}"
         yield ConfigProblem(path, message, "write `cuda_ipc`, or `auto`")
     if transport == "cuda_ipc" and engine - trainer:
-        message = f"'cuda_ipc' stays on a device, but device {compact(sorted(engine - trainer))} has no trainer"
+        message = f"'cuda_ipc' stays on a device, but device {compact(engine - trainer)} has no trainer"
         yield ConfigProblem(path, message, "write `nccl`, or `auto`")
 
 
-def vllm_samples_at_the_temperature(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject small temperatures: vLLM raises them to 0.01 and would record log-probabilities of another
-    distribution."""
-    if config.actor_infer.strategy_args.strategy_name != "vllm":
-        return
-    for path, generating in generating_arguments(config).items():
-        if 0 < generating.temperature < 0.01:
-            message = f"{generating.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
-            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+def engines_sample_what_is_asked(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject small temperatures with vLLM, SGLang without GPUs, and truncated sampling that SGLang cannot record.
 
-
-def sglang_has_gpus(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject SGLang without GPUs."""
-    if config.actor_infer.strategy_args.strategy_name == "sglang" and config.cluster.device != "cuda":
+    vLLM raises temperatures to 0.01, and would record log-probabilities of another distribution. SGLang needs a top-k
+    within its server's limit.
+    """
+    engine = config.actor_infer.strategy_args.strategy_name
+    if engine == "sglang" and config.cluster.device != "cuda":
         message = f"sglang needs GPUs; this run computes on {config.cluster.device}"
         remedy = "write `cluster.device: cuda`, or use hf_infer or vllm"
         yield ConfigProblem("actor_infer.strategy_args.strategy_name", message, remedy)
-
-
-def sglang_records_what_it_samples(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject truncated sampling that SGLang cannot record: it needs a top-k within its server's limit."""
-    if config.actor_infer.strategy_args.strategy_name != "sglang":
-        return
-    limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
-    for path, generating in generating_arguments(config).items():
-        if generating.temperature > 0 and generating.top_p < 1 and generating.top_k == 0:
-            message = f"{generating.top_p}: SGLang records what it samples from under top-p only together with a top-k"
+    for path, sampling in generating_arguments(config).items():
+        if engine == "vllm" and 0 < sampling.temperature < 0.01:
+            message = f"{sampling.temperature}: vLLM samples at 0.01 or above, or greedily at 0"
+            yield ConfigProblem(f"{path}.temperature", message, "write 0, or at least 0.01")
+        if engine != "sglang" or sampling.temperature == 0:
+            continue
+        limit = Options.of(config.actor_infer).get("sampling_mask_max_tokens", 4096)
+        if sampling.top_p < 1 and sampling.top_k == 0:
+            message = f"{sampling.top_p}: SGLang records what it samples from under top-p only together with a top-k"
             yield ConfigProblem(f"{path}.top_p", message, f"write 1, or set `top_k` to at most {limit}")
-        if generating.temperature > 0 and generating.top_k > limit:
-            message = f"{generating.top_k}: SGLang records what it samples from for at most {limit} tokens"
+        if sampling.top_k > limit:
+            message = f"{sampling.top_k}: SGLang records what it samples from for at most {limit} tokens"
             remedy = "write 0 (all), less, or raise `sampling_mask_max_tokens` in `strategy_config`"
             yield ConfigProblem(f"{path}.top_k", message, remedy)
 

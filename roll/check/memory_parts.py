@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from roll.configs.errors import count
 MIB, GIB = 2**20, 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """`model_args.dtype` -> bytes of a number."""
+LIBRARIES = 0.5 * GIB
+"""Memory of a process on a CPU: Python, torch, transformers, Ray."""
 CONTEXT = 0.6 * GIB
 """Memory of a process on a GPU: CUDA's context and cuBLAS's workspace."""
 COMMUNICATION = 0.5 * GIB
@@ -38,6 +40,11 @@ class Part:
     """The arithmetic in words."""
 
 
+def gib(size: float) -> str:
+    """Format a number of bytes."""
+    return f"{size / GIB:.1f} GiB"
+
+
 def billions(parameters: float) -> str:
     """Format a number of parameters in words."""
     return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
@@ -49,8 +56,10 @@ def states(name: str, parameters: int, shares: int, size: float, what: str, hold
     return Part(name, parameters * size / shares, f"{billions(parameters)} x {size} bytes ({what}){share}")
 
 
-def driver(ranks: int) -> Part:
-    """Return the driver's memory of a process on a GPU; with several ``ranks``, NCCL's buffers are added."""
+def overhead(on_gpu: bool, ranks: int) -> Part:
+    """Return what a process takes besides its model; with several ``ranks``, NCCL's buffers are added on GPUs."""
+    if not on_gpu:
+        return Part("libraries", LIBRARIES, "Python, torch, transformers, Ray")
     talks = COMMUNICATION if ranks > 1 else 0.0
     return Part("driver", CONTEXT + talks, "CUDA's context" + (", NCCL's buffers" if talks else ""))
 
@@ -72,24 +81,28 @@ class Phase:
 class RoleMemory:
     """The memory of one process of a role, at the maximum lengths that the configuration allows."""
 
-    role: str
-    title: str
-    """Engine, model and number of parameters."""
-    devices: list[int]
     always: tuple[Part, ...]
     """Parts that exist as long as the role has its devices."""
     phases: tuple[Phase, ...] = ()
-    processes: int = 1
-    """Ranks, or engine replicas."""
     host: tuple[Part, ...] = ()
     """Host memory of each process."""
     host_of_first: tuple[Part, ...] = ()
     """Additional host memory of the first process."""
     start: Part | None = None
     """Host memory while the process loads its model."""
+    state: float = 0.0
+    """Bytes of the process's part of a training state in a checkpoint."""
     stays: float = 0.0
     """Bytes that stay on a shared device while another role has it."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    misfits: tuple[str, ...] = ()
+    """Reasons why an engine cannot start with its share of the device."""
+    role: str = ""
+    title: str = ""
+    """Engine, model and number of parameters."""
+    devices: Sequence[int] = ()
+    processes: int = 1
+    """Ranks, or engine replicas."""
 
     @property
     def largest(self) -> Phase:
@@ -245,9 +258,12 @@ _NORMED_FAMILIES = ("qwen3", "qwen3_moe")
 
 def find_shape(model: str) -> ModelShape:
     """Return the sizes of a model by its folder or hub name. Raises `ShapeUnknown`."""
-    folder = Path(model)
-    if (folder / "config.json").is_file():
-        return _from_folder(folder)
+    file = Path(model) / "config.json"
+    if file.is_file():
+        try:
+            return _from_facts(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ShapeUnknown(f"{file} does not tell the sizes of a decoder: {error!r}") from error
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     while _VARIANT.search(name):
         name = _VARIANT.sub("", name)
@@ -257,14 +273,6 @@ def find_shape(model: str) -> ModelShape:
             "or Llama 3"
         )
     return KNOWN[name]
-
-
-def _from_folder(folder: Path) -> ModelShape:
-    try:
-        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return _from_facts(facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShapeUnknown(f"{folder / 'config.json'} does not tell the sizes of a decoder: {error!r}") from error
 
 
 def _from_facts(facts: Mapping[str, Any]) -> ModelShape:
@@ -310,15 +318,9 @@ def layer_bytes(shape: ModelShape, element: int, *, eager_width: int = 0) -> flo
         attention += shape.heads * eager_width * scores + element * (shape.queries - shape.keys) * 2
     if shape.qk_norm:
         attention += (4 + element) * (shape.queries + shape.keys)
-    return 2 * norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
-
-
-def joined_bytes(shape: ModelShape, element: int) -> int:
-    """Return the bytes that a packed row adds to a layer if attention runs sample by sample.
-
-    The joined results exist besides the parts that attention keeps for itself.
-    """
-    return element * shape.queries
+    # Gate, activation, up and their product; for each chosen expert also its input and output.
+    feed_forward = 4 * shape.width * element + 2 * shape.experts_per_token * shape.hidden * element + 4 * shape.experts
+    return 2 * norm_bytes(shape, element) + attention + feed_forward
 
 
 def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> int:
@@ -331,11 +333,6 @@ def adapter_bytes(shape: ModelShape, adapted: int, rank: int, element: int) -> i
     if shape.experts:
         frozen += shape.experts_per_token * (shape.hidden + shape.expert_intermediate) + shape.hidden
     return element * (adapted * rank - frozen)
-
-
-def feed_forward_bytes(shape: ModelShape, element: int) -> int:
-    """Return the bytes of gate, activation, up and their product; for each chosen expert also its input and output."""
-    return 4 * shape.width * element + 2 * shape.experts_per_token * shape.hidden * element + 4 * shape.experts
 
 
 def backward_bytes(shape: ModelShape, element: int) -> int:
@@ -357,26 +354,7 @@ def one_layer(shape: ModelShape, element: int, tokens: int, shares: int = 1) -> 
     return Part("activations", one * tokens, f"{tokens:,} tokens x {one / 1000:,.0f} kB of one layer")
 
 
-def megatron_layer_bytes(shape: ModelShape, element: int, tensor: int, norms_shared: bool) -> float:
-    """Return the bytes of one megatron-core layer on one of ``tensor`` ranks, per token.
-
-    Counted are inputs and results of the norms and the residual sum, rotated queries, keys and values with the result
-    of attention, gate and up with their product.
-    """
-    shared = element * (3 * shape.queries + 4 * shape.keys + 3 * shape.width) + 4 * shape.heads
-    shared += 2 * shape.experts_per_token * shape.hidden * element
-    return 6 * shape.hidden * element / (tensor if norms_shared else 1) + shared / tensor
-
-
 def head_bytes(shape: ModelShape, tokens: int) -> int:
     """Return the bytes of the output layer besides its weight and its gradient: one float32 chunk of logits, three
     times."""
-    if shape.value_head:
-        return 0
-    return HEAD_COPIES * 4 * min(tokens * shape.vocabulary, HEAD_CHUNK)
-
-
-def head_how(shape: ModelShape) -> str:
-    """Return the arithmetic of `head_bytes` in words."""
-    chunk = HEAD_CHUNK * 4 // MIB
-    return f"{HEAD_COPIES} x {chunk} MiB: logits are made in chunks, never all {shape.vocabulary:,} for each token"
+    return 0 if shape.value_head else HEAD_COPIES * 4 * min(tokens * shape.vocabulary, HEAD_CHUNK)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from roll.check import memory_parts
 from roll.check.memory_parts import (
@@ -22,12 +21,13 @@ from roll.check.memory_parts import (
     ModelShape,
     Part,
     Phase,
+    RoleMemory,
     billions,
-    driver,
+    gib,
     one_layer,
+    overhead,
     states,
 )
-from roll.check.rules import zero_device
 from roll.configs import derived
 from roll.configs.errors import count
 from roll.configs.roles import ModelArguments, WorkerConfig
@@ -47,112 +47,99 @@ SGLANG_MAX_RUNNING = 256
 """`max_running_requests`, unless the configuration says otherwise."""
 SGLANG_PREFILL = ((35, 2048), (60, 4096), (160, 8192))
 """GPU memory in GiB -> tokens that SGLang prefills at a time on a smaller GPU; on larger ones 16,384."""
+SGLANG_USUAL_GPU = 80 * GIB
+"""Memory of a GPU of unknown size."""
 HF_MAX_RUNNING, HF_MAX_PREFILL = 256, 8192
 """Defaults of `HFInferConfig`."""
 HF_LOGIT_COPIES = 3
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Memory of one device of a replica."""
-
-    always: tuple[Part, ...]
-    least: Part
-    """Memory that the share must hold, one sequence of maximum length included; with less the engine does not start."""
-    notes: tuple[str, ...] = ()
-    share: Part | None = None
-    """The part of the device that the engine reserves whatever it needs; None: it takes what is listed."""
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """Keys and values on one device."""
-
-    token: float
-    """Bytes of one token."""
-    length: int
-    """Tokens of the longest sequence."""
-    sequences: int
-    """Maximum number of running sequences."""
-
-    @property
-    def sequence(self) -> float:
-        """Bytes of one sequence of full length."""
-        return self.token * self.length
-
-    @property
-    def wanted(self) -> float:
-        """Bytes if the maximum number of sequences run at full length."""
-        return self.sequence * self.sequences
-
-    def part(self, room: float) -> Part:
-        """Return a line with ``room`` bytes and the number of sequences that fit."""
-        fit = f"room for {room / self.sequence:,.0f} sequences of {self.length:,} tokens"
-        how = f"{self.token / 1024:,.0f} KiB a token; {fit}; up to {self.sequences:,} run at a time"
-        return Part("keys and values", room, how)
-
-    def notes(self, room: float, engine: str) -> tuple[str, ...]:
-        """Return a note if only some of the sequences fit."""
-        if room >= self.wanted or room < self.sequence:
-            return ()
-        return (
-            f"keys and values of {count(self.sequences, 'sequence')} of full length want {self.wanted / GIB:.1f} GiB: "
-            f"beyond what there is, {engine} interrupts requests and computes them again",
-        )
+def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
+    """Estimate one device of a replica, on GPUs of ``device_bytes`` each; None if the size is unknown."""
+    role, on_gpu = config.actor_infer, config.cluster.device == "cuda"
+    name = role.strategy_args.strategy_name
+    if on_gpu and name in ("vllm", "sglang"):
+        memory = (_vllm if name == "vllm" else _sglang)(config, shape, device_bytes)
+    else:
+        memory = _embedded(config, shape)
+    how = "the next version beside the present one, mapped or staged"
+    if name == "sglang":
+        how = "files in memory, which SGLang reads while an update lasts"
+    copy = Part("new weights", shape.parameters * ELEMENT_BYTES[role.model_args.dtype], how)
+    return replace(
+        memory,
+        always=(*memory.always, overhead(on_gpu, role.num_gpus_per_engine)),
+        processes=derived.engine_replicas(config),
+        host=(copy,) if name == "sglang" or not on_gpu else (),
+    )
 
 
-def engine_memory(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
-    """Estimate the memory on GPUs of ``device_bytes`` each; None if the size is unknown."""
-    shared = {"vllm": _vllm, "sglang": _sglang}.get(config.actor_infer.strategy_args.strategy_name)
-    if shared is not None and config.cluster.device == "cuda":
-        return shared(config, shape, device_bytes)
-    return _embedded(config, shape)
-
-
-def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
+def _vllm(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
-    tokens = int(options.get("max_num_batched_tokens", VLLM_MAX_BATCHED_TOKENS))
-    requests = int(options.get("max_num_seqs", VLLM_MAX_NUM_SEQS))
-    weights, cache = _weights(config, shape, ranks), _cache(config, shape, requests)
-    graphs = not options.get("enforce_eager", False)
-    computing = _computing(config, shape, tokens, requests, graphs=graphs)
-    fixed = weights.size + computing.size + driver(ranks).size
-    share = options.get("gpu_memory_utilization", VLLM_MEMORY_SHARE)
-    room, taken = cache.wanted, None
-    wanted = options.get("kv_cache_memory_bytes", 0)  # vLLM treats 0 as unset
-    if wanted:
-        room = wanted
-    elif device_bytes is not None:
-        room = max(0.0, share * device_bytes - fixed)
-        taken = Part("gpu_memory_utilization", share * device_bytes, f"{share:g} x {device_bytes / GIB:.1f} GiB")
-    least = Part("least", fixed + cache.sequence, "weights, computing and one sequence")
-    return EngineMemory((weights, cache.part(room), computing), least, cache.notes(room, "vLLM"), taken)
+    tokens = options.get("max_num_batched_tokens", VLLM_MAX_BATCHED_TOKENS)
+    requests = options.get("max_num_seqs", VLLM_MAX_NUM_SEQS)
+    weights = _weights(config, shape, ranks)
+    computing = _computing(config, shape, tokens, requests, graphs=not options.get("enforce_eager", False))
+    room = options.get("kv_cache_memory_bytes", 0)  # vLLM treats 0 as unset
+    share: Part | None = None
+    if device_bytes is not None and not room:
+        part = options.get("gpu_memory_utilization", VLLM_MEMORY_SHARE)
+        share = Part("gpu_memory_utilization", part * device_bytes, f"{part:g} x {gib(device_bytes)}")
+    held = Part("weights, computing", weights.size + computing.size + overhead(True, ranks).size, "")
+    return _filled("vLLM", config, shape, requests, (weights, computing), held, share, room or None)
 
 
-def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> EngineMemory:
+def _sglang(config: PipelineConfig, shape: ModelShape, device_bytes: float | None) -> RoleMemory:
     """Estimate SGLang: `mem_fraction_static` of the memory that the driver leaves holds weights, keys and values
     only."""
     options, ranks = Options.of(config.actor_infer), config.actor_infer.num_gpus_per_engine
     requests = options.get("max_running_requests", SGLANG_MAX_RUNNING)
-    weights, cache = _weights(config, shape, ranks), _cache(config, shape, requests)
-    tokens = options.get("chunked_prefill_size", _sglang_prefill(device_bytes))
-    tokens = tokens if tokens > 0 else cache.length
-    graphs = not options.get("disable_cuda_graph", False)
-    computing = _computing(config, shape, tokens, requests, graphs=graphs)
-    room, taken = cache.wanted, None
+    size = SGLANG_USUAL_GPU if device_bytes is None else device_bytes
+    usual = next((tokens for below, tokens in SGLANG_PREFILL if size < below * GIB), 16384)
+    tokens = options.get("chunked_prefill_size", usual)
+    tokens = tokens if tokens > 0 else derived.sequence_length(config)
+    weights = _weights(config, shape, ranks)
+    share: Part | None = None
+    computing = _computing(config, shape, tokens, requests, graphs=not options.get("disable_cuda_graph", False))
     if device_bytes is not None:
-        share = options.get("mem_fraction_static", _sglang_share(device_bytes, tokens, requests, ranks))
-        left = device_bytes - driver(ranks).size
-        taken = Part("mem_fraction_static", share * left, f"{share:.3g} x {left / GIB:.1f} GiB that the driver leaves")
-        room = max(0.0, taken.size - weights.size)
-    least = Part("least", weights.size + cache.sequence, "weights and one sequence")
-    return EngineMemory((weights, cache.part(room), computing), least, cache.notes(room, "SGLang"), taken)
+        part = options.get("mem_fraction_static", _sglang_share(device_bytes, tokens, requests, ranks))
+        left = device_bytes - overhead(True, ranks).size
+        share = Part("mem_fraction_static", part * left, f"{part:.3g} x {gib(left)} that the driver leaves")
+    held = Part("weights", weights.size, "")
+    return _filled("SGLang", config, shape, requests, (weights, computing), held, share)
 
 
-def _sglang_prefill(device_bytes: float | None) -> int:
-    """Return the tokens that SGLang prefills at a time by default; a GPU of unknown size counts as 80 GiB."""
-    gib = 80.0 if device_bytes is None else device_bytes / GIB
-    return next((tokens for below, tokens in SGLANG_PREFILL if gib < below), 16384)
+def _filled(
+    engine: str,
+    config: PipelineConfig,
+    shape: ModelShape,
+    requests: int,
+    parts: tuple[Part, Part],
+    held: Part,
+    share: Part | None,
+    room: float | None = None,
+) -> RoleMemory:
+    """Estimate an engine that fills what is left of its ``share`` of the device with keys and values.
+
+    The share also has what is ``held``, and the engine does not start if it has no room for one sequence. ``room``: the
+    bytes of keys and values, if the configuration sets them. Without either, all sequences have room.
+    """
+    token = shape.cache_bytes_per_token(_element(config)) / min(config.actor_infer.num_gpus_per_engine, shape.kv_heads)
+    length, sequences = derived.sequence_length(config), _running_sequences(config, requests)
+    sequence, misfits, notes = token * length, tuple[str, ...](), tuple[str, ...]()
+    if share is not None:
+        room = max(0.0, share.size - held.size)
+        if held.size + sequence > share.size:
+            has = f"actor_infer has {share.how} = {gib(share.size)} ({share.name})"
+            misfits = (f"{has}, and {held.name} and one sequence need {gib(held.size + sequence)}",)
+    wanted = sequence * sequences
+    room = wanted if room is None else room
+    if sequence <= room < wanted:
+        want = f"keys and values of {count(sequences, 'sequence')} of full length want {gib(wanted)}"
+        notes = (f"{want}: beyond what there is, {engine} interrupts requests and computes them again",)
+    fit = f"room for {room / sequence:,.0f} sequences of {length:,} tokens"
+    how = f"{token / 1024:,.0f} KiB a token; {fit}; up to {sequences:,} run at a time"
+    return RoleMemory((parts[0], Part("keys and values", room, how), parts[1]), notes=notes, misfits=misfits)
 
 
 def _sglang_share(device_bytes: float, tokens: int, requests: int, ranks: int) -> float:
@@ -166,39 +153,31 @@ def _sglang_share(device_bytes: float, tokens: int, requests: int, ranks: int) -
     return max(0.0, 1 - reserved / device_bytes)
 
 
-def _embedded(config: PipelineConfig, shape: ModelShape) -> EngineMemory:
+def _embedded(config: PipelineConfig, shape: ModelShape) -> RoleMemory:
     """Estimate `hf_infer`, and vLLM on a CPU, which has the same kind of limits."""
     options, element = Options.of(config.actor_infer), _element(config)
-    most_tokens = HF_MAX_PREFILL
-    if options.strategy == "vllm":
-        most_sequences = int(options.get("max_num_seqs", HF_MAX_RUNNING))
-    else:
-        most_sequences = options.get("max_running_requests", HF_MAX_RUNNING)
-        most_tokens = options.get("max_prefill_tokens", HF_MAX_PREFILL)
+    vllm = options.strategy == "vllm"
+    most_sequences = options.get("max_num_seqs" if vllm else "max_running_requests", HF_MAX_RUNNING)
+    most_tokens = HF_MAX_PREFILL if vllm else options.get("max_prefill_tokens", HF_MAX_PREFILL)
     length = -(-derived.sequence_length(config) // 16) * 16
     sequences = _running_sequences(config, most_sequences)
     cached = shape.cache_bytes_per_token(element)
     prompts = min(most_tokens, sequences * config.prompt_length)
     prefill = prompts * (cached + memory_parts.forward_only_bytes(shape, element))
     logits = 4 * HF_LOGIT_COPIES * shape.vocabulary * sequences
-    always = (
-        _weights(config, shape, 1),
-        Part("keys and values", cached * length * sequences, f"{count(sequences, 'request')} of {length:,} tokens"),
-        Part("computing", max(prefill, logits), f"{prompts:,} prompt tokens at a time, or logits of all requests"),
+    return RoleMemory(
+        (
+            _weights(config, shape, 1),
+            Part("keys and values", cached * length * sequences, f"{count(sequences, 'request')} of {length:,} tokens"),
+            Part("computing", max(prefill, logits), f"{prompts:,} prompt tokens at a time, or logits of all requests"),
+        )
     )
-    return EngineMemory(always, Part("least", sum(part.size for part in always), "all of it"))
 
 
 def _running_sequences(config: PipelineConfig, most: int) -> int:
     """Return the sequences that one replica runs at a time: all that may have started, at most ``most``."""
     started = (derived.groups_ahead(config) + config.rollout_batch_size) * derived.group_size(config)
     return max(1, min(most, -(-started // max(1, derived.engine_replicas(config)))))
-
-
-def _cache(config: PipelineConfig, shape: ModelShape, requests: int) -> _Cache:
-    ranks = min(config.actor_infer.num_gpus_per_engine, shape.kv_heads)
-    token = shape.cache_bytes_per_token(_element(config)) / ranks
-    return _Cache(token, derived.sequence_length(config), _running_sequences(config, requests))
 
 
 def _computing(config: PipelineConfig, shape: ModelShape, tokens: int, requests: int, *, graphs: bool) -> Part:
@@ -225,19 +204,6 @@ STATE_BYTES = 12
 """Bytes per parameter in a training state: the weight and two moments in float32."""
 DEEPSPEED_BUCKET = 500_000_000
 """Elements of a DeepSpeed bucket, unless `zero_optimization` says otherwise; two of them overlap."""
-EVERYWHERE = "all-linear"
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The largest micro-batch of a rank."""
-
-    tokens: int
-    """Number of tokens, padding included."""
-    width: int
-    """Tokens of its longest sample."""
-    per_step: int
-    """Number of micro-batches of this size in an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +255,7 @@ def adapted_layers(shape: ModelShape, wanted: list[str] | str | None) -> Sequenc
         }
     names = wanted.split(",") if isinstance(wanted, str) else wanted or []
     ends = {name.strip().rpartition(".")[2] for name in names}
-    return list(known.values()) if ends == {EVERYWHERE} else [known[name] for name in known if name in ends]
+    return list(known.values()) if ends == {"all-linear"} else [known[name] for name in known if name in ends]
 
 
 @dataclass(frozen=True)
@@ -298,106 +264,56 @@ class Trainer:
 
     config: WorkerConfig
     shape: ModelShape
+    options: Options
+    dtype: str
+    """Type of a number in computing."""
+    element: int
+    """Bytes of a number in computing."""
     ranks: int
     on_gpu: bool
     learns: bool
-    train: MicroBatch
-    infer: MicroBatch
-
-    @property
-    def dtype(self) -> str:
-        """Type of a number in computing."""
-        return self.config.model_args.dtype
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number in computing."""
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def options(self) -> Options:
-        """Options of the strategy."""
-        return Options.of(self.config)
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if only adapters learn."""
-        return self.learns and self.config.model_args.lora_target is not None
-
-    @cached_property
-    def learned(self) -> Learned:
-        """The elements that learn; meaningful only if ``learns``."""
-        if self.has_adapters:
-            return Learned.adapters(self.shape, self.config.model_args)
-        return Learned.all_weights(self.shape)
-
-    @property
-    def stored(self) -> int:
-        """Bytes of a number of the model when loaded: weights that learn are float32."""
-        return self.element if self.has_adapters or not self.learns else 4
-
-    @property
-    def adapted(self) -> Sequence[tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one layer that have adapters."""
-        return adapted_layers(self.shape, self.config.model_args.lora_target) if self.has_adapters else ()
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes that a layer keeps for its backward pass, per token."""
-        attention, packs = self.config.model_args.attn_implementation, self.config.use_sequence_packing
-        width = self.train.width if attention == "eager" else 0
-        one = memory_parts.layer_bytes(self.shape, self.element, eager_width=width)
-        if packs and attention == "sdpa" and not (self.on_gpu and self.element == 2):
-            one += memory_parts.joined_bytes(self.shape, self.element)
-        if self.has_adapters:
-            rank = self.config.model_args.lora_rank
-            one += memory_parts.adapter_bytes(self.shape, len(self.adapted), rank, self.element)
-        return one
+    has_adapters: bool
+    """True if only adapters learn."""
+    adapted: Sequence[tuple[int, int]]
+    """Inputs and outputs of the linear layers of one layer that have adapters."""
+    learned: Learned
+    """The elements that learn; meaningful only if ``learns``."""
+    longest: int
+    """Tokens of the longest sample."""
+    train_tokens: int
+    """Tokens of the largest micro-batch in training, padding included."""
+    micro_batches: int
+    """Number of micro-batches of this size in an optimizer step."""
+    infer_tokens: int
+    """Tokens of the largest micro-batch for log-probabilities."""
 
 
-@dataclass(frozen=True)
-class TrainerMemory:
-    """Memory of one rank."""
-
-    always: tuple[Part, ...]
-    phases: tuple[Phase, ...]
-    elsewhere: tuple[Part, ...] = ()
-    """States of each rank that are kept on the host."""
-    state: float = 0.0
-    """Bytes of the rank's part of a training state in a checkpoint."""
-
-    @property
-    def peak(self) -> float:
-        """Largest number of bytes on the device."""
-        return sum(part.size for part in self.always) + max(phase.size for phase in self.phases)
-
-
-def trainer_memory(trainer: Trainer) -> TrainerMemory:
+def trainer_memory(trainer: Trainer) -> RoleMemory:
     """Estimate the memory of the rank that needs most."""
     strategy = trainer.config.strategy_args.strategy_name
     own = {"megatron_train": _megatron, "deepspeed_train": _deepspeed, "hf_infer": _replica}
     return own.get(strategy, _fsdp2)(trainer)
 
 
-def _replica(trainer: Trainer) -> TrainerMemory:
+def _replica(trainer: Trainer) -> RoleMemory:
     """Estimate `hf_infer`: all weights on each rank, and one forward pass."""
     weights = states("weights", trainer.shape.parameters, 1, trainer.element, f"{trainer.dtype}, whole on each rank")
-    return TrainerMemory((weights,), (Phase(LOG_PROBABILITIES, _forward_only(trainer)),))
+    return RoleMemory((weights,), (Phase(LOG_PROBABILITIES, _forward_only(trainer)),))
 
 
-def _fsdp2(trainer: Trainer) -> TrainerMemory:
+def _fsdp2(trainer: Trainer) -> RoleMemory:
     gathered = _gathered(trainer, stays=not trainer.options.get("reshard_after_forward", True))
     forward = Phase(LOG_PROBABILITIES, (gathered, *_forward_only(trainer)))
     if trainer.learns:
         memory = _fsdp2_learning(trainer, gathered, forward)
     else:
         weights = states("weights", trainer.shape.parameters, trainer.ranks, trainer.element, trainer.dtype)
-        memory = TrainerMemory((weights,), (forward,))
+        memory = RoleMemory((weights,), (forward,))
     offloads = trainer.on_gpu and trainer.options.get("offload", "none") == "cpu"
     return _kept_on_the_host(memory) if offloads else memory
 
 
-def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> TrainerMemory:
+def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> RoleMemory:
     ranks, learned, parameters = trainer.ranks, trainer.learned, trainer.shape.parameters
     always = [states("weights", parameters, ranks, 4, "float32")]
     if trainer.has_adapters:
@@ -416,24 +332,20 @@ def _fsdp2_learning(trainer: Trainer, gathered: Part, forward: Phase) -> Trainer
         Phase(BACKWARD_ENDS, (gradients, gathered, Part("embedding's gradient", reduced, outside))),
         Phase(UPDATE, (gradients, roots)),
         forward,
-        _merged(trainer) if trainer.has_adapters else _one_matrix(trainer),
+        _one_matrix(trainer),
     )
-    return TrainerMemory(tuple(always), phases, state=STATE_BYTES * learned.parameters / ranks)
+    return RoleMemory(tuple(always), phases, state=STATE_BYTES * learned.parameters / ranks)
 
 
 def _one_matrix(trainer: Trainer) -> Phase:
-    """Return the weight update of a trainer that sends weights tensor by tensor."""
-    return Phase(PUBLICATION, (Part("one matrix", 4 * trainer.shape.largest_matrix, "whole, in float32"),))
-
-
-def _merged(trainer: Trainer) -> Phase:
-    """Return the weight update of weights with their adapters added: a matrix, and its sum with the adapter."""
+    """Return the weight update, matrix by matrix; an adapter is added to a copy of its matrix."""
     adapted = max((inputs * outputs for inputs, outputs in trainer.adapted), default=0)
+    twice = "; twice where an adapter is added" if trainer.has_adapters else ""
     size = 4 * max(trainer.shape.largest_matrix, 2 * adapted)
-    return Phase(PUBLICATION, (Part("one matrix", size, "whole, in float32; twice where an adapter is added"),))
+    return Phase(PUBLICATION, (Part("one matrix", size, f"whole, in float32{twice}"),))
 
 
-def _kept_on_the_host(memory: TrainerMemory) -> TrainerMemory:
+def _kept_on_the_host(memory: RoleMemory) -> RoleMemory:
     """Move states, gradients and the optimizer's steps to the host, as `offload: cpu` does."""
     kept = {part.name: part for phase in memory.phases for part in phase.parts if part.name == "gradients"}
     phases = tuple(
@@ -441,7 +353,7 @@ def _kept_on_the_host(memory: TrainerMemory) -> TrainerMemory:
         for phase in memory.phases
     )
     away = tuple(Part(part.name, 0, "in the memory of the host (offload: cpu)") for part in memory.always)
-    return replace(memory, always=away, phases=phases, elsewhere=(*memory.always, *kept.values()))
+    return replace(memory, always=away, phases=phases, host=(*memory.always, *kept.values()))
 
 
 def _gathered(trainer: Trainer, *, stays: bool = False) -> Part:
@@ -462,9 +374,9 @@ def _backward(trainer: Trainer, gathered: Part, gradients: Part) -> Phase:
     The gradients exist too if this is not the first micro-batch of the step. With a single micro-batch, gradients grow
     as activations are freed, and the larger of the two counts.
     """
-    shape, element, tokens, learned = trainer.shape, trainer.element, trainer.train.tokens, trainer.learned
+    shape, element, tokens, learned = trainer.shape, trainer.element, trainer.train_tokens, trainer.learned
     kept = _activations(trainer)
-    together = trainer.train.per_step > 1
+    together = trainer.micro_batches > 1
     there = (kept, gradients) if together else (max(kept, gradients, key=lambda part: part.size),)
     layer = 2 * element * learned.in_layer + 4 * learned.in_layer * (1 + 1 / trainer.ranks)
     within = max(memory_parts.head_bytes(shape, tokens), memory_parts.backward_bytes(shape, element) * tokens + layer)
@@ -474,8 +386,13 @@ def _backward(trainer: Trainer, gathered: Part, gradients: Part) -> Phase:
 
 
 def _activations(trainer: Trainer) -> Part:
-    shape, element, tokens = trainer.shape, trainer.element, trainer.train.tokens
-    one = trainer.layer_bytes
+    shape, element, tokens, role = trainer.shape, trainer.element, trainer.train_tokens, trainer.config
+    attention, adapted = role.model_args.attn_implementation, len(trainer.adapted)
+    one = memory_parts.layer_bytes(shape, element, eager_width=trainer.longest if attention == "eager" else 0)
+    if role.use_sequence_packing and attention == "sdpa" and not (trainer.on_gpu and element == 2):
+        one += element * shape.queries  # joined results of the samples, besides the parts that attention keeps
+    if trainer.has_adapters:
+        one += memory_parts.adapter_bytes(shape, adapted, role.model_args.lora_rank, element)
     ends = memory_parts.norm_bytes(shape, element) + 3 * element * shape.hidden
     if trainer.options.get("gradient_checkpointing", False):
         size = (shape.layers * element * shape.hidden + one + ends) * tokens
@@ -487,26 +404,29 @@ def _activations(trainer: Trainer) -> Part:
 
 
 def _forward_only(trainer: Trainer) -> tuple[Part, Part]:
-    shape, tokens = trainer.shape, trainer.infer.tokens
-    logits = Part("logits", memory_parts.head_bytes(shape, tokens), memory_parts.head_how(shape))
-    return one_layer(shape, trainer.element, tokens), logits
+    shape, tokens, copies = trainer.shape, trainer.infer_tokens, memory_parts.HEAD_COPIES
+    chunks = f"{copies} x {memory_parts.HEAD_CHUNK * 4 // MIB} MiB"
+    how = f"{chunks}: logits are made in chunks, never all {shape.vocabulary:,} for each token"
+    return one_layer(shape, trainer.element, tokens), Part("logits", memory_parts.head_bytes(shape, tokens), how)
 
 
-def _deepspeed(trainer: Trainer) -> TrainerMemory:
+def _deepspeed(trainer: Trainer) -> RoleMemory:
     ranks, element, options = trainer.ranks, trainer.element, trainer.options
     stage, parameters = options.get("zero_optimization.stage", 0), trainer.shape.parameters
     weights = states("weights", parameters, ranks if stage == 3 else 1, element, trainer.dtype)
     live = _gathered(trainer) if stage == 3 else Part("gathered weights", 0, "none: each rank has all")
     forward = Phase(LOG_PROBABILITIES, (live, *_forward_only(trainer)))
     if not trainer.learns:
-        return TrainerMemory((weights,), (forward,))
+        return RoleMemory((weights,), (forward,))
     owners = ranks if stage > 0 else 1
     what = "AdamW's two moments" + (", master weights" if stage > 0 else "")
     optimizer = states("optimizer", parameters, owners, 12 if stage > 0 else 8, f"{what}, float32")
     gradients = states("gradients", parameters, ranks if stage >= 2 else 1, 4, "float32")
     roots = Part("square roots", 4 * parameters / owners, "of the rank's master weights")
     on_host: list[Part] = []
-    optimizer_device, weights_device = (zero_device(options, key) for key in ("offload_optimizer", "offload_param"))
+    optimizer_device, weights_device = (
+        options.get(f"zero_optimization.{section}.device", "none") for section in ("offload_optimizer", "offload_param")
+    )
     if optimizer_device != "none":
         on_host += [optimizer] if optimizer_device == "cpu" else []
         optimizer = Part("optimizer", 0, "away from the device (offload_optimizer)")
@@ -523,88 +443,74 @@ def _deepspeed(trainer: Trainer) -> TrainerMemory:
         forward,
         _one_matrix(trainer),
     )
-    return TrainerMemory((weights, optimizer), phases, tuple(on_host), STATE_BYTES * parameters / ranks)
+    return RoleMemory((weights, optimizer), phases, tuple(on_host), state=STATE_BYTES * parameters / ranks)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The way megatron-core splits the model."""
-
-    tensor: int
-    stages: int
-    experts: int
-    """Ranks over which the experts and their matrices are split."""
-    copies: int
-    """Number of ranks that hold the same share."""
-    expert_copies: int
-
-
-def _megatron(trainer: Trainer) -> TrainerMemory:
+def _megatron(trainer: Trainer) -> RoleMemory:
     """Estimate the pipeline stage that needs most."""
-    options = trainer.options
-    tensor, stages = (options.get(key, 1) for key in derived.MEGATRON_MODEL_PARALLEL_KEYS)
+    stages = trainer.options.get("pipeline_model_parallel_size", 1)
+    return max((_stage(trainer, stage, stages) for stage in sorted({0, stages - 1})), key=lambda memory: memory.peak)
+
+
+def _stage(trainer: Trainer, stage: int, stages: int) -> RoleMemory:
+    shape, element, options = trainer.shape, trainer.element, trainer.options
+    tensor = options.get("tensor_model_parallel_size", 1)
     experts = options.get("expert_model_parallel_size", 1) * options.get("expert_tensor_parallel_size", tensor)
-    copies = derived.data_parallel_ranks(trainer.config)
-    layout = _Layout(tensor, stages, experts, copies, max(1, trainer.ranks // (stages * experts)))
-    return max((_stage(trainer, layout, stage) for stage in sorted({0, stages - 1})), key=lambda memory: memory.peak)
-
-
-def _stage(trainer: Trainer, layout: _Layout, stage: int) -> TrainerMemory:
-    shape, element = trainer.shape, trainer.element
-    layers = shape.layers // layout.stages
-    first, last = stage == 0, stage == layout.stages - 1
-    dense = layers * ((shape.attention_parameters + shape.dense_parameters) / layout.tensor + 2 * shape.hidden)
+    layers = shape.layers // stages
+    first, last = stage == 0, stage == stages - 1
+    dense = layers * ((shape.attention_parameters + shape.dense_parameters) / tensor + 2 * shape.hidden)
     has_head = last and not shape.value_head and not (shape.tied and first)
-    dense += (int(first) + int(has_head)) * shape.embedding_parameters / layout.tensor
+    dense += (int(first) + int(has_head)) * shape.embedding_parameters / tensor
     dense += shape.hidden + 1 if last and shape.value_head else 0  # the same on each tensor-parallel rank
-    expert = layers * shape.expert_parameters / layout.experts
+    expert = layers * shape.expert_parameters / experts
     own = dense + expert
-    where = f"stage {stage + 1} of {layout.stages}, " if layout.stages > 1 else ""
+    where = f"stage {stage + 1} of {stages}, " if stages > 1 else ""
     share = f"{where}{own / 1e9:.2f} billion"
     weights = Part("weights", element * own, f"{share} x {element} bytes ({trainer.dtype})")
-    tokens = trainer.infer.tokens
-    kept = one_layer(shape, element, tokens, layout.tensor)
-    forward = Phase(LOG_PROBABILITIES, (kept, *_logits(trainer, layout, last, tokens, backward=False)))
+    computes_logits = last and not shape.value_head
+    logits = [_logits(trainer, tensor, trainer.infer_tokens, backward=False)] if computes_logits else []
+    forward = Phase(LOG_PROBABILITIES, (one_layer(shape, element, trainer.infer_tokens, tensor), *logits))
     if not trainer.learns:
-        return TrainerMemory((weights,), (forward,))
-    shared = trainer.options.get("use_distributed_optimizer", True)
-    once = dense / layout.copies + expert / layout.expert_copies
+        return RoleMemory((weights,), (forward,))
+    shared, ranks = options.get("use_distributed_optimizer", True), derived.data_parallel_ranks(trainer.config)
+    once = dense / ranks + expert / max(1, trainer.ranks // (stages * experts))
     held = once if shared else own
     size = 12 if element == 2 else 8
     what = "AdamW's two moments" + (" and master weights" if element == 2 else "")
-    copies = f" / {count(layout.copies, 'rank')} with the same share" if shared and layout.copies > 1 else ""
+    copies = f" / {count(ranks, 'rank')} with the same share" if shared and ranks > 1 else ""
     always = (
         weights,
         Part("gradients", 4 * own, f"{share} x 4 bytes (float32, one buffer for the whole run)"),
         Part("optimizer", size * held, f"{share} x {size} bytes ({what}){copies}"),
     )
-    backward = (
-        _megatron_activations(trainer, layout, layers, stage),
-        *_logits(trainer, layout, last, trainer.train.tokens, backward=True),
-    )
-    update = Part("square roots", 4 * held, "AdamW takes them of all master weights of the rank at once")
-    phases = (Phase(BACKWARD_BEGINS, backward), Phase(UPDATE, (update,)), forward, _one_matrix(trainer))
-    return TrainerMemory(always, phases, state=STATE_BYTES * once)
+    logits = [_logits(trainer, tensor, trainer.train_tokens, backward=True)] if computes_logits else []
+    in_flight = min(stages - stage, max(1, trainer.micro_batches))
+    backward = Phase(BACKWARD_BEGINS, (_megatron_activations(trainer, tensor, layers, in_flight), *logits))
+    roots = Part("square roots", 4 * held, "AdamW takes them of all master weights of the rank at once")
+    phases = (backward, Phase(UPDATE, (roots,)), forward, _one_matrix(trainer))
+    return RoleMemory(always, phases, state=STATE_BYTES * once)
 
 
-def _megatron_activations(trainer: Trainer, layout: _Layout, layers: int, stage: int) -> Part:
+def _megatron_activations(trainer: Trainer, tensor: int, layers: int, in_flight: int) -> Part:
     """Return the activations of the micro-batches in flight.
 
-    A stage runs ahead of its backward passes by the number of stages after it.
+    A stage runs ahead of its backward passes by the number of stages after it. Counted are inputs and results of the
+    norms and the residual sum, rotated queries, keys and values with the result of attention, gate and up with their
+    product.
     """
-    shape, element, options = trainer.shape, trainer.element, trainer.options
-    shared = options.get("sequence_parallel", False)
-    one = memory_parts.megatron_layer_bytes(shape, element, layout.tensor, shared)
-    in_flight = min(layout.stages - stage, max(1, trainer.train.per_step))
-    tokens = trainer.train.tokens
-    within = memory_parts.backward_bytes(shape, element) * tokens / layout.tensor
+    shape, element, options, tokens = trainer.shape, trainer.element, trainer.options, trainer.train_tokens
+    norm_shares = tensor if options.get("sequence_parallel", False) else 1
+    split = element * (3 * shape.queries + 4 * shape.keys + 3 * shape.width) + 4 * shape.heads
+    split += 2 * shape.experts_per_token * shape.hidden * element
+    one = 6 * shape.hidden * element / norm_shares + split / tensor
+    within = memory_parts.backward_bytes(shape, element) * tokens / tensor
     if options.get("recompute_granularity", None) == "full":
         unit = options.get("recompute_num_layers", 1)
         if options.get("recompute_method", None) == "block":
             inputs, computed, again = unit, max(0, layers - unit), 1
         else:
             inputs, computed, again = -(-layers // unit), 0, unit
-        kept = inputs * element * shape.hidden / (layout.tensor if shared else 1) + computed * one
+        kept = inputs * element * shape.hidden / norm_shares + computed * one
         size = (in_flight * kept + again * one) * tokens + within
         how = f"{in_flight} x {tokens:,} tokens x {inputs} inputs, and {count(again, 'layer')} of {one / 1000:,.0f} kB"
     else:
@@ -613,12 +519,10 @@ def _megatron_activations(trainer: Trainer, layout: _Layout, layers: int, stage:
     return Part("activations", size, how)
 
 
-def _logits(trainer: Trainer, layout: _Layout, last: bool, tokens: int, *, backward: bool) -> tuple[Part, ...]:
-    if not last or trainer.shape.value_head:
-        return ()
-    share = tokens * trainer.shape.vocabulary / layout.tensor
+def _logits(trainer: Trainer, tensor: int, tokens: int, *, backward: bool) -> Part:
+    share = tokens * trainer.shape.vocabulary / tensor
     whole = share * trainer.element * (2 if backward else 1)
     chunks = memory_parts.HEAD_COPIES * 4 * min(share, memory_parts.MEGATRON_HEAD_CHUNK)
-    how = f"{tokens:,} tokens x {trainer.shape.vocabulary:,} / {layout.tensor}"
+    how = f"{tokens:,} tokens x {trainer.shape.vocabulary:,} / {tensor}"
     gradient = ", and their gradient" if backward else ""
-    return (Part("logits", whole + chunks, f"{how}{gradient}; chunks of {chunks / GIB:.1f} GiB in float32"),)
+    return Part("logits", whole + chunks, f"{how}{gradient}; chunks of {chunks / GIB:.1f} GiB in float32")

@@ -7,11 +7,11 @@ packages and devices, and what of them is here.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from roll.check.config import config_warnings
@@ -24,7 +24,7 @@ from roll.configs import derived
 from roll.configs.devices import compact, parse_device_mapping
 from roll.configs.errors import count
 from roll.configs.rewards import RewardConfig
-from roll.configs.roles import DataArguments, ModelArguments, WorkerConfig
+from roll.configs.roles import DataArguments, WorkerConfig
 from roll.configs.run import AgenticConfig, EnvManagerConfig, PipelineConfig, RLVRConfig
 from roll.configs.strategies import Strategy, strategy_of
 
@@ -33,15 +33,21 @@ def plan(config: PipelineConfig) -> str:
     """Format what a checked configuration comes to (samples a step, optimizer steps, lag, ...) as console lines."""
     slots = "CPU slot" if config.cluster.device == "cpu" else "GPU"
     steps, devices = count(config.max_steps, "training step"), count(derived.total_devices(config), slots)
-    roles = derived.roles_and_reward_models(config)
+    roles, data = derived.roles_and_reward_models(config), _sources(config.actor_train.data_args)
+    if isinstance(config, AgenticConfig):
+        data = _environments(config, config.train_env_manager)
     rows = [
         ("run", f"{config.exp_name}: {steps} on {devices}"),
         *((name, _role(config, name, role)) for name, role in roles.items()),
         *([("reference", "actor_train without its adapters")] if derived.reference_is_base(config) else []),
-        ("data", _training_data(config)),
+        ("data", data),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
-        ("lengths", _lengths(config)),
+        (
+            "lengths",
+            f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
+            f"together up to {derived.sequence_length(config):,}",
+        ),
         ("schedule", _schedule(config)),
         ("staleness", _staleness(config)),
         ("weights", _weights(config)),
@@ -55,31 +61,21 @@ def plan(config: PipelineConfig) -> str:
 
 def _role(config: PipelineConfig, name: str, role: WorkerConfig | RewardConfig) -> str:
     owned = {other: parse_device_mapping(mapping) for other, mapping in derived.device_mappings(config).items()}
-    devices, strategy = owned[name], strategy_of(name, role)
+    devices, strategy, target = owned[name], strategy_of(name, role), role.model_args.lora_target
     sharing = [other for other, theirs in owned.items() if other != name and set(devices) & set(theirs)]
     whole_models = isinstance(role, RewardConfig) or (strategy is not None and strategy.replicates)
+    workers = count(len(devices), "replica" if whole_models else "rank")
     if name == "actor_infer":
         workers = count(derived.engine_replicas(config), "replica")
-    else:
-        workers = count(len(devices), "replica" if whole_models else "rank")
+    adapters = ""
+    if target is not None:
+        layers = target if isinstance(target, str) else ", ".join(target)
+        adapters = f", adapters of rank {role.model_args.lora_rank} on {layers}"
     return (
         f"{role.strategy_args.strategy_name}, {workers} on device {compact(devices)} "
         f"({'shared with ' + ', '.join(sharing) if sharing else 'of its own'}), "
-        f"model {derived.role_model_path(config, role)}{_adapters(role.model_args)}"
+        f"model {derived.model_path(config, role)}{adapters}"
     )
-
-
-def _adapters(arguments: ModelArguments) -> str:
-    wanted = arguments.lora_target
-    if wanted is None:
-        return ""
-    return f", adapters of rank {arguments.lora_rank} on {wanted if isinstance(wanted, str) else ', '.join(wanted)}"
-
-
-def _training_data(config: PipelineConfig) -> str:
-    if isinstance(config, AgenticConfig):
-        return _environments(config, config.train_env_manager)
-    return _sources(config.actor_train.data_args)
 
 
 def _environments(config: AgenticConfig, manager: EnvManagerConfig) -> str:
@@ -120,13 +116,6 @@ def _optimizer(config: PipelineConfig) -> str:
     )
 
 
-def _lengths(config: PipelineConfig) -> str:
-    return (
-        f"prompt up to {config.prompt_length:,} + response up to {derived.max_new_tokens(config):,} tokens, "
-        f"together up to {derived.sequence_length(config):,}"
-    )
-
-
 def _schedule(config: PipelineConfig) -> str:
     if config.async_generation_ratio == 0:
         return "ratio 0: generation and training take turns (on-policy)"
@@ -155,19 +144,15 @@ def _validation(config: PipelineConfig) -> str:
     times = derived.validation_count(config)
     if not times:
         return "none"
-    rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
-    return f"{count(times, 'time')} ({rhythm}) on {_validation_data(config)}"
-
-
-def _validation_data(config: PipelineConfig) -> str:
-    if isinstance(config, AgenticConfig):
+    data = ""
+    if isinstance(config, RLVRConfig) and config.validation is not None:
+        data = _sources(config.validation.data_args)
+    elif isinstance(config, AgenticConfig) and config.val_env_manager is not None:
         manager = config.val_env_manager
-        if manager is None:
-            return ""
         groups, size = count(manager.num_env_groups or 0, "seed"), count(manager.group_size, "episode")
-        return f"{groups} x {size}: {_environments(config, manager)}"
-    validation = derived.rlvr(config).validation
-    return _sources(validation.data_args) if validation is not None else ""
+        data = f"{groups} x {size}: {_environments(config, manager)}"
+    rhythm = f"before the first step, every {_steps(config.eval_steps)} and after the last"
+    return f"{count(times, 'time')} ({rhythm}) on {data}"
 
 
 def _steps(number: int) -> str:
@@ -186,47 +171,40 @@ class Need:
 
 def needs(config: PipelineConfig, estimate: MemoryEstimate) -> list[Need]:
     """List everything that a checked configuration needs."""
-    return [
-        *_models(config), *_judges(config), *_files(config), *_packages(config), *_trackers(config),
-        *_devices(config, estimate),
-    ]  # fmt: skip
+    return [*_inputs(config), *_packages(config), *_trackers(config), *_devices(config, estimate)]
+
+
+def _need(what: str, here: bool, missing: str, present: str = "installed") -> Need:
+    return Need(what, present if here else missing, here)
 
 
 def missing_packages(config: PipelineConfig) -> dict[str, Strategy]:
     """Return role -> its strategy, where the package of the strategy is not installed here."""
     strategies = {role: strategy_of(role, section) for role, section in derived.present_roles(config).items()}
-    return {role: each for role, each in strategies.items() if each and each.package and not _installed(each.package)}
+    return {
+        role: each for role, each in strategies.items() if each and each.package and find_spec(each.package) is None
+    }
 
 
 def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    return find_spec(package) is not None
 
 
-def _models(config: PipelineConfig) -> Iterator[Need]:
-    models = {derived.model_path(config, role) for role in derived.present_roles(config).values()}
-    models |= {derived.reward_model_path(config, reward) for reward in derived.reward_models(config).values()}
-    for model in sorted(models):
-        if not is_local(model):
-            yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
+def _inputs(config: PipelineConfig) -> Iterator[Need]:
+    """List models, judges that must answer when the run starts (no request is sent here), and files of prompts."""
+    roles = derived.roles_and_reward_models(config).values()
+    for model in sorted({derived.model_path(config, role) for role in roles}):
+        if is_local(model):
+            yield _need(f"model {model}", (Path(model) / "config.json").is_file(), "not here", "here")
         else:
-            here = (Path(model) / "config.json").is_file()
-            yield Need(f"model {model}", "here" if here else "not here", here)
-
-
-def _judges(config: PipelineConfig) -> Iterator[Need]:
-    """List addresses that must answer when the run starts; no request is sent here."""
-    rewards = config.rewards.values() if isinstance(config, RLVRConfig) else ()
-    judges = {(reward.judge.model, reward.judge.base_url) for reward in rewards if reward.judge is not None}
-    for model, address in sorted(judges):
-        yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
-
-
-def _files(config: PipelineConfig) -> Iterator[Need]:
+            yield Need(f"model {model}", "a hub name: fetched when the run starts, if it is not in the cache", False)
     if not isinstance(config, RLVRConfig):
         return
+    judges = {(each.judge.model, each.judge.base_url) for each in config.rewards.values() if each.judge is not None}
+    for model, address in sorted(judges):
+        yield Need(f"judge {model}", f"asked at {address} when the run starts", False)
     for name in sorted({name for section in data_sections(config).values() for name in files_of(section)}):
-        here = Path(name).is_file()
-        yield Need(f"data {name}", "here" if here else "not here: JSONL, one prompt per line", here)
+        yield _need(f"data {name}", Path(name).is_file(), "not here: JSONL, one prompt per line", "here")
 
 
 def _packages(config: PipelineConfig) -> Iterator[Need]:
@@ -254,21 +232,18 @@ def _packages(config: PipelineConfig) -> Iterator[Need]:
 
 
 def _package(name: str, install: str) -> Need:
-    here = _installed(name)
-    return Need(f"package {name}", "installed" if here else f"not installed here: {install}", here)
+    return _need(f"package {name}", _installed(name), f"not installed here: {install}")
 
 
 def _trackers(config: PipelineConfig) -> Iterator[Need]:
-    for tracker in chosen_trackers(config):
-        package = tracker.plug_in.package
-        if package is not None:
-            here = is_installed(package)
-            state = "installed" if here else f"not installed here: {tracker.plug_in.install}"
-            yield Need(f"package {package}", state, here)
-        if tracker.secret is not None:
-            here = bool(os.environ.get(tracker.secret))
-            state = "set" if here else f"not set here: the key of {tracker.name}"
-            yield Need(f"variable {tracker.secret}", state, here)
+    for name, plug_in, options in chosen_trackers(config):
+        if plug_in.package is not None:
+            missing = f"not installed here: {plug_in.install}"
+            yield _need(f"package {plug_in.package}", is_installed(plug_in.package), missing)
+        secret = plug_in.secret(options)
+        if secret is not None:
+            here = bool(os.environ.get(secret))
+            yield _need(f"variable {secret}", here, f"not set here: the key of {name}", "set")
 
 
 def _devices(config: PipelineConfig, estimate: MemoryEstimate) -> Iterator[Need]:

@@ -20,7 +20,7 @@ from roll.algorithms.correction import Correction, DivergenceRejection, Importan
 from roll.algorithms.losses.base import POLICY_LOSSES
 from roll.algorithms.registry import about_of, settings_of
 from roll.configs.errors import shown
-from roll.configs.fields import default_of, describe, is_optional, section_below, walk
+from roll.configs.fields import default_of, describe, is_optional, range_of, section_below, walk
 from roll.configs.loader import PIPELINES
 from roll.configs.plugins import Kind, PlugIn, help_text, parameters_of
 from roll.configs.roles import UNREAD_PATHS
@@ -60,7 +60,7 @@ def _key_tables(cls: type, without: Sequence[str]) -> str:
 
 
 def _key_row(item: Field[Any], kind: Any) -> str:
-    limits = str(item.metadata.get("range", ""))
+    limits = str(range_of(kind) or "")
     words = describe(kind).replace("|", "\\|") + (f", {limits}" if limits else "")
     return f"| `{item.name}` | {words} | `{shown(default_of(item))}` | {item.metadata['help']} |\n"
 
@@ -86,20 +86,17 @@ def corrections() -> str:
 
 
 def _arguments(parameters: Mapping[str, Parameter]) -> str:
-    return _table("argument", [_argument_row(each) for each in parameters.values()])
-
-
-def _argument_row(parameter: Parameter) -> str:
-    required = parameter.default is Parameter.empty
-    default = "none: it must be given" if required else f"`{_value(parameter.default)}`"
-    meaning = help_text(parameter.annotation).replace("|", "\\|")
-    return f"| `{parameter.name}` | {describe(parameter.annotation)} | {default} | {meaning} |\n"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{value:g}"
-    return value if isinstance(value, str) else shown(value)
+    rows = []
+    for name, each in parameters.items():
+        default, text = each.default, shown(each.default)
+        if isinstance(default, str):
+            text = default
+        elif isinstance(default, (int, float)) and not isinstance(default, bool):
+            text = f"{default:g}"
+        given = "none: it must be given" if default is Parameter.empty else f"`{text}`"
+        meaning = help_text(each.annotation).replace("|", "\\|")
+        rows.append(f"| `{name}` | {describe(each.annotation)} | {given} | {meaning} |\n")
+    return _table("argument", rows)
 
 
 def _table(first: str, rows: Sequence[str]) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
-from roll.configs.derived import reward_models, reward_timeout
+from roll.configs.derived import model_path, reward_timeout
 from roll.configs.errors import ConfigProblem, choose_among, shown, without_effect
 from roll.configs.fields import changes
 from roll.configs.rewards import JudgeConfig
@@ -33,41 +33,21 @@ _NAME_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def _judges(config: RLVRConfig) -> dict[str, JudgeConfig]:
-    """Return the judge sections of rewards whose verifier is `judge`, by the reward's name."""
-    return {
-        name: reward.judge
-        for name, reward in config.rewards.items()
-        if reward.verifier == "judge" and reward.judge is not None
-    }
-
-
-def keys_fit_the_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that this kind of reward does not read."""
-    for name, reward in config.rewards.items():
-        if not reward.verifier:
-            continue
-        for key in _UNREAD_KEYS.get(reward.verifier, (*_MODEL_KEYS, "judge")):
-            remedy = _REMEDIES.get(key, "set `verifier: reward_model`, or remove this key")
-            for path, value in changes(reward, key):
-                reason = f"the verifier {shown(reward.verifier)} does not read this key"
-                yield without_effect(f"rewards.{name}.{path}", value, reason, remedy)
-
-
-def reward_models_are_named(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require a model for each reward model; its devices, engine and classes have the rules of all roles."""
-    for path, reward in reward_models(config).items():
-        if not (reward.model_args.model_name_or_path or config.reward_pretrain):
-            remedy = "set `reward_pretrain`, or the model of this reward here"
-            yield ConfigProblem(f"{path}.model_args.model_name_or_path", "no reward model is given", remedy)
-
-
-def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Reject a verifier timeout above the stall timeout.
+def rewards_fit_their_kind(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Reject keys that this kind of reward does not read, a reward model without a model (its devices, engine and
+    classes have the rules of all roles), and a timeout above the stall timeout.
 
     A verdict counts as progress; a run with a shorter stall timeout would be stopped while it waits for one.
     """
     for name, reward in config.rewards.items():
+        for key in _UNREAD_KEYS.get(reward.verifier, (*_MODEL_KEYS, "judge")) if reward.verifier else ():
+            remedy = _REMEDIES.get(key, "set `verifier: reward_model`, or remove this key")
+            for path, value in changes(reward, key):
+                reason = f"the verifier {shown(reward.verifier)} does not read this key"
+                yield without_effect(f"rewards.{name}.{path}", value, reason, remedy)
+        if reward.verifier == "reward_model" and not model_path(config, reward):
+            remedy = "set `reward_pretrain`, or the model of this reward here"
+            yield ConfigProblem(f"rewards.{name}.model_args.model_name_or_path", "no reward model is given", remedy)
         seconds, limit = reward_timeout(reward), config.stall_timeout_seconds
         if seconds > limit:
             message = f"{seconds:g} s for one verdict are more than the {limit:g} s for which a run may stall"
@@ -76,86 +56,74 @@ def verdicts_come_before_a_stall(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 
 def judges_are_complete(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require an address, a model, an existing key and consistent time limits for each judge."""
+    """Require an address, a model, an existing key and consistent time limits for each judge, a template that shows the
+    response, and an answer that can become a score."""
     for name, reward in config.rewards.items():
-        if reward.verifier == "judge" and reward.judge is None:
+        path, judge = f"rewards.{name}.judge", reward.judge
+        if reward.verifier != "judge":
+            continue
+        if judge is None:
             remedy = "add `judge: {base_url: http://..., model: ...}`"
-            yield ConfigProblem(f"rewards.{name}.judge", "a judge needs an address and a model", remedy)
-    for name, judge in _judges(config).items():
-        path = f"rewards.{name}.judge"
-        yield from _address_problems(path, judge)
+            yield ConfigProblem(path, "a judge needs an address and a model", remedy)
+            continue
+        yield from _address_problems(f"{path}.base_url", judge.base_url)
         if not judge.model:
             yield ConfigProblem(f"{path}.model", "no model is named", "write the name that the address has for it")
-        yield from _key_problems(path, judge)
+        if judge.api_key_env is not None:
+            yield from _key_problems(f"{path}.api_key_env", judge.api_key_env)
         for key in judge.extra_body:
             if key in REQUEST_FIELDS:
                 remedy = "use the judge's own key for it" if key in vars(judge) else "leave it out"
                 yield ConfigProblem(f"{path}.extra_body.{key}", "the judge fills this field itself", remedy)
-        seconds, whole = judge.request_timeout_seconds, reward_timeout(config.rewards[name])
+        seconds, whole = judge.request_timeout_seconds, reward_timeout(reward)
         if seconds > whole:
             message = f"{seconds:g} s for one answer are more than the {whole:g} s for all attempts"
             remedy = f"raise `rewards.{name}.timeout_seconds`, or lower this"
             yield ConfigProblem(f"{path}.request_timeout_seconds", message, remedy)
+        yield from _template_problems(f"{path}.template", judge)
+        if judge.score_min >= judge.score_max:
+            message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"
+            yield ConfigProblem(f"{path}.score_max", message, "give the judge's worst and best score")
+        if judge.score_pattern is not None:
+            yield from _pattern_problems(f"{path}.score_pattern", judge.score_pattern)
+            if judge.score_field is not None:
+                message = f"{shown(judge.score_field)}, but `score_pattern` is set, too"
+                yield ConfigProblem(f"{path}.score_field", message, "keep one of the two")
 
 
-def _address(url: str) -> SplitResult | None:
-    """Return the parts of an address; None if it is malformed."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return None
-    return parts if good else None
-
-
-def _address_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
-    path, form = f"{path}.base_url", "write it like `http://127.0.0.1:8000/v1`"
-    if not judge.base_url:
+def _address_problems(path: str, url: str) -> Iterator[ConfigProblem]:
+    form = "write it like `http://127.0.0.1:8000/v1`"
+    if not url:
         yield ConfigProblem(path, "no address is given", form)
         return
-    parts = _address(judge.base_url)
-    if parts is None:
-        yield ConfigProblem(path, f"{shown(judge.base_url)} is no address", form)
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        yield ConfigProblem(path, f"{shown(url)} is no address", form)
     elif "@" in parts.netloc:
         remedy = "put the key into an environment variable and name that in `api_key_env`"
         yield ConfigProblem(path, "the address contains a user or a password", remedy)
     elif parts.query or parts.fragment:
-        yield ConfigProblem(path, f"{shown(judge.base_url)} goes on after the path", form)
+        yield ConfigProblem(path, f"{shown(url)} goes on after the path", form)
     elif parts.path.rstrip("/").endswith("/completions"):
         remedy = "leave `/chat/completions` out: it is added"
-        yield ConfigProblem(path, f"{shown(judge.base_url)} is the address of one call", remedy)
+        yield ConfigProblem(path, f"{shown(url)} is the address of one call", remedy)
 
 
-def _key_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
+def _key_problems(path: str, variable: str) -> Iterator[ConfigProblem]:
     """Check the key's variable. Messages do not show the value: it may be the key itself, in the wrong place."""
-    path = f"{path}.api_key_env"
-    if judge.api_key_env is None:
-        return
-    if not _ENVIRONMENT_NAME.fullmatch(judge.api_key_env):
+    if not _ENVIRONMENT_NAME.fullmatch(variable):
         remedy = "write the name of the variable, not the key: `OPENAI_API_KEY`"
         yield ConfigProblem(path, "the value is no name of an environment variable", remedy)
-    elif not os.environ.get(judge.api_key_env):
+    elif not os.environ.get(variable):
         remedy = "write the name of the variable, and `export` it where the run is started"
         yield ConfigProblem(path, "no environment variable of this name is set", remedy)
 
 
-def verdicts_can_be_read(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Require a template that shows the response, and an answer that can become a score."""
-    for name, judge in _judges(config).items():
-        path = f"rewards.{name}.judge"
-        yield from _template_problems(path, judge)
-        if judge.score_min >= judge.score_max:
-            message = f"{judge.score_max:g} is not above score_min {judge.score_min:g}"
-            yield ConfigProblem(f"{path}.score_max", message, "give the judge's worst and best score")
-        if judge.score_pattern is not None and judge.score_field is not None:
-            message = f"{shown(judge.score_field)}, but `score_pattern` is set, too"
-            yield ConfigProblem(f"{path}.score_field", message, "keep one of the two")
-        if judge.score_pattern is not None:
-            yield from _pattern_problems(f"{path}.score_pattern", judge.score_pattern)
-
-
 def _template_problems(path: str, judge: JudgeConfig) -> Iterator[ConfigProblem]:
-    path = f"{path}.template"
     if judge.template is None:
         if judge.score_pattern is not None or judge.score_field is not None:
             message = "the built-in question asks for a line `Score: N`, and the score is looked for elsewhere"

@@ -1,4 +1,4 @@
-"""Rules about single keys and options: ranges, names, keys without effect, adapters, restarts, trackers, faults.
+"""Rules about single keys and options: ranges, names, keys without effect, restarts, trackers, faults.
 
 DeepSpeed 0.19 can move its states off a shared device only with some settings. It reports the others in the middle of a
 run, when a device is handed over for the first time. The movable settings are listed here once; the trainer uses the
@@ -11,140 +11,54 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from roll.check.devices import readable_mappings
-from roll.configs import derived
+from roll.configs import derived, fields
 from roll.configs.devices import compact
-from roll.configs.errors import (
-    ConfigProblem,
-    choose_among,
-    count,
-    is_secret,
-    problems_of,
-    shown,
-    without_effect,
-)
-from roll.configs.fields import IMPORT_PATH, LARGEST_NUMBER, changes, default_of, values_below
+from roll.configs.errors import ConfigProblem, choose_among, count, is_secret, problems_of, shown, without_effect
 from roll.configs.loader import validated
-from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
-from roll.configs.roles import (
-    ADAPTER_KEYS,
-    ROLL_ARGUMENTS,
-    TRAINED_ROLES,
-    UNREAD_KEYS,
-    UNREAD_PATHS,
-    ActorInferConfig,
-    DataArguments,
-    WorkerConfig,
-)
-from roll.configs.run import (
-    PUBLICATION_CHAOS,
-    TENSORBOARD,
-    TRACKERS,
-    AgenticConfig,
-    ChaosEvent,
-    ClusterConfig,
-    EnvManagerConfig,
-    PipelineConfig,
-    RestartsConfig,
-    RLVRConfig,
-    WeightUpdateConfig,
-)
-from roll.configs.strategies import (
-    FORWARD_STRATEGIES,
-    TRAINERS,
-    Options,
-    Trainer,
-    is_too_large,
-    strategies_of,
-    strategy_of,
-)
+from roll.configs.rewards import RewardConfig
+from roll.configs.roles import ADAPTER_KEYS, ROLL_ARGUMENTS, TRAINED_ROLES, UNREAD_KEYS, UNREAD_PATHS, ActorInferConfig
+from roll.configs.run import PUBLICATION_CHAOS, TENSORBOARD, TRACKERS, AgenticConfig, ChaosEvent, PipelineConfig
+from roll.configs.strategies import FORWARD_STRATEGIES, Options, Trainer, strategies_of, strategy_of
 from roll.tracking.plugins.process import TrackerPlugIn
 from roll.tracking.run_directory import RunDirectory
 
 
 def numbers_are_in_range(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject numbers outside the range that their field declares, infinity and NaN included."""
-    for path, _, value, item in values_below(config):
-        limits = item.metadata.get("range")
-        if limits is None or value is None:
-            continue
-        too_large = not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
-        if too_large or not limits.contains(value):
-            reason = f"is beyond {LARGEST_NUMBER:g}" if too_large else f"must be {limits}"
-            yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(default_of(item))}")
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A key of a section that switches off others of the section."""
-
-    section: type
-    keys: tuple[str, ...]
-    """Keys that have an effect only while it is on."""
-    switch: str
-    on: Any = None
-    """Value with which it is on. None: any but 0 and null."""
-    remedy: str = ""
-
-
-SWITCHES = (
-    Switch(PipelineConfig, ("kl_loss_coef",), "use_kl_loss", True),
-    Switch(PipelineConfig, ("init_kl_coef", "kl_controller"), "add_token_level_kl", True),
-    Switch(PipelineConfig, ("target_kl", "kl_horizon"), "kl_controller", "adaptive"),
-    Switch(PipelineConfig, ("critic_warmup", "value_clip"), "critic", remedy="add `critic` and `adv_estimator: gae`"),
-    Switch(PipelineConfig, ("mismatch_action",), "mismatch_alarm"),
-    Switch(PipelineConfig, ("difficulty_low_threshold", "difficulty_high_threshold"), "difficulty_mask", True),
-    Switch(LengthPenaltyConfig, ("correct_above",), "kind", "relative"),
-    Switch(LengthPenaltyConfig, ("buffer",), "kind", "overlong"),
-    Switch(WeightUpdateConfig, ("canary_prompts", "canary_tolerance"), "canary_interval"),
-    Switch(WeightUpdateConfig, ("checkpoint_dir",), "transport", "checkpoint"),
-    Switch(RestartsConfig, ("synchronous_after", "delay_seconds"), "max_in_a_row"),
-    Switch(ClusterConfig, ("device_memory_gib",), "device", "cuda"),
-    Switch(WorkerConfig, ("max_tokens_per_microbatch_in_train",), "use_dynamic_batching_in_train", True),
-    Switch(WorkerConfig, ("max_tokens_per_microbatch_in_infer",), "use_dynamic_batching_in_infer", True),
-    Switch(WorkerConfig, ("infer_batch_size",), "use_dynamic_batching_in_infer", False),
-    Switch(DataArguments, ("system_prompt",), "template", "chat"),
-    Switch(RLVRConfig, ("val_batch_size",), "validation"),
-    Switch(AgenticConfig, ("validation",), "val_env_manager"),
-    Switch(AgenticConfig, ("chat_template_kwargs",), "template", "chat"),
-    Switch(AgenticConfig, ("raw_turns",), "template", "raw"),
-    Switch(EnvManagerConfig, ("max_traj_per_env",), "num_env_groups"),
-)
+    for path, section, value, item in fields.values_below(config):
+        limits = fields.range_of(fields.field_types(section.__class__)[item.name])
+        if limits is not None and value is not None and (fields.is_too_large(value) or not limits.contains(value)):
+            reason = f"is beyond {fields.LARGEST_NUMBER:g}" if fields.is_too_large(value) else f"must be {limits}"
+            yield ConfigProblem(path, f"{shown(value)} {reason}", f"the default is {shown(fields.default_of(item))}")
 
 
 def switched_off_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject keys whose switch is off; other rules report sections that nothing reads as a whole."""
+    """Reject keys without what they need; other rules report sections that nothing reads as a whole."""
     unread = [*UNREAD_PATHS, *(["reference"] if derived.reference_is_base(config) else [])]
     if isinstance(config, AgenticConfig):
         unread += ["actor_train.data_args", "val_env_manager"]
-    sections = {path.removesuffix(item.name): section for path, section, _, item in values_below(config)}
-    for prefix, section in sections.items():
-        for each in SWITCHES:
-            if isinstance(section, each.section) and not is_within(prefix.removesuffix("."), unread):
-                yield from _switched_off(each, section, prefix)
-
-
-def _switched_off(switch: Switch, section: Any, prefix: str) -> Iterator[ConfigProblem]:
-    name, value, on = prefix + switch.switch, vars(section)[switch.switch], switch.on
-    if bool(value) if on is None else value == on:
-        return
-    reason = f"`{name}` is {'not set' if value is None else _plain(value)}"
-    remedy = f"set `{name}: {_plain(on)}`"
-    if on is None:
-        remedy = switch.remedy or f"set `{name}`" + (" to at least 1" if value == 0 else "")
-    for path, inert in changes(section, *switch.keys):
-        if not is_within(prefix + path, UNREAD_PATHS):
-            yield without_effect(prefix + path, inert, reason, f"{remedy}, or remove this key")
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
+    for path, section, _, item in fields.values_below(config):
+        needed = item.metadata["needs"]
+        if needed is None or is_within(path, unread):
+            continue
+        prefix, (switch, _, on) = path.removesuffix(item.name), needed.partition(": ")
+        value = vars(section)[switch]
+        text = value if isinstance(value, str) else shown(value)
+        if text == on or (not on and value):
+            continue
+        reason = f"`{prefix}{switch}` is {'not set' if value is None else text}"
+        remedy = f"set `{prefix}{needed}`" + (" to at least 1" if not on and value == 0 else "")
+        if needed == "critic":
+            remedy = "add `critic` and `adv_estimator: gae`"
+        for below, inert in fields.changes(section, item.name):
+            yield without_effect(prefix + below, inert, reason, f"{remedy}, or remove this key")
 
 
 def is_within(path: str, others: Iterable[str]) -> bool:
@@ -155,15 +69,15 @@ def is_within(path: str, others: Iterable[str]) -> bool:
 def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys of a role that only other roles read, and settings of a reference that is the trainer itself."""
     for role, section in derived.present_roles(config).items():
-        for path, value in changes(section, *UNREAD_KEYS[role]):
+        for path, value in fields.changes(section, *UNREAD_KEYS[role]):
             key = path.partition(".")[0]
             readers = [f"`{name}.{path}`" for name, unread in UNREAD_KEYS.items() if key not in unread]
             remedy = f"it belongs under {' or '.join(readers)}"
             yield without_effect(f"{role}.{path}", value, "nothing reads this key here", remedy)
     if config.reference is None or not derived.reference_is_base(config):
         return
-    trained = dict(changes(config.actor_train))
-    for path, value in changes(config.reference):
+    trained = dict(fields.changes(config.actor_train))
+    for path, value in fields.changes(config.reference):
         if path not in ("device_mapping", "model_args.model_name_or_path") and trained.get(path) != value:
             reason = "the reference is actor_train without its adapters, no second model"
             remedy = "remove this key, or give the reference devices or a model of its own"
@@ -172,46 +86,51 @@ def unread_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem
 
 def inert_keys_are_left_alone(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Reject keys that several other settings together leave without effect."""
+    for prefix, section, keys, reason, remedy in _inert_keys(config):
+        for path, value in fields.changes(section, *keys):
+            yield without_effect(prefix + path, value, reason, remedy)
+
+
+def _inert_keys(config: PipelineConfig) -> Iterator[tuple[str, Any, tuple[str, ...], str, str]]:
+    """Yield prefix and section of keys without effect, their names, the reason and the remedy."""
     if all(reward.model_args.model_name_or_path is not None for reward in derived.reward_models(config).values()):
         remedy = "remove it, or set `verifier: reward_model` in a reward without a `model_name_or_path` of its own"
-        for path, value in changes(config, "reward_pretrain"):
-            yield without_effect(path, value, "no reward loads this model", remedy)
-    for path, value in changes(config, "kl_estimator"):
-        if not derived.uses_kl(config):
-            remedy = "set `use_kl_loss: true`, or remove this key"
-            yield without_effect(path, value, "there is no KL term", remedy)
-        elif value == "k3_straight_through" and not config.use_kl_loss:
-            reason = "a penalty in the rewards has no gradient, and its value is that of k3"
-            yield without_effect(path, value, reason, "set `kl_estimator: k3`, or remove this key")
+        yield "", config, ("reward_pretrain",), "no reward loads this model", remedy
+    if not derived.uses_kl(config):
+        yield "", config, ("kl_estimator",), "there is no KL term", "set `use_kl_loss: true`, or remove this key"
+    elif config.kl_estimator == "k3_straight_through" and not config.use_kl_loss:
+        reason = "a penalty in the rewards has no gradient, and its value is that of k3"
+        yield "", config, ("kl_estimator",), reason, "set `kl_estimator: k3`, or remove this key"
     if config.async_generation_ratio == 0:
+        reason = "with async_generation_ratio 0 nothing is generated ahead, and "
         remedy = "set `async_generation_ratio` above 0, or remove this key"
-        reasons = {"ready_first": "a step needs every group", "drop": "no group is ever late"}
-        for path, value in changes(config, "consumption", "staleness_policy"):
-            if value in reasons:
-                reason = f"with async_generation_ratio 0 nothing is generated ahead, and {reasons[value]}"
-                yield without_effect(path, value, reason, remedy)
+        yield "", config, ("staleness_policy",), reason + "no group is ever late", remedy
+        if config.consumption == "ready_first":
+            yield "", config, ("consumption",), reason + "a step needs every group", remedy
     for name, role in derived.trained_roles(config).items():
-        arguments = role.training_args
-        if role.use_dynamic_batching_in_train and arguments.gradient_accumulation_steps is None:
+        if role.use_dynamic_batching_in_train and role.training_args.gradient_accumulation_steps is None:
             reason = "dynamic batching cuts micro-batches by tokens, and an optimizer step takes the whole batch"
             remedy = "set `gradient_accumulation_steps`, or `use_dynamic_batching_in_train: false`, or remove this key"
-            for path, value in changes(arguments, "per_device_train_batch_size"):
-                yield without_effect(f"{name}.training_args.{path}", value, reason, remedy)
-
-
-def inert_agentic_keys_are_left_alone(config: AgenticConfig) -> Iterator[ConfigProblem]:
-    """Reject keys that an environment's kind leaves without effect, and prompts, which episodes do not use."""
-    for path, value in changes(config.actor_train, "data_args"):
-        reason = "episodes begin with what their environment says"
-        yield without_effect(f"actor_train.{path}", value, reason, "use `pipeline: rlvr`, or remove this key")
+            yield f"{name}.training_args.", role.training_args, ("per_device_train_batch_size",), reason, remedy
+    for name, section in derived.roles_and_reward_models(config).items():
+        reason, remedy = "only actor_train learns with adapters", "remove this key"
+        if isinstance(section, RewardConfig):
+            reason, remedy = "a reward model is not trained", "remove it; merge adapters into the model"
+        elif name == "actor_train":
+            reason, remedy = "no layer has adapters", "set `lora_target`, or remove this key"
+        if name != "actor_train" or section.model_args.lora_target is None:
+            yield f"{name}.model_args.", section.model_args, ADAPTER_KEYS, reason, remedy
+    if not isinstance(config, AgenticConfig):
+        return
+    reason = "episodes begin with what their environment says"
+    yield "actor_train.", config.actor_train, ("data_args",), reason, "use `pipeline: rlvr`, or remove this key"
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls == "trajectory":
-            remedy = "set `env_manager_cls: step`, or remove this key"
-            for path, value in changes(env, "history_length", "keep_first_observation"):
-                yield without_effect(f"custom_envs.{tag}.{path}", value, "a trajectory shows all turns before", remedy)
-    for path, value in changes(config.val_env_manager, "max_traj_per_env") if config.val_env_manager else ():
-        remedy = "set the groups, or remove this key"
-        yield without_effect(f"val_env_manager.{path}", value, "validation plays each group once", remedy)
+            keys, reason = ("history_length", "keep_first_observation"), "a trajectory shows all turns before"
+            yield f"custom_envs.{tag}.", env, keys, reason, "set `env_manager_cls: step`, or remove this key"
+    if config.val_env_manager is not None:
+        reason, remedy = "validation plays each group once", "set the groups, or remove this key"
+        yield "val_env_manager.", config.val_env_manager, ("max_traj_per_env",), reason, remedy
 
 
 def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -223,40 +142,17 @@ def roll_names_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue
         if actor.pg_variant != loss:
             reason = f"it is an argument of `{loss}`, and pg_variant is `{actor.pg_variant}`"
-            remedy = f"set `pg_variant: {loss}`, or remove this key"
-            yield without_effect(f"actor_train.{name}", value, reason, remedy)
+            yield without_effect(f"actor_train.{name}", value, reason, f"set `pg_variant: {loss}`, or remove this key")
         elif argument in actor.pg_variant_args:
             message = f"{shown(value)}, but `pg_variant_args.{argument}` sets the same argument"
             yield ConfigProblem(f"actor_train.{name}", message, "keep one of the two")
 
 
-def adapters_are_trained(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject adapters for any role but the policy, and for trainers that do not support them."""
-    target = config.actor_train.model_args.lora_target
-    for role, section in derived.roles_and_reward_models(config).items():
-        for key, value in changes(section.model_args, *ADAPTER_KEYS):
-            path = f"{role}.model_args.{key}"
-            if isinstance(section, RewardConfig):
-                remedy = "remove it; merge adapters into the model"
-                yield without_effect(path, value, "a reward model is not trained", remedy)
-            elif role != "actor_train":
-                yield without_effect(path, value, "only actor_train learns with adapters", "remove this key")
-            elif target is None:
-                yield without_effect(path, value, "no layer has adapters", "set `lora_target`, or remove this key")
-    if target is None:
-        return
-    path, strategy = "actor_train.model_args.lora_target", strategy_of("actor_train", config.actor_train)
-    if isinstance(strategy, Trainer) and not strategy.adapters:
-        message = f"{shown(target)}, but {config.actor_train.strategy_args.strategy_name} trains no adapters"
-        able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.adapters]
-        yield ConfigProblem(path, message, f"use {' or '.join(able)}, or remove the keys `lora_...`")
-    if not target:
-        remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
-        yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
-
-
 def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require known strategies, and import paths for custom classes, which are looked up later."""
+    """Require a model for each role, known strategies, and import paths for custom classes, which are looked up
+    later."""
+    if not all(derived.model_path(config, role) for role in derived.present_roles(config).values()):
+        yield ConfigProblem("pretrain", "no model is given", "write the folder or the hub name of the model to train")
     for name, role in derived.roles_and_reward_models(config).items():
         kind, strategy = strategies_of(name), role.strategy_args.strategy_name
         for found in problems_of(partial(kind.find, strategy, f"{name}.strategy_args.strategy_name")):
@@ -266,7 +162,7 @@ def names_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield found
         classes = {"worker_cls": role.worker_cls, "strategy_args.strategy_cls": role.strategy_args.strategy_cls}
         for key, value in classes.items():
-            if value is not None and not IMPORT_PATH.fullmatch(value):
+            if value is not None and not fields.IMPORT_PATH.fullmatch(value):
                 message = f"{shown(value)} is no import path"
                 yield ConfigProblem(f"{name}.{key}", message, "write `package.module:Class`")
 
@@ -301,10 +197,10 @@ def options_are_usable(config: PipelineConfig) -> Iterator[ConfigProblem]:
         strategy = strategy_of(name, role)
         if isinstance(strategy, Trainer) and not strategy.learns:
             continue
-        for option, value, allowed in Options.of(role).wrong():
+        for option, value, kind in Options.of(role).wrong():
             path = f"{name}.strategy_args.strategy_config.{option}"
-            reason = f"is beyond {LARGEST_NUMBER:g}" if is_too_large(value) else "is not usable"
-            yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {allowed}")
+            reason = f"is beyond {fields.LARGEST_NUMBER:g}" if fields.is_too_large(value) else "is not usable"
+            yield ConfigProblem(path, f"{shown(value)} {reason}", f"write {fields.describe(kind)}")
 
 
 def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -331,25 +227,19 @@ def restarts_can_help(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield without_effect("restarts.synchronous_after", after, "the run is synchronous", remedy)
 
 
-TIMED = ("freeze", "delay_publication")
-
-
-def chaos_is_wanted(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject chaos events unless `chaos.enabled` is true."""
+def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject chaos events unless `chaos.enabled` is true, events that name no process of the run or no step that comes,
+    and events given twice."""
     chaos = config.chaos
     if chaos.events and not chaos.enabled:
         message = f"{count(len(chaos.events), 'event')} would harm this run: it is for tests of recovery only"
         yield ConfigProblem("chaos.events", message, "remove them, or say `chaos.enabled: true`")
     if chaos.enabled and not chaos.events:
         yield ConfigProblem("chaos.enabled", "true has no effect: there are no events", "add `chaos.events`")
-
-
-def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject events that name no process of the run or no step that comes, and events given twice."""
-    for index, event in enumerate(config.chaos.events):
+    for index, event in enumerate(chaos.events):
         path = f"chaos.events[{index}]"
-        if event in config.chaos.events[:index]:
-            twin = config.chaos.events.index(event)
+        if event in chaos.events[:index]:
+            twin = chaos.events.index(event)
             message = f"the same as chaos.events[{twin}]: a run that goes on could not tell which has happened"
             yield ConfigProblem(path, message, "remove it, or give it another step")
         yield from _right_keys(event, path)
@@ -364,10 +254,10 @@ def chaos_can_happen(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def _right_keys(event: ChaosEvent, path: str) -> Iterator[ConfigProblem]:
     if event.kind == "delay_publication" and event.seconds is None:
         yield ConfigProblem(f"{path}.seconds", f"{event.kind} needs its length", "give the seconds")
-    if event.kind not in TIMED and event.seconds is not None:
+    if event.kind not in ("freeze", "delay_publication") and event.seconds is not None:
         yield without_effect(f"{path}.seconds", event.seconds, f"{event.kind} takes no time", "remove it")
     if event.kind in PUBLICATION_CHAOS:
-        for key, value in changes(event, "role", "rank"):
+        for key, value in fields.changes(event, "role", "rank"):
             yield without_effect(f"{path}.{key}", value, f"{event.kind} happens to all engines", "remove it")
 
 
@@ -411,23 +301,16 @@ def obstacle_to_moving(options: Options, *, bfloat16: bool, learns: bool) -> Con
         message = "stage 3 of a role without an optimizer: DeepSpeed cannot move its weights"
         remedy = "write stage 0, or use `hf_infer` or `fsdp2_train`"
         return ConfigProblem("stage", message, remedy) if stage == 3 else None
-    if stage in (1, 2, 3) and zero_device(options, "offload_param") != "none":
-        message = "DeepSpeed moves nothing where parameters are offloaded"
+    if stage in (1, 2, 3) and options.get("zero_optimization.offload_param.device", "none") != "none":
         remedy = "remove this key and set `offload_optimizer`, or use `fsdp2_train` with `offload: cpu`"
-        return ConfigProblem("offload_param", message, remedy)
-    if stage == 3 and zero_device(options, "offload_optimizer") == "none":
-        message = "stage 3: DeepSpeed moves no states of torch's AdamW"
+        return ConfigProblem("offload_param", "DeepSpeed moves nothing where parameters are offloaded", remedy)
+    if stage == 3 and options.get("zero_optimization.offload_optimizer.device", "none") == "none":
         remedy = "write `offload_optimizer: {device: cpu}`, which keeps them on the host, or stage 2"
-        return ConfigProblem("stage", message, remedy)
+        return ConfigProblem("stage", "stage 3: DeepSpeed moves no states of torch's AdamW", remedy)
     if stage == 1 and bfloat16:
         message = "stage 1 in bfloat16: DeepSpeed cannot move its states"
         return ConfigProblem("stage", message, "write stage 2, which can be moved")
     return None
-
-
-def zero_device(options: Options, section: str) -> str:
-    """Return the place of a `zero_optimization` section's states: `none` (on the device), `cpu` or `nvme`."""
-    return str(options.get(f"zero_optimization.{section}.device", "none"))
 
 
 def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -439,48 +322,25 @@ def states_can_leave_shared_devices(config: PipelineConfig) -> Iterator[ConfigPr
         if role.strategy_args.strategy_name != "deepspeed_train":
             continue
         own = set(mappings.get(name, ()))
-        sharing = [other for other, devices in mappings.items() if other != name and own & set(devices)]
-        obstacle = obstacle_to_moving(
-            Options.of(role),
-            bfloat16=role.model_args.dtype == "bfloat16",
-            learns=name in TRAINED_ROLES,
-        )
-        if sharing and obstacle is not None:
-            shared = own & {device for other in sharing for device in mappings[other]}
-            yield ConfigProblem(
-                f"{name}.strategy_args.strategy_config.zero_optimization.{obstacle.path}",
-                f"{obstacle.message}, and they have to make room on device {compact(sorted(shared))} for "
-                f"{' and '.join(sharing)}",
-                f"{obstacle.remedy}; or give {name} devices of its own",
-            )
+        sharing = {other: own & set(devices) for other, devices in mappings.items() if other != name}
+        shared = set[int]().union(*sharing.values())
+        bfloat16 = role.model_args.dtype == "bfloat16"
+        obstacle = obstacle_to_moving(Options.of(role), bfloat16=bfloat16, learns=name in TRAINED_ROLES)
+        if shared and obstacle is not None:
+            others = " and ".join(other for other, devices in sharing.items() if devices)
+            room = f"they have to make room on device {compact(shared)} for {others}"
+            path = f"{name}.strategy_args.strategy_config.zero_optimization.{obstacle.path}"
+            remedy = f"{obstacle.remedy}; or give {name} devices of its own"
+            yield ConfigProblem(path, f"{obstacle.message}, and {room}", remedy)
 
 
-@dataclass(frozen=True)
-class ChosenTracker:
-    """A plug-in tracker of a run."""
-
-    name: str
-    plug_in: type[TrackerPlugIn]
-    options: Any
-
-    @property
-    def secret(self) -> str | None:
-        """The environment variable that must hold its key."""
-        return self.plug_in.secret(self.options)
-
-    @property
-    def mode(self) -> str:
-        """Destination of the metrics, in a word or two."""
-        return self.plug_in.mode(self.options)
-
-
-def chosen_trackers(config: PipelineConfig) -> list[ChosenTracker]:
-    """Return the plug-in trackers of a configuration, without those whose options are wrong."""
+def chosen_trackers(config: PipelineConfig) -> list[tuple[str, type[TrackerPlugIn], Any]]:
+    """Return name, class and options of each plug-in tracker of a run, without those whose options are wrong."""
     chosen = []
     for name in derived.tracker_list(config):
         plug_in, options = _plug_in(name), config.tracker_kwargs.get(name, {})
         if plug_in is not None and not list(_option_problems(name, plug_in.Options, options)):
-            chosen.append(ChosenTracker(name, plug_in, plug_in.Options(**options)))
+            chosen.append((name, plug_in, plug_in.Options(**options)))
     return chosen
 
 
@@ -494,12 +354,12 @@ def _plug_in(name: str) -> type[TrackerPlugIn] | None:
 
 def tracker_words(config: PipelineConfig) -> list[str]:
     """Describe where metrics go besides `metrics.jsonl`."""
-    words = [f"{tracker.name} ({tracker.mode})" for tracker in chosen_trackers(config)]
+    words = [f"{name} ({plug_in.mode(options)})" for name, plug_in, options in chosen_trackers(config)]
     return ["TensorBoard", *words] if derived.tracker_list(config) else words
 
 
 def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject unknown and repeated trackers."""
+    """Reject unknown and repeated trackers, options of trackers that are unknown or unused, and unknown options."""
     names = derived.tracker_list(config)
     as_list = not isinstance(config.track_with, str)
     for index, name in enumerate(names):
@@ -508,17 +368,13 @@ def trackers_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield from problems_of(partial(TRACKERS.load, name, path))
     if len(set(names)) != len(names):
         yield ConfigProblem("track_with", f"{shown(names)} names a tracker twice", "name each once")
-
-
-def options_are_known(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject options of trackers that are unknown or unused, and unknown options."""
     for name, options in config.tracker_kwargs.items():
         path = f"tracker_kwargs.{name}"
         if name == TENSORBOARD:
             yield ConfigProblem(path, "TensorBoard has no options: its events are in the run's folder", "remove it")
         elif missing := problems_of(partial(TRACKERS.find, name, path)):
             yield from missing
-        elif name not in derived.tracker_list(config):
+        elif name not in names:
             remedy = f"add {name} to `track_with`, or remove these options"
             yield without_effect(path, options, f"{name} is not used", remedy)
         elif plug_in := _plug_in(name):
@@ -543,14 +399,14 @@ def _strict(kind: type) -> type:
 
 def trackers_are_here(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Require the package of each tracker, and its key in the environment."""
-    for tracker in chosen_trackers(config):
-        package = tracker.plug_in.package
-        if package is not None and not is_installed(package):
-            message = f"{tracker.name} needs the package {package}, which is not installed"
-            yield ConfigProblem("track_with", message, f"{tracker.plug_in.install}, or remove {tracker.name}")
-        if tracker.secret is not None and not os.environ.get(tracker.secret):
-            message = f"{tracker.name} ({tracker.mode}) needs a key, and the variable {tracker.secret} is not set"
-            remedy = f"set it, or choose tracker_kwargs.{tracker.name} that send nothing: docs/trackers.md"
+    for name, plug_in, options in chosen_trackers(config):
+        if plug_in.package is not None and not is_installed(plug_in.package):
+            message = f"{name} needs the package {plug_in.package}, which is not installed"
+            yield ConfigProblem("track_with", message, f"{plug_in.install}, or remove {name}")
+        secret = plug_in.secret(options)
+        if secret is not None and not os.environ.get(secret):
+            message = f"{name} ({plug_in.mode(options)}) needs a key, and the variable {secret} is not set"
+            remedy = f"set it, or choose tracker_kwargs.{name} that send nothing: docs/trackers.md"
             yield ConfigProblem("track_with", message, remedy)
 
 

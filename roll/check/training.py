@@ -1,4 +1,4 @@
-"""Rules about the arithmetic of a run: staleness, batches, lengths, sampling, KL, schedule."""
+"""Rules about training: what trainers can do, staleness, batches, lengths, sampling, KL, schedule."""
 
 from __future__ import annotations
 
@@ -7,37 +7,42 @@ from collections.abc import Iterator
 
 from roll.check.devices import generating_arguments, readable_mappings
 from roll.configs import derived
-from roll.configs.errors import ConfigProblem, count, without_effect
-from roll.configs.roles import UNREAD_KEYS
-from roll.configs.run import PipelineConfig
+from roll.configs.errors import ConfigProblem, count, shown, without_effect
+from roll.configs.fields import changes
+from roll.configs.roles import TRAINED_ROLES, UNREAD_KEYS
+from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.configs.strategies import TRAINERS, Options, Trainer, strategy_of
 
 
-def trainers_pack(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject sequence packing for trainers that cannot separate samples in one row."""
+def trainers_can_train(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject what a trainer cannot do: samples in one row that it cannot separate, adapters, and bfloat16 with
+    DeepSpeed's stage 0, which keeps no float32 gradients or master weights. Reject adapters that name no layer."""
     for name, role in derived.present_roles(config).items():
-        strategy = strategy_of(name, role)
+        strategy, chosen = strategy_of(name, role), role.strategy_args.strategy_name
         if role.use_sequence_packing and isinstance(strategy, Trainer) and not strategy.packs:
-            message = f"true, but {role.strategy_args.strategy_name} computes on padded rows only"
+            message = f"true, but {chosen} computes on padded rows only"
             able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.packs]
-            remedy = f"set it to false, or use {' or '.join(able)}"
-            yield ConfigProblem(f"{name}.use_sequence_packing", message, remedy)
-
-
-def gradients_are_added_up_in_float32(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject bfloat16 with DeepSpeed's stage 0, which keeps no float32 gradients or master weights."""
-    for name, role in derived.trained_roles(config).items():
-        if role.strategy_args.strategy_name != "deepspeed_train" or role.model_args.dtype != "bfloat16":
-            continue
-        if Options.of(role).get("zero_optimization.stage", 0) == 0:
+            yield ConfigProblem(f"{name}.use_sequence_packing", message, f"set it to false, or use {' or '.join(able)}")
+        bfloat16 = chosen == "deepspeed_train" and role.model_args.dtype == "bfloat16" and name in TRAINED_ROLES
+        if bfloat16 and Options.of(role).get("zero_optimization.stage", 0) == 0:
             path = f"{name}.strategy_args.strategy_config.zero_optimization.stage"
-            message = "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones"
             remedy = f"write 1 (the same steps in less memory), or `{name}.model_args.dtype: float32`"
-            yield ConfigProblem(path, message, remedy)
+            yield ConfigProblem(path, "stage 0 adds bfloat16 gradients up in bfloat16, which loses small ones", remedy)
+        path, target = f"{name}.model_args.lora_target", role.model_args.lora_target
+        if name != "actor_train" or target is None:
+            continue
+        if isinstance(strategy, Trainer) and not strategy.adapters:
+            able = [f"`{each}`" for each, record in TRAINERS.built_in.items() if record.adapters]
+            remedy = f"use {' or '.join(able)}, or remove the keys `lora_...`"
+            yield ConfigProblem(path, f"{shown(target)}, but {chosen} trains no adapters", remedy)
+        if not target:
+            remedy = "name layers, for example `q_proj,v_proj` or `all-linear`, or remove this key"
+            yield ConfigProblem(path, f"{shown(target)} names no layer", remedy)
 
 
-def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject a bound below what the ratio generates ahead, and an update interval longer than the run."""
+def schedule_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Reject a bound below what the ratio generates ahead, an update interval longer than the run, two ways to set the
+    warm-up, and a run in which the policy never learns."""
     interval, least = config.weight_update.interval_steps, derived.least_staleness(config)
     if config.max_staleness is not None and config.max_staleness < least:
         ahead = math.ceil(config.async_generation_ratio)
@@ -52,6 +57,14 @@ def staleness_is_possible(config: PipelineConfig) -> Iterator[ConfigProblem]:
         steps = count(config.max_steps, "step")
         message = f"{interval} is more than the {steps} of the run: no weights would be published"
         yield ConfigProblem("weight_update.interval_steps", message, f"set at most {config.max_steps}")
+    for name, role in derived.trained_roles(config).items():
+        arguments = role.training_args
+        if arguments.warmup_steps and arguments.warmup_ratio:
+            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
+            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
+    if config.critic_warmup >= config.max_steps:
+        message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
+        yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
 
 
 def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -70,7 +83,9 @@ def batches_divide(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if accumulation is None or name not in mappings:
             continue
         path = f"{name}.training_args.gradient_accumulation_steps"
-        if derived.counts_steps(config):
+        if isinstance(config, AgenticConfig) and any(
+            env.env_manager_cls != "trajectory" for env in config.custom_envs.values()
+        ):
             message = f"{accumulation}, but episodes fall into turns here, and a batch has no fixed number of samples"
             yield ConfigProblem(path, message, "remove this key: one optimizer step per batch")
             continue
@@ -106,8 +121,7 @@ def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("actor_infer.generating_args.temperature", message, "set it above 0, for example 1.0")
     if sampling.num_return_sequences != 1:
         path = "actor_infer.generating_args.num_return_sequences"
-        message = f"{sampling.num_return_sequences} has no effect in training"
-        yield ConfigProblem(path, message, f"set `{key}` instead")
+        yield ConfigProblem(path, f"{sampling.num_return_sequences} has no effect in training", f"set `{key}` instead")
     if size == 1 and config.group_filter == "zero_variance":
         message = "zero_variance would drop every group: each has 1 sample"
         yield ConfigProblem("group_filter", message, f"set `{key}` to at least 2, or `none`")
@@ -120,15 +134,18 @@ def sampling_varies(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def kl_has_a_reference(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require a reference for a KL term, and a KL term for a reference."""
+    """Require a reference for a KL term, a KL term for a reference, and an adaptive controller that does not start at
+    0: it multiplies, so it would stay there."""
     if config.reference is None:
-        for key in ("use_kl_loss", "add_token_level_kl"):
-            if vars(config)[key]:
-                message = "true, but there is no `reference` to measure the divergence from"
-                yield ConfigProblem(key, message, "add `reference: {device_mapping: ...}`, or set false")
+        for key, value in changes(config, "use_kl_loss", "add_token_level_kl"):
+            message = f"{shown(value)}, but there is no `reference` to measure the divergence from"
+            yield ConfigProblem(key, message, "add `reference: {device_mapping: ...}`, or set false")
     elif not derived.uses_kl(config):
         message = "has no effect: no KL term uses it, yet it would be loaded"
         yield ConfigProblem("reference", message, "set `use_kl_loss` or `add_token_level_kl`, or remove this section")
+    if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
+        message = "0 with an adaptive controller, which multiplies it: it would stay 0"
+        yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
 
 
 def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -149,31 +166,11 @@ def rewards_keep_a_meaning(config: PipelineConfig) -> Iterator[ConfigProblem]:
         key = derived.group_size_key(config)
         if penalty is not None and penalty.kind == "relative":
             message = "relative compares the lengths of a group, and a group has 1 sample"
-            remedy = f"set `{key}` to at least 2, or `kind: overlong`"
-            yield ConfigProblem("length_penalty.kind", message, remedy)
+            yield ConfigProblem("length_penalty.kind", message, f"set `{key}` to at least 2, or `kind: overlong`")
         for norm in ("norm_mean_type", "norm_std_type"):
             if vars(config)[norm] == "group":
                 message = "group, but a group has 1 sample: nothing to compare"
                 yield ConfigProblem(norm, message, f"set `{key}` to at least 2, or `batch`")
-
-
-def kl_controller_can_move(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Reject an adaptive controller that starts at 0: it multiplies, so it would stay there."""
-    if config.add_token_level_kl and config.kl_controller == "adaptive" and config.init_kl_coef == 0:
-        message = "0 with an adaptive controller, which multiplies it: it would stay 0"
-        yield ConfigProblem("init_kl_coef", message, "set it above 0, for example 0.01")
-
-
-def schedule_is_clear(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Require one way to set the warm-up, and a step in which the policy learns."""
-    for name, role in derived.trained_roles(config).items():
-        arguments = role.training_args
-        if arguments.warmup_steps and arguments.warmup_ratio:
-            path, reason = f"{name}.training_args.warmup_ratio", f"warmup_steps is {arguments.warmup_steps}"
-            yield without_effect(path, arguments.warmup_ratio, reason, "keep one of the two")
-    if config.critic_warmup >= config.max_steps:
-        message = f"{config.critic_warmup} of {count(config.max_steps, 'step')}: the policy would never learn"
-        yield ConfigProblem("critic_warmup", message, f"set at most {config.max_steps - 1}")
 
 
 def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -192,7 +189,9 @@ def mismatch_can_be_measured(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def training_warnings(config: PipelineConfig) -> Iterator[str]:
-    """Warn about arithmetic that works but may not be intended."""
+    """Warn about models and arithmetic that work but may not be intended."""
+    if config.actor_infer.model_args.model_name_or_path not in (None, derived.model_path(config, config.actor_train)):
+        yield "actor_infer starts from another model than actor_train: version 0 is not the policy that is trained"
     if derived.truncates_sampling(config):
         yield (
             "training samples from a truncated distribution (top_p, top_k): its log-probabilities are recorded, but "
@@ -215,7 +214,15 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
     least = derived.least_staleness(config)
     if config.async_generation_ratio == 0 and (config.max_staleness or 0) > least:
         yield f"max_staleness {config.max_staleness} is never reached: at ratio 0 the lag is {least}"
-    yield from _budget_warnings(config)
+    longest = derived.sequence_length(config)
+    for name, role in derived.present_roles(config).items():
+        for mode, dynamic, budget in (
+            ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),
+            ("infer", role.use_dynamic_batching_in_infer, role.max_tokens_per_microbatch_in_infer),
+        ):
+            key = f"max_tokens_per_microbatch_in_{mode}"
+            if dynamic and key not in UNREAD_KEYS[name] and budget < longest:
+                yield f"{name}.{key} {budget} is less than one sequence of {longest}, which goes beyond it alone"
     for name, role in derived.trained_roles(config).items():
         if derived.warmup_steps(config, role) >= derived.total_optimizer_steps(config, role):
             yield f"warm-up of {name} lasts the whole run: its learning rate never reaches its peak"
@@ -225,15 +232,3 @@ def training_warnings(config: PipelineConfig) -> Iterator[str]:
         yield "kl_estimator k1 as a loss has a gradient of mean 0; k2 and k3_straight_through have that of the KL"
     if config.add_token_level_kl and config.init_kl_coef == 0:
         yield "init_kl_coef is 0: the KL divergence is measured but weighs nothing"
-
-
-def _budget_warnings(config: PipelineConfig) -> Iterator[str]:
-    for name, role in derived.present_roles(config).items():
-        for mode, dynamic, budget in (
-            ("train", role.use_dynamic_batching_in_train, role.max_tokens_per_microbatch_in_train),
-            ("infer", role.use_dynamic_batching_in_infer, role.max_tokens_per_microbatch_in_infer),
-        ):
-            key = f"max_tokens_per_microbatch_in_{mode}"
-            if dynamic and key not in UNREAD_KEYS[name] and budget < derived.sequence_length(config):
-                longest = derived.sequence_length(config)
-                yield f"{name}.{key} {budget} is less than one sequence of {longest}, which goes beyond it alone"

@@ -27,8 +27,6 @@ SYNCHRONOUS_KEYS = (
 )
 """Keys that `synchronous` changes and that affect learning."""
 MEBIBYTE = 1024 * 1024
-MEGATRON_MODEL_PARALLEL_KEYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Keys of Megatron's `strategy_config` that set how many ranks together hold one copy of the model."""
 REWARD_TIMEOUT_SECONDS = {"code": 60.0, "reward_model": 120.0, "judge": 600.0}
 """Default timeouts that differ from that of the other verifiers."""
 LONGEST_CANARY = 64
@@ -68,20 +66,14 @@ def reference_is_base(config: PipelineConfig) -> bool:
     That is so if it has the same model, and the same devices or none of its own: a second copy of the model would
     compute the same.
     """
-    if config.reference is None or config.actor_train.model_args.lora_target is None:
+    reference, trained = config.reference, config.actor_train
+    if reference is None or trained.model_args.lora_target is None:
         return False
-    if model_path(config, config.reference) != model_path(config, config.actor_train):
-        return False
-    return config.reference.device_mapping is None or _same_devices(
-        config.reference.device_mapping, config.actor_train.device_mapping
-    )
-
-
-def _same_devices(first: DeviceMapping, second: DeviceMapping) -> bool:
-    """Return True for equal sets of devices; False if a mapping cannot be read, which another rule reports."""
+    if reference.device_mapping is None or model_path(config, reference) != model_path(config, trained):
+        return model_path(config, reference) == model_path(config, trained)
     try:
-        return set(parse_device_mapping(first)) == set(parse_device_mapping(second))
-    except DeviceMappingError:
+        return set(parse_device_mapping(reference.device_mapping)) == set(parse_device_mapping(trained.device_mapping))
+    except DeviceMappingError:  # another rule reports it
         return False
 
 
@@ -99,16 +91,6 @@ def reward_models(config: PipelineConfig) -> dict[str, RewardConfig]:
 def device_mappings(config: PipelineConfig) -> dict[str, DeviceMapping]:
     """Return the `device_mapping` of each role, reward models included."""
     return {name: role.device_mapping for name, role in roles_and_reward_models(config).items()}
-
-
-def reward_model_path(config: PipelineConfig, reward: RewardConfig) -> str:
-    """Return the folder or hub name of a reward model."""
-    return reward.model_args.model_name_or_path or config.reward_pretrain or ""
-
-
-def role_model_path(config: PipelineConfig, role: WorkerConfig | RewardConfig) -> str:
-    """Return the folder or hub name of the model of any role."""
-    return reward_model_path(config, role) if isinstance(role, RewardConfig) else model_path(config, role)
 
 
 def reward_timeout(reward: RewardConfig) -> float:
@@ -142,9 +124,10 @@ def may_be_stale(config: PipelineConfig) -> bool:
     return least_staleness(config) > 0
 
 
-def model_path(config: PipelineConfig, role: WorkerConfig) -> str:
-    """Return the folder or hub name of a role's model."""
-    return role.model_args.model_name_or_path or config.pretrain
+def model_path(config: PipelineConfig, role: WorkerConfig | RewardConfig) -> str:
+    """Return the folder or hub name of the model of a role or reward."""
+    shared = config.reward_pretrain or "" if isinstance(role, RewardConfig) else config.pretrain
+    return role.model_args.model_name_or_path or shared
 
 
 def total_devices(config: PipelineConfig) -> int:
@@ -161,7 +144,7 @@ def data_parallel_ranks(role: WorkerConfig) -> int:
     if role.strategy_args.strategy_name != "megatron_train":
         return ranks
     options = Options.of(role)
-    return max(1, ranks // math.prod(options.get(key, 1) for key in MEGATRON_MODEL_PARALLEL_KEYS))
+    return max(1, ranks // math.prod(options.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline")))
 
 
 def engine_replicas(config: PipelineConfig) -> int:
@@ -203,14 +186,12 @@ def tracker_classes(config: PipelineConfig) -> dict[str, str]:
 
 def gather_bucket_bytes(config: PipelineConfig) -> int:
     """Return the size of the largest bucket that the trainer packs, in bytes."""
-    megabytes = config.weight_update.param_update_gather_bucket_size_mb
-    return max(1, int(megabytes * MEBIBYTE))
+    return max(1, int(config.weight_update.param_update_gather_bucket_size_mb * MEBIBYTE))
 
 
 def load_bucket_bytes(config: PipelineConfig) -> int:
     """Return the largest number of bytes that an engine receives at a time."""
-    megabytes = config.weight_update.param_update_load_bucket_size_mb
-    return max(1, int(megabytes * MEBIBYTE))
+    return max(1, int(config.weight_update.param_update_load_bucket_size_mb * MEBIBYTE))
 
 
 def group_size(config: PipelineConfig) -> int:
@@ -228,13 +209,6 @@ def group_size_key(config: PipelineConfig) -> str:
 def samples_per_step(config: PipelineConfig) -> int:
     """Return the samples (or episodes) of one training step: groups times samples per group."""
     return config.rollout_batch_size * group_size(config)
-
-
-def counts_steps(config: PipelineConfig) -> bool:
-    """Return True if an episode may become one sample per turn, so that the size of a batch varies."""
-    return isinstance(config, AgenticConfig) and any(
-        env.env_manager_cls != "trajectory" for env in config.custom_envs.values()
-    )
 
 
 def used_tags(config: AgenticConfig, manager: EnvManagerConfig) -> dict[str, int]:

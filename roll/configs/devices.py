@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 from roll.configs.fields import DeviceMapping
 
@@ -35,22 +34,14 @@ def parse_device_mapping(value: DeviceMapping) -> list[int]:
     if isinstance(value, str):
         devices = _read(value)
     elif isinstance(value, (list, int)) and not isinstance(value, bool):
-        devices = _plain_numbers(value if isinstance(value, list) else [value])
+        devices = list(value) if isinstance(value, list) else [value]
     else:
         raise DeviceMappingError(f"no devices are given; write them, {_EXAMPLES}")
-    return _distinct(devices)
-
-
-def _plain_numbers(values: Sequence[int]) -> list[int]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DeviceMappingError(f"{value!r} is not a device number")
-        if value < 0:
-            raise DeviceMappingError(f"{value} is negative; devices are counted from 0")
-    return list(values)
-
-
-def _distinct(devices: list[int]) -> list[int]:
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, int):
+            raise DeviceMappingError(f"{device!r} is not a device number")
+        if device < 0:
+            raise DeviceMappingError(f"{device} is negative; devices are counted from 0")
     if not devices:
         raise DeviceMappingError(f"the list of devices is empty; write at least one, {_EXAMPLES}")
     if len(devices) > MAX_DEVICES:
@@ -69,42 +60,40 @@ def _read(text: str) -> list[int]:
         raise DeviceMappingError(f"the text is empty; write devices, {_EXAMPLES}")
     devices: list[int] = []
     for term in text.split("+"):
-        devices += _term(term.strip())
-        _bounded(devices)
+        for numbers in _ranges(term.strip()):
+            size = len(devices) + len(numbers)
+            if size > MAX_DEVICES:
+                raise DeviceMappingError(f"{size} devices; at most {MAX_DEVICES} can be listed")
+            devices += numbers
     return devices
 
 
-def _term(text: str) -> list[int]:
-    """Return the numbers of `list(...)`, `range(...)`, `[...]`, or numbers and ranges with commas between them."""
+def _ranges(text: str) -> Iterator[range]:
+    """Yield the numbers of `list(...)`, `range(...)`, `[...]`, or numbers and ranges with commas between them."""
     call = _LIST.fullmatch(text)
     inside = call[1].strip() if call else text
     arguments, brackets = _RANGE.fullmatch(inside), _BRACKETS.fullmatch(inside)
     if arguments:
         numbers = [_number(each) for each in arguments[1].split(",")]
-        if len(numbers) > 3 or (len(numbers) == 3 and numbers[2] == 0):
+        if len(numbers) > 3 or numbers[2:] == [0]:
             raise DeviceMappingError("range takes a stop, a start and a stop, or both and a step of at least 1")
-        return list(_bounded(range(*numbers)))
+        yield range(*numbers)
+        return
     if call and not brackets:
         raise _unreadable(text)
-    items, devices = brackets[1] if brackets else inside, list[int]()
-    if brackets and not items.strip():
-        return devices
-    for item in items.split(","):
+    items = brackets[1] if brackets else inside
+    for item in items.split(",") if items.strip() or not brackets else ():
         first, dash, last = item.partition("-")
-        if not first.strip() and dash:
-            raise _negative()
-        start = _number(first)
+        start = _number(first if first.strip() else item)
         stop = _number(last) if dash else start
         if stop < start:
             raise DeviceMappingError(f"{start}-{stop} runs backwards; write {stop}-{start}")
-        devices += _bounded(range(start, stop + 1))
-        _bounded(devices)
-    return devices
+        yield range(start, stop + 1)
 
 
 def _number(text: str) -> int:
     if text.strip().startswith("-"):
-        raise _negative()
+        raise DeviceMappingError("a device number is negative; devices are counted from 0")
     if not text.strip():
         raise DeviceMappingError(f"a number is missing. Write devices, {_EXAMPLES}")
     if not _NUMBER.fullmatch(text.strip()):
@@ -112,22 +101,9 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _negative() -> DeviceMappingError:
-    return DeviceMappingError("a device number is negative; devices are counted from 0")
-
-
 def _unreadable(text: str) -> DeviceMappingError:
     what = text.strip()[:20]
     return DeviceMappingError(f"cannot read `{what}`; it is never evaluated as code. Write devices, {_EXAMPLES}")
-
-
-Numbers = TypeVar("Numbers", list[int], range)
-
-
-def _bounded(numbers: Numbers) -> Numbers:
-    if len(numbers) > MAX_DEVICES:
-        raise DeviceMappingError(f"{len(numbers)} devices; at most {MAX_DEVICES} can be listed")
-    return numbers
 
 
 def compact(devices: Iterable[int]) -> str:

@@ -12,15 +12,15 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import Any, Literal
+from functools import cache, reduce
+from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range of numbers with optional limits. NaN is in no range."""
+    """A range of numbers with optional limits. It stands in the type of a key: `Annotated[int, Range(at_least=1)]`."""
 
     at_least: float | None = None
     above: float | None = None
@@ -30,8 +30,7 @@ class Range:
     def contains(self, value: float) -> bool:
         """Return True if ``value`` is in the range."""
         return (
-            value == value
-            and (self.at_least is None or value >= self.at_least)
+            (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
@@ -44,22 +43,31 @@ class Range:
 
 LARGEST_NUMBER = 1e15
 """Upper limit of every setting, so that products of settings stay exact enough to compute with."""
-POSITIVE = Range(above=0)
-NOT_NEGATIVE = Range(at_least=0)
-COUNT = Range(at_least=1)
-SHARE = Range(at_least=0, at_most=1)
-DECAY = Range(at_least=0, below=1)
-NUCLEUS = Range(above=0, at_most=1)
-SEED = Range(at_least=0, below=2**32)
-ANY_FINITE = Range()
 
 
-def option(default: Any, help: str, limits: Range | None = None) -> Any:
-    """Declare a dataclass field with its help text and the range of its number.
+def is_too_large(value: Any) -> bool:
+    """Return True if a value is a number too large for the arithmetic, or no number (NaN)."""
+    return isinstance(value, int | float) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER
 
-    A callable ``default`` makes the value, as a mutable one needs.
+
+Count = Annotated[int, Range(at_least=1)]
+Natural = Annotated[int, Range(at_least=0)]
+Seed = Annotated[int, Range(at_least=0, below=2**32)]
+Finite = Annotated[float, Range()]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(at_least=0)]
+Share = Annotated[float, Range(at_least=0, at_most=1)]
+Decay = Annotated[float, Range(at_least=0, below=1)]
+Nucleus = Annotated[float, Range(above=0, at_most=1)]
+
+
+def option(default: Any, help: str, needs: str | None = None) -> Any:
+    """Declare a dataclass field with its help text. A callable ``default`` makes the value, as a mutable one needs.
+
+    ``needs`` is what the key has no effect without: another key of its section with a value (``template: chat``), or
+    with any but 0 and null (``critic``).
     """
-    metadata = {"help": help} if limits is None else {"help": help, "range": limits}
+    metadata = {"help": help, "needs": needs}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -93,11 +101,6 @@ def _changes(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def differs_from_default(section: Any, name: str) -> bool:
-    """Return True if a key of a section, or one below it, differs from its default."""
-    return next(changes(section, name), None) is not None
-
-
 def values_below(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Field[Any]]]:
     """Yield each field below a dataclass instance as (path, section, value, field)."""
     for item in fields(section):
@@ -126,15 +129,25 @@ def join(parts: Sequence[PathPart]) -> str:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, with references resolved."""
-    hints = typing.get_type_hints(cls)
+    """Return the type of each field of a dataclass, with references resolved and ranges kept."""
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {item.name: hints[item.name] for item in fields(cls)}
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself, without ``None``."""
+def _members(kind: Any) -> list[Any]:
     members = typing.get_args(kind) if _is_union(kind) else (kind,)
-    return tuple(member for member in members if member is not type(None))
+    return [member for member in members if member is not type(None)]
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself, without ``None`` and ranges."""
+    return tuple(typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in _members(kind))
+
+
+def range_of(kind: Any) -> Range | None:
+    """Return the range of a number's type; None if it has none."""
+    notes = [note for each in _members(kind) for note in typing.get_args(each)[1:]]
+    return next((note for note in notes if isinstance(note, Range)), None)
 
 
 def is_optional(kind: Any) -> bool:
@@ -166,10 +179,7 @@ def member(kind: Any, part: PathPart) -> Any:
 
 def kind_at(root: type, parts: Sequence[PathPart]) -> Any:
     """Return the type at a path below the dataclass ``root``; None if there is none."""
-    kind: Any = root
-    for part in parts:
-        kind = member(kind, part)
-    return kind
+    return reduce(member, parts, root)
 
 
 def section_below(kind: Any) -> tuple[type, str] | None:
@@ -206,15 +216,13 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 def describe(kind: Any) -> str:
     """Describe a type, and the limits that pydantic's `Field` gives: ``a whole number, > 0 or null``."""
-    words = [_describe_one(option) for option in alternatives(kind)]
-    return " or ".join(words + (["null"] if is_optional(kind) else []))
-
-
-def _describe_one(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Annotated:
-        limits = " and ".join(limit for note in arguments[1:] if isinstance(note, FieldInfo) for limit in _limits(note))
-        return describe(arguments[0]) + (f", {limits}" if limits else "")
+    if _is_union(kind):
+        words = [describe(each) for each in _members(kind)]
+        return " or ".join(words + (["null"] if is_optional(kind) else []))
+    if origin is Annotated:
+        limits = [limit for note in arguments[1:] if isinstance(note, FieldInfo) for limit in _limits(note)]
+        return describe(arguments[0]) + (f", {' and '.join(limits)}" if limits else "")
     if is_dataclass(kind) or origin is dict:
         return "a mapping"
     if origin is tuple:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, get_args
@@ -59,8 +60,10 @@ def validated(cls: type, tree: dict[str, Any]) -> tuple[Any, list[ConfigProblem]
         holds_another = any(len(other) > len(parts) and other[: len(parts)] == parts for other in kinds)
         if parts in found or holds_another:
             continue
-        unknown = kind == "unexpected_keyword_argument"
-        found[parts] = _unknown_key(parts, cls, tree) if unknown else _wrong_value(parts, cls, _value_at(parts, tree))
+        if kind == "unexpected_keyword_argument":
+            found[parts] = _unknown_key(parts, cls, tree)
+        else:
+            found[parts] = _wrong_value(parts, cls, _value_at(parts, tree))
     return None, list(found.values())
 
 
@@ -102,9 +105,7 @@ def _path_in_tree(location: Sequence[PathPart], tree: Any) -> tuple[PathPart, ..
 
 
 def _value_at(parts: Sequence[PathPart], tree: Any) -> Any:
-    for part in parts:
-        tree = tree[part]
-    return tree
+    return reduce(getitem, parts, tree)
 
 
 def _wrong_value(parts: tuple[PathPart, ...], root: type, value: Any) -> ConfigProblem:
@@ -138,20 +139,19 @@ def _unknown_key(parts: tuple[PathPart, ...], root: type, tree: dict[str, Any]) 
 
 
 def _name_remedy(name: str, known: Sequence[str], root: type) -> str:
+    sections = _sections(root)
+    close, near = nearest(name, known, cutoff=0.75), nearest(name, known)
+    elsewhere = nearest(name, sections, cutoff=0.75)
     if name in ADVICE:
         return ADVICE[name]
-    near = nearest(name, known, cutoff=0.75)
-    if near:
-        return f"did you mean `{near}`?"
-    sections = _sections(root)
+    if close:
+        return f"did you mean `{close}`?"
     if name in sections:
         return f"`{name}` belongs under {_under(sections[name])}"
     if name in RENAMED:
         return f"this is called `{RENAMED[name]}` here"
-    near = nearest(name, known)
     if near:
         return f"did you mean `{near}`?"
-    elsewhere = nearest(name, sections, cutoff=0.75)
     if elsewhere:
         return f"did you mean `{elsewhere}`, which belongs under {_under(sections[elsewhere])}?"
     if len(known) > _MOST_NAMES_LISTED:
@@ -218,7 +218,11 @@ def _typed(written: dict[str, Any], overrides: Sequence[str]) -> PipelineConfig:
     problems = _apply(overrides, merged, references)
     tree = references.resolved(merged, ())
     valid, wrong = validated(cls, tree)
-    problems += references.problems + _pipeline_problems(tree.get("pipeline"))
+    problems += references.problems
+    name = tree.get("pipeline")
+    if not isinstance(name, str) or name not in PIPELINES:
+        remedy = choose_among(str(name), PIPELINES)
+        problems.append(ConfigProblem("pipeline", f"{shown(name)} is no pipeline", remedy))
     reported = {each.path for each in problems}
     problems += [each for each in wrong if each.path not in reported]
     if problems:
@@ -234,19 +238,12 @@ def _config_class(tree: dict[str, Any], overrides: Sequence[str]) -> type[Pipeli
     return PIPELINES[nearest(str(name), PIPELINES) or "rlvr"]
 
 
-def _pipeline_problems(name: Any) -> list[ConfigProblem]:
-    if isinstance(name, str) and name in PIPELINES:
-        return []
-    return [ConfigProblem("pipeline", f"{shown(name)} is no pipeline", choose_among(str(name), PIPELINES))]
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     tree = parse_yaml(_read_text(path), str(path))
     if tree is None:
         raise problem(str(path), "the file is empty", "write at least `pretrain` and the data")
     if not isinstance(tree, dict):
-        message = f"the top level is {shown(tree)}, not a mapping"
-        raise problem(str(path), message, "write `key: value` lines")
+        raise problem(str(path), f"the top level is {shown(tree)}, not a mapping", "write `key: value` lines")
     return tree
 
 
@@ -267,32 +264,23 @@ def _read_text(path: Path) -> str:
 def _apply(overrides: Sequence[str], config: DictConfig, references: _References) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     for text in overrides:
+        key, equals, written = text.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"(?!-)[^\s.\[\]]+(\.[^\s.\[\]]+|\[[^\s\[\]]+\])*", key):
+            remedy = "write dotted.key=value, for example max_steps=10 or rewards.math.tag_included[0]=gsm8k"
+            problems.append(ConfigProblem("command line", f"`{text}` is no override", remedy))
+            continue
         try:
-            key, value = _split_override(text)
-            value = references.vetted(value, (key,))
+            value = references.vetted(parse_yaml(written, f"command line, {key}"), (key,))
             if value is not _UNRESOLVED:
-                _set(config, key, value)
+                OmegaConf.update(config, key, value, merge=True, force_add=True)
         except ConfigError as error:
             problems += error.problems
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            message = f"the override {shown(value, key)} does not fit: {_first_line(error)}"
+            remedy = "a list entry is named by the number of one that the file has; to change its length give the list"
+            problems.append(ConfigProblem(key, message, remedy))
     return problems
-
-
-def _split_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r"(?!-)[^\s.\[\]]+(\.[^\s.\[\]]+|\[[^\s\[\]]+\])*", key):
-        remedy = "write dotted.key=value, for example max_steps=10 or rewards.math.tag_included[0]=gsm8k"
-        raise problem("command line", f"`{text}` is no override", remedy)
-    return key, parse_yaml(value, f"command line, {key}")
-
-
-def _set(config: DictConfig, key: str, value: Any) -> None:
-    try:
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        message = f"the override {shown(value, key)} does not fit: {_first_line(error)}"
-        remedy = "a list entry is named by the number of an entry that the file has; to change its length give the list"
-        raise problem(key, message, remedy) from error
 
 
 def _laid_over(defaults: Any, written: Any) -> Any:
@@ -338,19 +326,20 @@ class _References:
             raise ConfigError([*self.problems, ConfigProblem(join(parts[:4]), message, remedy)])
         if not isinstance(node, (DictConfig, ListConfig)):
             return node
-        names = list(node) if isinstance(node, DictConfig) else range(len(node))
-        found = {name: self.target(node, name, parts) for name in names}
-        kept = {name: value for name, value in found.items() if value is not _UNRESOLVED}
-        return kept if isinstance(node, DictConfig) else list(kept.values())
-
-    def target(self, node: DictConfig | ListConfig, part: Any, parts: tuple[PathPart, ...]) -> Any:
-        path = (*parts, part)
-        try:
-            value = node[part]
-        except (OmegaConfBaseException, RecursionError) as error:
-            self.problems.append(ConfigProblem(join(path), _first_line(error), _reference_remedy(error)))
-            return _UNRESOLVED
-        return self.resolved(value, path)
+        names: Sequence[Any] = list(node) if isinstance(node, DictConfig) else range(len(node))
+        plain = {}
+        for name in names:
+            path = (*parts, name)
+            try:
+                value = node[name]
+            except (OmegaConfBaseException, RecursionError) as error:
+                remedy = "refer by its full path to a key that has a value, and that does not refer back"
+                if "Environment variable" in str(error):
+                    remedy = "set the variable, or give a default: `${oc.env:NAME,default}`"
+                self.problems.append(ConfigProblem(join(path), _first_line(error), remedy))
+                continue
+            plain[name] = self.resolved(value, path)
+        return plain if isinstance(node, DictConfig) else list(plain.values())
 
 
 def _text_problem(text: str, parts: tuple[PathPart, ...]) -> ConfigProblem | None:
@@ -371,12 +360,6 @@ def _resolver_names(grammar: Any) -> Iterator[str]:
         yield grammar.resolverName().getText()
     for index in range(grammar.getChildCount()):
         yield from _resolver_names(grammar.getChild(index))
-
-
-def _reference_remedy(error: Exception) -> str:
-    if "Environment variable" in str(error):
-        return "set the variable, or give a default: `${oc.env:NAME,default}`"
-    return "refer by its full path to a key that has a value, and that does not refer back"
 
 
 def _first_line(error: Exception) -> str:
@@ -445,16 +428,14 @@ for _name, _pattern, _first in _PLAIN_VALUES:
 
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value of a YAML text; ``source`` names it in problems. Raises `ConfigError`."""
-    loader = None
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=_Loader)
         if node is None:
             return None
-        problems = list(_node_problems(node, source)) if _is_bounded(node) else [_too_large(source)]
+        problems = _node_problems(node, source)
         if problems:
             raise ConfigError(problems)
-        return loader.construct_document(node)
+        return _Loader("").construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, source)]) from error
     except RecursionError as error:
@@ -462,9 +443,6 @@ def parse_yaml(text: str, source: str) -> Any:
     except ValueError as error:
         remedy = "shorten the number, or put it in quotes if it is text"
         raise problem(source, f"a number cannot be read: {error}", remedy) from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def dump_yaml(tree: Any) -> str:
@@ -491,59 +469,37 @@ def _too_large(source: str) -> ConfigProblem:
     )
 
 
-def _is_bounded(root: yaml.Node) -> bool:
-    """Return True if the tree stays small with its aliases expanded. Cycles count as too deep."""
-    sizes: dict[int, int] = {}
+def _node_problems(root: yaml.Node, source: str) -> list[ConfigProblem]:
+    """Return each tag and key that is refused, or that the tree is too large once its aliases are expanded."""
+    found: dict[tuple[int, int], ConfigProblem] = {}  # by place, since an alias is met wherever it is used
 
-    def size(node: yaml.Node, depth: int) -> int:
-        if depth > MAX_DEPTH:
-            return MAX_NODES + 1
-        if id(node) not in sizes:
-            total = 1
-            for child in _children(node):
-                total += size(child, depth + 1)
-                if total > MAX_NODES:
-                    break
-            sizes[id(node)] = total
-        return sizes[id(node)]
+    def report(mark: yaml.Mark, message: str, remedy: str) -> None:
+        found[mark.line, mark.column] = ConfigProblem(_at(source, mark), message, remedy)
 
-    return size(root, 0) <= MAX_NODES
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.SequenceNode):
-        yield from node.value
-    elif isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            yield from pair
-
-
-def _node_problems(node: yaml.Node, source: str) -> Iterator[ConfigProblem]:
-    if node.tag not in _PLAIN_TAGS:
-        tag = node.tag.replace(_CORE, "!!")
-        remedy = "a configuration holds plain values only; drop the tag"
-        yield ConfigProblem(_at(source, node.start_mark), f"tag {tag} is refused", remedy)
-    if isinstance(node, yaml.MappingNode):
-        yield from _key_problems(node, source)
-    for child in _children(node):
-        yield from _node_problems(child, source)
-
-
-def _key_problems(node: yaml.MappingNode, source: str) -> Iterator[ConfigProblem]:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        where = _at(source, key.start_mark)
-        if key.tag not in (_CORE + "str", _MERGE):
-            name = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-            yield ConfigProblem(where, f"the key {name} is not text", "put the key in quotes")
-        elif key.tag != _MERGE and key.value in lines:
-            yield ConfigProblem(
-                where,
-                f"the key `{key.value}` stands already at line {lines[key.value]}",
-                "keep one of the two: the second would silently replace the first",
-            )
-        else:
-            lines[key.value] = key.start_mark.line + 1
+    seen, nodes = 0, [(root, 0)]
+    while nodes:
+        node, depth = nodes.pop()
+        seen += 1
+        if seen + len(nodes) > MAX_NODES or depth > MAX_DEPTH:
+            return [_too_large(source)]
+        if node.tag not in _PLAIN_TAGS:
+            tag = node.tag.replace(_CORE, "!!")
+            report(node.start_mark, f"tag {tag} is refused", "a configuration holds plain values only; drop the tag")
+        if isinstance(node, yaml.SequenceNode):
+            nodes += [(child, depth + 1) for child in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            nodes += [(child, depth + 1) for pair in node.value for child in pair]
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if key.tag not in (_CORE + "str", _MERGE):
+                    name = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                    report(key.start_mark, f"the key {name} is not text", "put the key in quotes")
+                elif key.tag != _MERGE and key.value in lines:
+                    message = f"the key `{key.value}` stands already at line {lines[key.value]}"
+                    report(key.start_mark, message, "keep one of the two: the second would silently replace the first")
+                else:
+                    lines[key.value] = key.start_mark.line + 1
+    return [found[place] for place in sorted(found)]
 
 
 def _at(source: str, mark: yaml.Mark) -> str:

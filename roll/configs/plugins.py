@@ -222,11 +222,10 @@ def checked_arguments(
             problems.append(ConfigProblem(f"{where}.{key}", message, f"set `{where}.{key}`{others}"))
     for key, value in arguments.items():
         if key in filled:
-            message = f"`{key}` is filled by the run"
-            problems.append(ConfigProblem(f"{where}.{key}", message, "leave it out"))
+            problems.append(ConfigProblem(f"{where}.{key}", f"`{key}` is filled by the run", "leave it out"))
         elif key in named:
             try:
-                checked[key] = _converted(value, named[key].annotation, strict)
+                checked[key] = converted(value, named[key].annotation, strict)
             except ValidationError as cause:
                 problems.append(_misfit(f"{where}.{key}", key, value, named[key].annotation, cause))
         elif not anything:
@@ -271,7 +270,8 @@ def _misfit(path: str, key: str, value: Any, annotation: Any, cause: ValidationE
     return ConfigProblem(path, message, f"write {describe(annotation)}")
 
 
-def _converted(value: Any, annotation: Any, strict: bool) -> Any:
+def converted(value: Any, annotation: Any, strict: bool) -> Any:
+    """Return a value as the type; see `checked_arguments`. Raises pydantic's ``ValidationError`` if it does not fit."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.configs.fields import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, DeviceMapping, option
+from roll.configs.fields import Count, DeviceMapping, Finite, Natural, NotNegative, Positive, Share, option
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.roles import ModelArguments, StrategyArguments
 
@@ -48,22 +48,21 @@ class ScoreStrategyArguments(StrategyArguments):
 class RewardModelConfig:
     """The conversion of a sequence classifier's output into a score."""
 
-    label: int | None = option(
-        None, "Which label's logit is the score. Needed for classifiers of more than one label.", NOT_NEGATIVE
+    label: Natural | None = option(
+        None, "Which label's logit is the score. Needed for classifiers of more than one label."
     )
-    max_length: int | None = option(
-        None, "Longest conversation in the reward model's tokens. Default: what its positions allow.", COUNT
+    max_length: Count | None = option(
+        None, "Longest conversation in the reward model's tokens. Default: what its positions allow."
     )
     overlong: Literal["truncate_left", "refuse"] = option(
         "truncate_left",
         "A longer conversation loses its beginning, counted in `reward/truncated_left`, or fails, and with it its "
         "group.",
     )
-    batch_wait_seconds: float | None = option(
+    batch_wait_seconds: NotNegative | None = option(
         None,
         "How long a batch waits for responses of other groups. 0: a group's responses are scored by themselves, so "
         "that rounding does not depend on timing. Default: 0 at `async_generation_ratio: 0`, else 0.005.",
-        NOT_NEGATIVE,
     )
 
 
@@ -88,26 +87,23 @@ class JudgeConfig:
     score_field: str | None = option(
         None, "In place of a pattern: the field of the last JSON object of the answer that has it."
     )
-    score_min: float = option(0.0, "Worst score of the judge; becomes 0.", ANY_FINITE)
-    score_max: float = option(10.0, "Best score of the judge; becomes 1.", ANY_FINITE)
-    temperature: float = option(0.0, "Sampling temperature of the judge.", NOT_NEGATIVE)
-    max_tokens: int = option(1024, "Longest answer of the judge in tokens.", COUNT)
+    score_min: Finite = option(0.0, "Worst score of the judge; becomes 0.")
+    score_max: Finite = option(10.0, "Best score of the judge; becomes 1.")
+    temperature: NotNegative = option(0.0, "Sampling temperature of the judge.")
+    max_tokens: Count = option(1024, "Longest answer of the judge in tokens.")
     extra_body: dict[str, Any] = option(
         dict, "Further fields of the request, such as `seed` or `chat_template_kwargs`."
     )
-    max_concurrency: int = option(64, "Responses under judgement at a time.", COUNT)
-    request_timeout_seconds: float = option(60.0, "Longest wait for one answer.", POSITIVE)
-    request_retries: int = option(
+    max_concurrency: Count = option(64, "Responses under judgement at a time.")
+    request_timeout_seconds: Positive = option(60.0, "Longest wait for one answer.")
+    request_retries: Natural = option(
         6,
         "Further requests after a refused connection, a timeout or a status 408, 409, 425, 429 or 5xx; each waits "
         "twice as long as the one before (from 0.5 s, at most 30 s), or as long as `Retry-After` says.",
-        NOT_NEGATIVE,
     )
-    verdict_retries: int = option(
-        2, "How often the judge is asked again after an answer without a score in range.", NOT_NEGATIVE
-    )
-    fallback_score: float | None = option(
-        None, "Score, between 0 and 1, of a response on which no verdict can be had. Default: its group fails.", SHARE
+    verdict_retries: Natural = option(2, "How often the judge is asked again after an answer without a score in range.")
+    fallback_score: Share | None = option(
+        None, "Score, between 0 and 1, of a response on which no verdict can be had. Default: its group fails."
     )
 
 
@@ -124,22 +120,21 @@ class RewardConfig:
     tag_included: list[str] = option(
         list, "Domain tags of the prompts this reward judges. Default: the reward's own name."
     )
-    num_workers: int = option(1, "Worker processes. Those of a reward model follow from its devices.", COUNT)
-    timeout_seconds: float | None = option(
+    num_workers: Count = option(1, "Worker processes. Those of a reward model follow from its devices.")
+    timeout_seconds: Positive | None = option(
         None,
         "Longest time to judge one sample (a `reward_model`: one batch; a `judge`: all its attempts); then the worker "
         "is replaced. Default: 10, of `code` 60, of a reward model 120, of a judge 600.",
-        POSITIVE,
     )
-    max_retries: int = option(
-        2, "Further attempts after an error or a timeout; then the group is dropped as failed.", NOT_NEGATIVE
+    max_retries: Natural = option(
+        2, "Further attempts after an error or a timeout; then the group is dropped as failed."
     )
     model_args: ModelArguments = option(ModelArguments, "How the model of a `reward_model` is loaded.")
     strategy_args: ScoreStrategyArguments = option(ScoreStrategyArguments, "Engine of a `reward_model`.")
     device_mapping: DeviceMapping = option(
         None, "Devices of a `reward_model`, one copy of the model on each; other roles may have them too."
     )
-    infer_batch_size: int = option(16, "Samples per forward pass of a `reward_model`.", COUNT)
+    infer_batch_size: Count = option(16, "Samples per forward pass of a `reward_model`.")
     worker_cls: str | None = option(
         None, "Import path of a worker class to use in place of the built-in one (`reward_model` only)."
     )
@@ -159,8 +154,12 @@ class LengthPenaltyConfig:
         "`relative`: -`weight` / 2 for the longest to +`weight` / 2 for the shortest correct response of its group, "
         "and never above 0 for a wrong one (Kimi k1.5).",
     )
-    weight: float = option(1.0, "Size of the penalty, in units of the reward.", POSITIVE)
-    buffer: int | None = option(
-        None, "Tokens over which the penalty of `overlong` grows. Default: an eighth of the longest response.", COUNT
+    weight: Positive = option(1.0, "Size of the penalty, in units of the reward.")
+    buffer: Count | None = option(
+        None,
+        "Tokens over which the penalty of `overlong` grows. Default: an eighth of the longest response.",
+        needs="kind: overlong",
     )
-    correct_above: float = option(0.0, "`relative` only: a response is correct if its score is above this.", ANY_FINITE)
+    correct_above: Finite = option(
+        0.0, "`relative` only: a response is correct if its score is above this.", needs="kind: relative"
+    )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from roll.configs.fields import (
-    ANY_FINITE,
-    COUNT,
-    DECAY,
-    NOT_NEGATIVE,
-    NUCLEUS,
-    POSITIVE,
-    SEED,
-    SHARE,
+    Count,
+    Decay,
     DeviceMapping,
+    Finite,
+    Natural,
+    NotNegative,
+    Nucleus,
+    Positive,
+    Seed,
+    Share,
     option,
 )
 
@@ -38,9 +39,9 @@ class ModelArguments:
         "Train adapters (LoRA) on these linear layers and nothing else: `q_proj,v_proj`, a list, or `all-linear`. "
         "Default: train all weights. Under `actor_train` with `fsdp2_train`; see `docs/trainers.md`.",
     )
-    lora_rank: int = option(8, "Rank of the adapters.", COUNT)
-    lora_alpha: int | None = option(
-        None, "What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank.", COUNT
+    lora_rank: Count = option(8, "Rank of the adapters.")
+    lora_alpha: Count | None = option(
+        None, "What adapters add is multiplied by `lora_alpha / lora_rank`. Default: twice the rank."
     )
 
 
@@ -48,29 +49,24 @@ class ModelArguments:
 class TrainingArguments:
     """Optimizer and batch arithmetic of a trained role."""
 
-    learning_rate: float = option(1e-6, "Peak learning rate.", POSITIVE)
-    weight_decay: float = option(0.0, "AdamW weight decay (not applied to biases and norms).", NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, "AdamW first-moment decay.", DECAY)
-    adam_beta2: float = option(0.95, "AdamW second-moment decay.", DECAY)
-    adam_epsilon: float = option(1e-8, "AdamW epsilon.", POSITIVE)
-    max_grad_norm: float = option(
-        1.0, "Global gradient norm is clipped to this value. 0 switches clipping off.", NOT_NEGATIVE
-    )
+    learning_rate: Positive = option(1e-6, "Peak learning rate.")
+    weight_decay: NotNegative = option(0.0, "AdamW weight decay (not applied to biases and norms).")
+    adam_beta1: Decay = option(0.9, "AdamW first-moment decay.")
+    adam_beta2: Decay = option(0.95, "AdamW second-moment decay.")
+    adam_epsilon: Positive = option(1e-8, "AdamW epsilon.")
+    max_grad_norm: NotNegative = option(1.0, "Global gradient norm is clipped to this value. 0 switches clipping off.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
         "constant", "Shape of the learning rate after warm-up; linear and cosine fall to 0 at the last step."
     )
-    warmup_steps: int = option(0, "Optimizer steps over which the learning rate rises linearly from 0.", NOT_NEGATIVE)
-    warmup_ratio: float = option(
-        0.0, "Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.", SHARE
+    warmup_steps: Natural = option(0, "Optimizer steps over which the learning rate rises linearly from 0.")
+    warmup_ratio: Share = option(0.0, "Warm-up as a share of all optimizer steps; used when `warmup_steps` is 0.")
+    per_device_train_batch_size: Count = option(
+        1, "Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step."
     )
-    per_device_train_batch_size: int = option(
-        1, "Samples per rank in one micro-batch (without dynamic batching), and the unit of the optimizer step.", COUNT
-    )
-    gradient_accumulation_steps: int | None = option(
+    gradient_accumulation_steps: Count | None = option(
         None,
         "Micro-batches of `per_device_train_batch_size` per optimizer step. Default: one optimizer step per training "
         "step and epoch, whatever the batch size.",
-        COUNT,
     )
 
 
@@ -79,8 +75,8 @@ class ReasoningGymSource:
     """Procedural tasks from the `reasoning-gym` package, used as data and as verifier."""
 
     dataset: str = option("", "Name of the reasoning-gym dataset, for example `basic_arithmetic`.")
-    size: int = option(1000, "Number of tasks generated.", COUNT)
-    seed: int = option(0, "Seed of the generated tasks. Training and validation need different ones.", SEED)
+    size: Count = option(1000, "Number of tasks generated.")
+    seed: Seed = option(0, "Seed of the generated tasks. Training and validation need different ones.")
     domain: str | None = option(None, "Domain tag of the tasks. Default: the dataset's name.")
     config: dict[str, Any] = option(dict, "Keyword arguments of the dataset, as reasoning-gym defines them.")
 
@@ -100,11 +96,13 @@ class DataArguments:
         "`raw`: the prompt's text is tokenised as it is; `chat`: the tokenizer's chat template with a generation "
         "prompt (a text prompt becomes one user message).",
     )
-    system_prompt: str | None = option(None, "System message put before each prompt (`template: chat` only).")
+    system_prompt: str | None = option(
+        None, "System message put before each prompt (`template: chat` only).", needs="template: chat"
+    )
     domain_interleave_probs: dict[str, float] | None = option(
         None, "Share of each domain in the stream of prompts. Default: in proportion to the prompts of each domain."
     )
-    max_samples: int | None = option(None, "Use at most this many prompts (after shuffling).", COUNT)
+    max_samples: Count | None = option(None, "Use at most this many prompts (after shuffling).")
     shuffle: bool = option(True, "Shuffle the prompts at each epoch with the run's seed.")
     overlong_prompts: Literal["error", "drop"] = option(
         "error", "What to do with prompts longer than `prompt_length` tokens."
@@ -115,14 +113,12 @@ class DataArguments:
 class GeneratingArguments:
     """Sampling parameters."""
 
-    max_new_tokens: int | None = option(None, "Longest response in tokens. Default: `response_length`.", COUNT)
-    temperature: float = option(1.0, "Sampling temperature. 0 is greedy.", NOT_NEGATIVE)
-    top_p: float = option(
-        1.0, "Nucleus sampling: keep the smallest set of tokens with this total probability.", NUCLEUS
-    )
-    top_k: int = option(0, "Keep the k most likely tokens. 0 keeps all.", NOT_NEGATIVE)
-    num_return_sequences: int = option(
-        1, "Samples per prompt in validation. Training uses `num_return_sequences_in_group`.", COUNT
+    max_new_tokens: Count | None = option(None, "Longest response in tokens. Default: `response_length`.")
+    temperature: NotNegative = option(1.0, "Sampling temperature. 0 is greedy.")
+    top_p: Nucleus = option(1.0, "Nucleus sampling: keep the smallest set of tokens with this total probability.")
+    top_k: Natural = option(0, "Keep the k most likely tokens. 0 keeps all.")
+    num_return_sequences: Count = option(
+        1, "Samples per prompt in validation. Training uses `num_return_sequences_in_group`."
     )
     stop_strings: list[str] = option(list, "A response ends as soon as its text contains one of these.")
     ignore_eos: bool = option(False, "Go on to `max_new_tokens` whatever is sampled (for benchmarks).")
@@ -132,14 +128,14 @@ class GeneratingArguments:
 class ValidationGeneratingArguments(GeneratingArguments):
     """Sampling parameters of validation: greedy by default."""
 
-    temperature: float = option(0.0, "Sampling temperature. 0 is greedy.", NOT_NEGATIVE)
+    temperature: NotNegative = option(0.0, "Sampling temperature. 0 is greedy.")
 
 
 @dataclass
 class StrategyArguments:
-    """The engine of a role."""
+    """The engine of a role: by default, a trainer."""
 
-    strategy_name: str = option("", "Registered strategy, such as `fsdp2_train` or `hf_infer`.")
+    strategy_name: str = option("fsdp2_train", "Registered trainer.")
     strategy_cls: str | None = option(
         None,
         "Import path of a class of your own, derived from that of the named strategy, to use in its place. Options and "
@@ -154,25 +150,6 @@ ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys of `model_args` that describe adapters."""
 MODEL_REWARDS = ("reward_model", "judge")
 """Rewards that ask a model, with keys of their own; a user selects them with the key `verifier`."""
-ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
-    "tis_lower_bound": ("tis", "lower"),
-    "tis_upper_bound": ("tis", "upper"),
-    "topr_positive_weight": ("topr", "positive_weight"),
-    "topr_negative_weight": ("topr", "negative_weight"),
-    "cispo_epsilon_low": ("cispo", "epsilon_low"),
-    "cispo_epsilon_high": ("cispo", "epsilon_high"),
-    "cispo_use_unified_mask": ("cispo", "use_unified_mask"),
-    "kimi15_tau": ("kimi15", "tau"),
-}
-"""Arguments of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss,
-argument)."""
-
-
-@dataclass
-class TrainStrategyArguments(StrategyArguments):
-    """The engine of a trained role, or of a forward-only one."""
-
-    strategy_name: str = option("fsdp2_train", "Registered trainer.")
 
 
 @dataclass
@@ -203,22 +180,26 @@ class WorkerConfig:
     device_mapping: DeviceMapping = option(
         None, 'Devices of the role: `[0, 1]`, `"0-3"`, `"0,2,5-7"`, `list(range(0,4))` or a sum of such lists.'
     )
-    infer_batch_size: int = option(
-        16, "Samples per forward pass when log-probabilities are computed (without dynamic batching).", COUNT
+    infer_batch_size: Count = option(
+        16,
+        "Samples per forward pass when log-probabilities are computed (without dynamic batching).",
+        needs="use_dynamic_batching_in_infer: false",
     )
     worker_cls: str | None = option(None, "Import path of a worker class to use in place of the built-in one.")
     use_dynamic_batching_in_train: bool = option(
         True, "Build training micro-batches by token budget in place of a fixed number of samples."
     )
-    max_tokens_per_microbatch_in_train: int = option(
+    max_tokens_per_microbatch_in_train: Count = option(
         8192,
         "Tokens per rank in one training micro-batch (dynamic batching): with padding, or without it where samples are "
         "packed.",
-        COUNT,
+        needs="use_dynamic_batching_in_train: true",
     )
     use_dynamic_batching_in_infer: bool = option(True, "Build forward-only micro-batches by token budget.")
-    max_tokens_per_microbatch_in_infer: int = option(
-        16384, "Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.", COUNT
+    max_tokens_per_microbatch_in_infer: Count = option(
+        16384,
+        "Tokens per rank in one forward-only micro-batch (dynamic batching), counted alike.",
+        needs="use_dynamic_batching_in_infer: true",
     )
     use_sequence_packing: bool = option(
         False,
@@ -227,29 +208,34 @@ class WorkerConfig:
     )
 
 
+def _roll_name(argument: str, loss: str) -> Any:
+    help = f"ROLL's name of `{argument}`, an argument of `{loss}`."
+    return field(default=None, metadata={"help": help, "needs": None, "argument": (loss, argument)})
+
+
 @dataclass
 class ActorTrainConfig(WorkerConfig):
     """The trained policy."""
 
-    strategy_args: TrainStrategyArguments = option(TrainStrategyArguments, "Engine of the role.")
     pg_variant: str = option("ppo", "Policy loss: a name from `docs/algorithms/policy_losses.md`.")
     pg_variant_args: dict[str, Any] = option(
         dict, "Arguments of the policy loss, listed on the same page; those of another loss are an error."
     )
-    tis_lower_bound: float | None = option(None, "ROLL's name of `lower`, an argument of `tis`.", ANY_FINITE)
-    tis_upper_bound: float | None = option(None, "ROLL's name of `upper`, an argument of `tis`.", ANY_FINITE)
-    topr_positive_weight: float | None = option(
-        None, "ROLL's name of `positive_weight`, an argument of `topr`.", ANY_FINITE
-    )
-    topr_negative_weight: float | None = option(
-        None, "ROLL's name of `negative_weight`, an argument of `topr`.", ANY_FINITE
-    )
-    cispo_epsilon_low: float | None = option(None, "ROLL's name of `epsilon_low`, an argument of `cispo`.", ANY_FINITE)
-    cispo_epsilon_high: float | None = option(
-        None, "ROLL's name of `epsilon_high`, an argument of `cispo`.", ANY_FINITE
-    )
-    cispo_use_unified_mask: bool | None = option(None, "ROLL's name of `use_unified_mask`, an argument of `cispo`.")
-    kimi15_tau: float | None = option(None, "ROLL's name of `tau`, an argument of `kimi15`.", ANY_FINITE)
+    tis_lower_bound: Finite | None = _roll_name("lower", "tis")
+    tis_upper_bound: Finite | None = _roll_name("upper", "tis")
+    topr_positive_weight: Finite | None = _roll_name("positive_weight", "topr")
+    topr_negative_weight: Finite | None = _roll_name("negative_weight", "topr")
+    cispo_epsilon_low: Finite | None = _roll_name("epsilon_low", "cispo")
+    cispo_epsilon_high: Finite | None = _roll_name("epsilon_high", "cispo")
+    cispo_use_unified_mask: bool | None = _roll_name("use_unified_mask", "cispo")
+    kimi15_tau: Finite | None = _roll_name("tau", "kimi15")
+
+
+ROLL_ARGUMENTS: dict[str, tuple[str, str]] = {
+    item.name: item.metadata["argument"] for item in fields(ActorTrainConfig) if "argument" in item.metadata
+}
+"""Arguments of policy losses under the names that users of ROLL know, directly in `actor_train`: name -> (loss,
+argument)."""
 
 
 @dataclass
@@ -257,18 +243,15 @@ class ActorInferConfig(WorkerConfig):
     """The engine that generates."""
 
     strategy_args: InferStrategyArguments = option(InferStrategyArguments, "Engine of the role.")
-    num_gpus_per_engine: int = option(1, "Devices of one engine replica; the number of replicas follows.", COUNT)
-    max_replica_restarts: int = option(
-        3, "Restarts of dead engine replicas over the run before it fails.", NOT_NEGATIVE
+    num_gpus_per_engine: Count = option(1, "Devices of one engine replica; the number of replicas follows.")
+    max_replica_restarts: Natural = option(3, "Restarts of dead engine replicas over the run before it fails.")
+    request_timeout_seconds: Positive = option(
+        600.0, "A request that has not ended after this time fails with the replica's name."
     )
-    request_timeout_seconds: float = option(
-        600.0, "A request that has not ended after this time fails with the replica's name.", POSITIVE
-    )
-    silence_timeout_seconds: float = option(
+    silence_timeout_seconds: Positive = option(
         300.0,
         "A replica whose engine gives no sign of life for this long is replaced. Must be longer than the longest step, "
         "one in which many long prompts are prefilled.",
-        POSITIVE,
     )
 
 
@@ -279,28 +262,16 @@ class ReferenceConfig(WorkerConfig):
     strategy_args: ReferenceStrategyArguments = option(ReferenceStrategyArguments, "Engine of the role.")
 
 
-@dataclass
-class CriticConfig(WorkerConfig):
-    """A trained value model."""
-
-    strategy_args: TrainStrategyArguments = option(TrainStrategyArguments, "Engine of the role.")
-
-
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that run a model on devices."""
 TRAINED_ROLES = ("actor_train", "critic")
 """Roles that are trained."""
-TRAINING_ONLY_KEYS = (
-    "training_args",
-    "data_args",
-    "use_dynamic_batching_in_train",
-    "max_tokens_per_microbatch_in_train",
-)
-FORWARD_ONLY_KEYS = ("infer_batch_size", "use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer")
+TRAINING_KEYS = ("training_args", "data_args", "use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train")
+FORWARD_KEYS = ("infer_batch_size", "use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer")
 UNREAD_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": ("generating_args",),
-    "actor_infer": TRAINING_ONLY_KEYS + FORWARD_ONLY_KEYS + ("use_sequence_packing",),
-    "reference": TRAINING_ONLY_KEYS + ("generating_args",),
+    "actor_infer": TRAINING_KEYS + FORWARD_KEYS + ("use_sequence_packing",),
+    "reference": TRAINING_KEYS + ("generating_args",),
     "critic": ("generating_args", "data_args"),
 }
 """Keys that a role has by its type but that nothing reads; setting one is an error."""
@@ -318,7 +289,7 @@ class ValidationSettings:
     mode: Literal["pause", "overlap"] = option(
         "pause", "`pause`: no training group starts while validation runs; `overlap`: both share the engine."
     )
-    timeout_seconds: float = option(1800.0, "Longest time for one validation before the run fails.", POSITIVE)
+    timeout_seconds: Positive = option(1800.0, "Longest time for one validation before the run fails.")
 
 
 @dataclass

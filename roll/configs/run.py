@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from roll.configs.fields import ANY_FINITE, COUNT, NOT_NEGATIVE, POSITIVE, SEED, LossAggregation, Range, option
+from roll.configs.fields import Count, Finite, LossAggregation, Natural, NotNegative, Positive, Range, Seed, option
 from roll.configs.plugins import Kind, PlugIn
 from roll.configs.rewards import LengthPenaltyConfig, RewardConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
-    CriticConfig,
     ReferenceConfig,
     ValidationConfig,
     ValidationSettings,
+    WorkerConfig,
 )
 
 PUBLICATION_CHAOS = ("delay_publication", "corrupt_bucket")
@@ -45,17 +45,15 @@ class ChaosEvent:
         "`kill` (SIGKILL), `freeze` (SIGSTOP) or `fill_disk` (no file grows beyond 16 KiB any more) a process; "
         "`delay_publication` or `corrupt_bucket` (one byte changes on the way) for the weights of a version.",
     )
-    at_step: int = option(
-        1, "Once so many training steps are over; of a publication: the version of this number.", COUNT
-    )
+    at_step: Count = option(1, "Once so many training steps are over; of a publication: the version of this number.")
     role: str = option(
         "actor_train",
         "Whose process (`kill`, `freeze`, `fill_disk`): `driver`, `actor_train`, `actor_infer`, `reference`, `critic`, "
         "or `rewards.<name>` of a reward model.",
     )
-    rank: int = option(0, "Which of its processes.", NOT_NEGATIVE)
-    seconds: float | None = option(
-        None, "How long a publication is held back, or a process stands still. `freeze` without: for good.", POSITIVE
+    rank: Natural = option(0, "Which of its processes.")
+    seconds: Positive | None = option(
+        None, "How long a publication is held back, or a process stands still. `freeze` without: for good."
     )
 
 
@@ -74,21 +72,21 @@ class ClusterConfig:
     device: Literal["cpu", "cuda"] = option(
         "cpu", "Kind of device that `device_mapping` numbers: CPU slots or CUDA GPUs."
     )
-    num_devices_per_node: int = option(1, "Devices (CPU slots or GPUs) used on each node.", COUNT)
-    num_nodes: int = option(1, "Nodes used. Device `i` lives on node `i // num_devices_per_node`.", COUNT)
+    num_devices_per_node: Count = option(1, "Devices (CPU slots or GPUs) used on each node.")
+    num_nodes: Count = option(1, "Nodes used. Device `i` lives on node `i // num_devices_per_node`.")
     address: str | None = option(
         None, "Address of a running Ray cluster (`auto` or `host:port`). Empty: start a local one for this run."
     )
-    device_memory_gib: float | None = option(
-        None, "Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.", POSITIVE
-    )
-    cpu_threads_per_device: int | None = option(
+    device_memory_gib: Positive | None = option(
         None,
-        "Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node.",
-        COUNT,
+        "Memory of one GPU in GiB. With it, `roll check` and the start of a run say what will not fit.",
+        needs="device: cuda",
     )
-    worker_start_timeout_seconds: float = option(
-        300.0, "Longest wait for a worker to start and load its model before the run fails.", POSITIVE
+    cpu_threads_per_device: Count | None = option(
+        None, "Computing threads of a worker per CPU slot it owns. Default: cores of the node / slots of the node."
+    )
+    worker_start_timeout_seconds: Positive = option(
+        300.0, "Longest wait for a worker to start and load its model before the run fails."
     )
 
 
@@ -96,26 +94,27 @@ class ClusterConfig:
 class RestartsConfig:
     """Automatic restarts of a failed run from its newest checkpoint. See `docs/checkpoints.md`."""
 
-    max_in_a_row: int = option(
+    max_in_a_row: Natural = option(
         0,
         "Restarts in a row, without a new checkpoint in between, before the run stays failed; 0: it stays failed at "
         "once. Needs `save_steps`.",
-        NOT_NEGATIVE,
     )
-    synchronous_after: int | None = option(
+    synchronous_after: Count | None = option(
         None,
         "After so many failures in a row the run goes on with `async_generation_ratio: 0` to its last step, and says "
         "so. Default: never.",
-        COUNT,
+        needs="max_in_a_row",
     )
-    delay_seconds: float = option(5.0, "Wait before a restart.", Range(at_least=0, at_most=300))
+    delay_seconds: Annotated[float, Range(at_least=0, at_most=300)] = option(
+        5.0, "Wait before a restart.", needs="max_in_a_row"
+    )
 
 
 @dataclass
 class WeightUpdateConfig:
     """Transfer of new weights to the engines."""
 
-    interval_steps: int = option(1, "Publish weights every n training steps.", COUNT)
+    interval_steps: Count = option(1, "Publish weights every n training steps.")
     in_flight: Literal["keep", "resume", "drain"] = option(
         "keep",
         "Requests running at an update: `keep` freezes them and goes on with their caches, `resume` continues them "
@@ -132,39 +131,38 @@ class WeightUpdateConfig:
         "Two buffers: a training step's weights are copied into one while engines use or load those in the other. One "
         "buffer takes half the memory; then each engine copies the weights out of it.",
     )
-    param_update_gather_bucket_size_mb: float = option(
-        256.0, "Largest bucket that the trainer packs, in MiB (a larger tensor gets its own).", POSITIVE
+    param_update_gather_bucket_size_mb: Positive = option(
+        256.0, "Largest bucket that the trainer packs, in MiB (a larger tensor gets its own)."
     )
-    param_update_load_bucket_size_mb: float = option(
-        256.0, "Most weights that an engine is handed at a time, in MiB.", POSITIVE
+    param_update_load_bucket_size_mb: Positive = option(
+        256.0, "Most weights that an engine is handed at a time, in MiB."
     )
     checkpoint_dir: str | None = option(
         None,
         "Folder for the transport `checkpoint`, seen by all hosts; what is written there is deleted again. Default: in "
         "the run's own folder.",
+        needs="transport: checkpoint",
     )
-    timeout_seconds: float = option(
+    timeout_seconds: Positive = option(
         600.0,
         "Longest time for a replica to take new weights (with `drain`: to end its requests, too), to sleep or to wake; "
         "then its process is replaced.",
-        POSITIVE,
     )
-    canary_interval: int = option(
+    canary_interval: Natural = option(
         10,
         "The log-probabilities of fixed sequences are compared between trainer and engines at the first publication "
         "and every n; 0: never.",
-        NOT_NEGATIVE,
     )
-    canary_prompts: int = option(
+    canary_prompts: Annotated[int, Range(at_least=1, at_most=1024)] = option(
         8,
         "Canary sequences: training prompts, each followed by pseudo-random tokens up to 64 in all.",
-        Range(at_least=1, at_most=1024),
+        needs="canary_interval",
     )
-    canary_tolerance: float | None = option(
+    canary_tolerance: Positive | None = option(
         None,
         "Largest mean absolute difference in nats per token before the run stops. Default: 0.001 if trainer and engine "
         "compute in float32, else 0.1.",
-        POSITIVE,
+        needs="canary_interval",
     )
 
 
@@ -185,7 +183,7 @@ class PipelineConfig:
 
     pipeline: Literal["rlvr", "agentic"] = option("rlvr", "Which pipeline runs: `rlvr` or `agentic`.")
     exp_name: str = option("run", "Name of the experiment.")
-    seed: int = option(42, "Every random choice derives from it.", SEED)
+    seed: Seed = option(42, "Every random choice derives from it.")
     output_dir: str | None = option(
         None, "Folder of the run. Default: `output/<exp_name>/<time>`, with a `latest` link."
     )
@@ -193,13 +191,11 @@ class PipelineConfig:
     reward_pretrain: str | None = option(None, "Model of learned rewards.")
     cluster: ClusterConfig = option(ClusterConfig, "Devices and nodes.")
 
-    max_steps: int = option(100, "Training steps.", COUNT)
-    save_steps: int = option(
-        0,
-        "Write a checkpoint every n steps, with which an interrupted run goes on; 0: only the model, at the end.",
-        NOT_NEGATIVE,
+    max_steps: Count = option(100, "Training steps.")
+    save_steps: Natural = option(
+        0, "Write a checkpoint every n steps, with which an interrupted run goes on; 0: only the model, at the end."
     )
-    max_ckpt_to_keep: int = option(2, "Checkpoints that stay; older ones are deleted. 0: all.", NOT_NEGATIVE)
+    max_ckpt_to_keep: Natural = option(2, "Checkpoints that stay; older ones are deleted. 0: all.")
     resume_from_checkpoint: bool | str = option(
         False,
         "`true`: go on with the run in `output_dir` (without one: with the latest run of `exp_name`), or begin it if "
@@ -209,10 +205,8 @@ class PipelineConfig:
         False, "Resume although keys that decide what is learned have changed. The run lists them."
     )
     restarts: RestartsConfig = option(RestartsConfig, "Whether a failed run begins again by itself.")
-    eval_steps: int = option(
-        0, "Validate every n steps (and before the first and after the last); 0: never.", NOT_NEGATIVE
-    )
-    logging_steps: int = option(1, "Print a console line every n steps. `metrics.jsonl` always has each step.", COUNT)
+    eval_steps: Natural = option(0, "Validate every n steps (and before the first and after the last); 0: never.")
+    logging_steps: Count = option(1, "Print a console line every n steps. `metrics.jsonl` always has each step.")
     console_output: Literal["warnings", "all"] = option(
         "warnings",
         "What the console shows of the processes of roles, with the role's name: warnings and errors, or `all` that "
@@ -226,31 +220,21 @@ class PipelineConfig:
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         dict, "Options by tracker, such as `wandb: {project: sums, mode: offline}`. See `docs/trackers.md`."
     )
-    tracker_timeout_seconds: float = option(
-        60.0,
-        "Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time.",
-        Range(above=0, at_most=180),
+    tracker_timeout_seconds: Annotated[float, Range(above=0, at_most=180)] = option(
+        60.0, "Longest wait for `wandb`, `swanlab`, `trackio` at the end of a run. Before it they cost no time."
     )
-    num_logged_samples: int = option(
-        4, "Readable rollouts written to `samples.jsonl` per step and per validation.", NOT_NEGATIVE
-    )
+    num_logged_samples: Natural = option(4, "Readable rollouts written to `samples.jsonl` per step and per validation.")
 
-    rollout_batch_size: int = option(64, "Groups (prompts, or environment seeds) per training step.", COUNT)
-    prompt_length: int = option(
-        512, "Longest prompt in tokens; of an episode, what precedes its first response.", COUNT
-    )
-    response_length: int = option(512, "Longest response in tokens; of an episode, all that follows its prompt.", COUNT)
-    sequence_length: int | None = option(None, "Longest prompt plus response. Default: their sum.", COUNT)
+    rollout_batch_size: Count = option(64, "Groups (prompts, or environment seeds) per training step.")
+    prompt_length: Count = option(512, "Longest prompt in tokens; of an episode, what precedes its first response.")
+    response_length: Count = option(512, "Longest response in tokens; of an episode, all that follows its prompt.")
+    sequence_length: Count | None = option(None, "Longest prompt plus response. Default: their sum.")
 
-    async_generation_ratio: float = option(
-        0.0,
-        "Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed.",
-        NOT_NEGATIVE,
+    async_generation_ratio: NotNegative = option(
+        0.0, "Groups generated ahead, in training steps: 0 is on-policy, 1 one step off, fractions are allowed."
     )
-    max_staleness: int | None = option(
-        None,
-        "Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1.",
-        NOT_NEGATIVE,
+    max_staleness: Natural | None = option(
+        None, "Oldest token trained on, in policy versions. Default: ceil(async_generation_ratio) + interval_steps - 1."
     )
     consumption: Literal["ready_first", "fifo"] | None = option(
         None, "Order in which finished groups are trained on. Default: `fifo` at ratio 0, else `ready_first`."
@@ -258,18 +242,16 @@ class PipelineConfig:
     staleness_policy: Literal["wait", "drop"] = option(
         "wait", "A group at its deadline is waited for, or dropped as `stale` (which favours short answers)."
     )
-    max_group_retries: int = option(2, "Attempts after the first for a group whose rollout failed.", NOT_NEGATIVE)
-    max_consecutive_refunds: int = option(
-        64, "Groups dropped in a row, with none accepted in between, before the run fails.", COUNT
+    max_group_retries: Natural = option(2, "Attempts after the first for a group whose rollout failed.")
+    max_consecutive_refunds: Count = option(
+        64, "Groups dropped in a row, with none accepted in between, before the run fails."
     )
     group_filter: Literal["none", "zero_variance"] = option(
         "none", "`zero_variance` drops groups whose scores are all equal; each gives its slot back."
     )
     weight_update: WeightUpdateConfig = option(WeightUpdateConfig, "Weight publication.")
-    stall_timeout_seconds: float = option(
-        900.0,
-        "A run in which no stage makes progress for this long fails with a report of who waits for whom.",
-        POSITIVE,
+    stall_timeout_seconds: Positive = option(
+        900.0, "A run in which no stage makes progress for this long fails with a report of who waits for whom."
     )
     chaos: ChaosConfig = option(ChaosConfig, "Faults injected on purpose, for tests of recovery only.")
     stages: dict[str, str | InsertedStage] = option(
@@ -285,14 +267,16 @@ class PipelineConfig:
         "The frozen reference policy. Needed for a KL term only. Where `actor_train` trains adapters (LoRA) of the "
         "same model, and this section names its devices or none, the reference is actor_train without them.",
     )
-    critic: CriticConfig | None = option(
+    critic: WorkerConfig | None = option(
         None, "The value model. Needed for `adv_estimator: gae` only; it begins as the policy with a new head."
     )
-    critic_warmup: int = option(0, "Training steps at the beginning in which only the critic learns.", NOT_NEGATIVE)
-    value_clip: float | None = option(
+    critic_warmup: Natural = option(
+        0, "Training steps at the beginning in which only the critic learns.", needs="critic"
+    )
+    value_clip: Positive | None = option(
         None,
         "How far a value may move from the one before the first update on a batch and still learn; none: any far.",
-        POSITIVE,
+        needs="critic",
     )
 
     old_logprobs: Literal["behaviour", "recompute"] = option(
@@ -310,19 +294,18 @@ class PipelineConfig:
         False, "Start although stale tokens would be trained on as if they were fresh (for experiments)."
     )
 
-    mismatch_alarm: float | None = option(
+    mismatch_alarm: Positive | None = option(
         None,
         "Largest `mismatch/abs_mean`: nats per token between trainer and engine at equal weights. See "
         "`docs/mismatch.md`.",
-        POSITIVE,
     )
     mismatch_action: Literal["warn", "stop"] = option(
-        "warn", "What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run."
+        "warn",
+        "What a step does whose mismatch is above `mismatch_alarm`: say so, or end the run.",
+        needs="mismatch_alarm",
     )
 
-    reward_clip: float | None = option(
-        None, "Scores are clipped to plus and minus this before anything else.", POSITIVE
-    )
+    reward_clip: Positive | None = option(None, "Scores are clipped to plus and minus this before anything else.")
     norm_mean_type: Literal["none", "group", "tag", "batch", "running"] = option(
         "none",
         "Whose mean is subtracted from the rewards, before the advantage estimator sees them. `tag`: of all samples in "
@@ -339,25 +322,37 @@ class PipelineConfig:
     zero_variance_mask: bool = option(
         False, "Leave groups of equal scores out of the loss, and so out of what it is divided by."
     )
-    difficulty_low_threshold: float = option(0.0, "Smallest mean score of a group kept.", ANY_FINITE)
-    difficulty_high_threshold: float = option(1.0, "Largest mean score of a group kept.", ANY_FINITE)
+    difficulty_low_threshold: Finite = option(
+        0.0, "Smallest mean score of a group kept.", needs="difficulty_mask: true"
+    )
+    difficulty_high_threshold: Finite = option(
+        1.0, "Largest mean score of a group kept.", needs="difficulty_mask: true"
+    )
     adv_estimator: str = option("grpo", "Advantage estimator: a name from `docs/algorithms/advantages.md`.")
     adv_estimator_args: dict[str, Any] = option(dict, "Arguments of the advantage estimator.")
     whiten_advantages: bool = option(False, "Give the advantages of a batch mean 0 and deviation 1 over tokens.")
-    advantage_clip: float | None = option(None, "Advantages are clipped to plus and minus this, last of all.", POSITIVE)
-    ppo_epochs: int = option(1, "Passes over each batch.", COUNT)
+    advantage_clip: Positive | None = option(None, "Advantages are clipped to plus and minus this, last of all.")
+    ppo_epochs: Count = option(1, "Passes over each batch.")
     loss_agg_mode: LossAggregation = option("token-mean", "How per-token losses become one number.")
     use_kl_loss: bool = option(False, "Add the KL divergence to the reference to the loss.")
-    kl_loss_coef: float = option(0.001, "Weight of the KL loss.", NOT_NEGATIVE)
+    kl_loss_coef: NotNegative = option(0.001, "Weight of the KL loss.", needs="use_kl_loss: true")
     add_token_level_kl: bool = option(False, "Subtract the KL divergence to the reference from the token rewards.")
-    init_kl_coef: float = option(0.01, "Weight of the KL penalty in the rewards, at first.", NOT_NEGATIVE)
-    kl_controller: Literal["fixed", "adaptive"] = option(
-        "fixed", "Whether that weight stays, or is steered so that the KL divergence meets `target_kl`."
+    init_kl_coef: NotNegative = option(
+        0.01, "Weight of the KL penalty in the rewards, at first.", needs="add_token_level_kl: true"
     )
-    target_kl: float = option(0.1, "Nats per response that the adaptive controller aims at.", POSITIVE)
-    kl_horizon: int = option(10000, "Samples over which the adaptive controller acts.", COUNT)
+    kl_controller: Literal["fixed", "adaptive"] = option(
+        "fixed",
+        "Whether that weight stays, or is steered so that the KL divergence meets `target_kl`.",
+        needs="add_token_level_kl: true",
+    )
+    target_kl: Positive = option(
+        0.1, "Nats per response that the adaptive controller aims at.", needs="kl_controller: adaptive"
+    )
+    kl_horizon: Count = option(
+        10000, "Samples over which the adaptive controller acts.", needs="kl_controller: adaptive"
+    )
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k3_straight_through"] = option("k3", "Per-token KL estimator.")
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", NOT_NEGATIVE)
+    entropy_loss_coef: NotNegative = option(0.0, "Weight of the entropy bonus.")
 
 
 @dataclass
@@ -365,8 +360,8 @@ class RLVRConfig(PipelineConfig):
     """Prompts with verifiable rewards."""
 
     pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline runs.")
-    val_batch_size: int = option(256, "Validation requests in flight at a time.", COUNT)
-    num_return_sequences_in_group: int = option(8, "Samples per prompt in training.", COUNT)
+    val_batch_size: Count = option(256, "Validation requests in flight at a time.", needs="validation")
+    num_return_sequences_in_group: Count = option(8, "Samples per prompt in training.")
     is_num_return_sequences_expand: bool = option(
         True, "Send the samples of a group as separate requests, which may run on different replicas."
     )
@@ -378,18 +373,16 @@ class RLVRConfig(PipelineConfig):
 class EnvManagerConfig:
     """A set of environments: number, kinds and grouping of their episodes."""
 
-    num_env_groups: int | None = option(
+    num_env_groups: Count | None = option(
         None,
         "Training: groups of episodes that run at once; default: all that may have started. Validation: groups in all, "
         "one seed each.",
-        COUNT,
     )
-    group_size: int = option(1, "Episodes of one group; they share tag and seed.", COUNT)
-    group_size_redundancy: int = option(
+    group_size: Count = option(1, "Episodes of one group; they share tag and seed.")
+    group_size_redundancy: Natural = option(
         0,
         "Episodes of a group that may fail (environment raised, hung, died): each is replaced by a new one. Unlike in "
         "ROLL they do not start with the others, so slow episodes are not left out for being slow.",
-        NOT_NEGATIVE,
     )
     tags: list[str] = option(list, "Tags of `custom_envs` used. Default: all, in their order.")
     num_groups_partition: list[int] = option(
@@ -397,14 +390,14 @@ class EnvManagerConfig:
         "Share of each tag: of as many successive groups as these numbers add up to, each tag gets its number. "
         "Default: 1 each.",
     )
-    max_traj_per_env: int | None = option(
+    max_traj_per_env: Count | None = option(
         None,
         "Groups that one of the `num_env_groups` plays in a training step at most, in the mean; a configuration that "
         "needs more is refused.",
-        COUNT,
+        needs="num_env_groups",
     )
-    format_penalty: float = option(
-        0.0, "Added to the reward of a turn whose action is not valid: 0 or less.", Range(at_most=0)
+    format_penalty: Annotated[float, Range(at_most=0)] = option(
+        0.0, "Added to the reward of a turn whose action is not valid: 0 or less."
     )
 
 
@@ -418,26 +411,23 @@ class CustomEnvConfig:
         "import path `package.module:Class`. See `docs/environments.md`.",
     )
     env_config: dict[str, Any] = option(dict, "Keyword arguments of the environment.")
-    max_steps: int = option(10, "Longest episode in turns.", COUNT)
-    max_tokens_per_step: int | None = option(
+    max_steps: Count = option(10, "Longest episode in turns.")
+    max_tokens_per_step: Count | None = option(
         None,
         "Longest response of one turn in tokens; `generating_args.max_new_tokens` may be less. Default: what the "
         "sequence leaves.",
-        COUNT,
     )
     env_manager_cls: str = option(
         "trajectory",
         "`trajectory`: an episode is one sample; `step`: each turn is one, with a window of what came before; or the "
         "import path of an environment manager of one's own.",
     )
-    history_length: int = option(
-        10, "Turns before the present one that the prompt of a turn shows (`step` only).", NOT_NEGATIVE
-    )
+    history_length: Natural = option(10, "Turns before the present one that the prompt of a turn shows (`step` only).")
     keep_first_observation: bool = option(
         True, "Begin each prompt with the episode's first observation, however long ago it was (`step` only)."
     )
-    reset_timeout_seconds: float = option(60.0, "Longest time of a reset.", POSITIVE)
-    step_timeout_seconds: float = option(60.0, "Longest time of a step.", POSITIVE)
+    reset_timeout_seconds: Positive = option(60.0, "Longest time of a reset.")
+    step_timeout_seconds: Positive = option(60.0, "Longest time of a step.")
 
 
 @dataclass
@@ -453,17 +443,15 @@ class RawTurnsConfig:
 class EnvWorkersConfig:
     """The processes that hold the environments of training and validation."""
 
-    num_workers: int = option(1, "Worker processes.", COUNT)
-    max_sessions: int = option(4096, "Episodes in progress at most, over all workers.", COUNT)
-    max_failed_starts: int = option(3, "Worker processes in a row that do not start before the run fails.", COUNT)
-    silence_timeout_seconds: float = option(
-        60.0, "A worker process that does not answer for this long is replaced.", POSITIVE
+    num_workers: Count = option(1, "Worker processes.")
+    max_sessions: Count = option(4096, "Episodes in progress at most, over all workers.")
+    max_failed_starts: Count = option(3, "Worker processes in a row that do not start before the run fails.")
+    silence_timeout_seconds: Positive = option(60.0, "A worker process that does not answer for this long is replaced.")
+    place_timeout_seconds: Positive = option(
+        3600.0, "Longest time that an episode waits for one of the `max_sessions` places."
     )
-    place_timeout_seconds: float = option(
-        3600.0, "Longest time that an episode waits for one of the `max_sessions` places.", POSITIVE
-    )
-    max_memory_growth_gib: float = option(
-        4.0, "A worker process whose memory grew by more is replaced when its episodes have ended.", POSITIVE
+    max_memory_growth_gib: Positive = option(
+        4.0, "A worker process whose memory grew by more is replaced when its episodes have ended."
     )
 
 
@@ -478,22 +466,20 @@ class AgenticConfig(PipelineConfig):
         "as text, see `raw_turns`.",
     )
     chat_template_kwargs: dict[str, Any] = option(
-        dict, "Variables of the chat template, such as `enable_thinking: false`."
+        dict, "Variables of the chat template, such as `enable_thinking: false`.", needs="template: chat"
     )
-    raw_turns: RawTurnsConfig = option(RawTurnsConfig, "Between the turns of `template: raw`.")
+    raw_turns: RawTurnsConfig = option(RawTurnsConfig, "Between the turns of `template: raw`.", needs="template: raw")
     custom_envs: dict[str, CustomEnvConfig] = option(dict, "Kinds of environments by tag.")
     train_env_manager: EnvManagerConfig = option(lambda: EnvManagerConfig(group_size=8), "Environments of training.")
     val_env_manager: EnvManagerConfig | None = option(None, "Environments of validation. Needed with `eval_steps`.")
-    validation: ValidationSettings = option(ValidationSettings, "Sampling of validation.")
+    validation: ValidationSettings = option(ValidationSettings, "Sampling of validation.", needs="val_env_manager")
     env_workers: EnvWorkersConfig = option(EnvWorkersConfig, "Processes that hold the environments.")
-    episode_reward_weight: float | None = option(
+    episode_reward_weight: NotNegative | None = option(
         None,
         "Weight of the episode's reward, given at its last token. Default: 1, or 0 for estimators that count in turns.",
-        NOT_NEGATIVE,
     )
-    step_reward_weight: float | None = option(
+    step_reward_weight: NotNegative | None = option(
         None,
         "Weight of each turn's own reward, given at the turn's last token. Default: 0, or 1 for estimators that count "
         "in turns.",
-        NOT_NEGATIVE,
     )

@@ -4,20 +4,22 @@ The record of a strategy is all that is known of it before its libraries are loa
 here; one from outside has an import path or an entry point, and the defaults of these records.
 
 `strategy_config` goes to the engine unchanged, and each strategy knows its own option names. But ranks and memory are
-computed from some options before an engine is asked, even if it is not installed. These are declared in `OPTIONS` with
-their allowed values; a rule checks them, and the arithmetic reads them only through `Options`, which rejects undeclared
-names, so no option is read unchecked.
+computed from some options before an engine is asked, even if it is not installed. `OPTIONS` has their types; a rule
+checks them, and the arithmetic reads them only through `Options`, which rejects undeclared names, so no option is read
+unchecked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
 
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.fields import COUNT, LARGEST_NUMBER, NUCLEUS, Range
-from roll.configs.plugins import Kind, PlugIn, import_object, load_subclass
+from roll.configs.fields import is_too_large
+from roll.configs.plugins import Kind, PlugIn, converted, import_object, load_subclass
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import WorkerConfig
 
@@ -90,10 +92,9 @@ TRAINERS = Kind(
     Trainer,
     "package.module:Class",
 )
-FORWARD_STRATEGIES = Kind(
-    "trainer",
-    "roll.trainers",
-    {
+FORWARD_STRATEGIES = replace(
+    TRAINERS,
+    built_in={
         **TRAINERS.built_in,
         "hf_infer": Trainer(
             "roll.trainers.replica:HfReplicaStrategy",
@@ -104,8 +105,6 @@ FORWARD_STRATEGIES = Kind(
             packs=True,
         ),
     },
-    Trainer,
-    "package.module:Class",
 )
 """Strategies of roles that compute only: the trainers, and a whole model on each device."""
 ENGINES = Kind(
@@ -163,10 +162,7 @@ def strategy_of(role: str, section: WorkerConfig | RewardConfig) -> Any:
         return None
 
 
-StrategyRecord = TypeVar("StrategyRecord", bound=Strategy)
-
-
-def strategy_class(kind: Kind[StrategyRecord], name: str, own: str | None = None, path: str = "strategy_args") -> type:
+def strategy_class(kind: Kind[Any], name: str, own: str | None = None, path: str = "strategy_args") -> type:
     """Return the class of a strategy, or its subclass at the import path ``own`` (`strategy_cls`).
 
     Raises `ConfigError` if a name or a module is not known, or if ``own`` is not derived from the class.
@@ -187,106 +183,71 @@ def option_problems(kind: Kind[Any], name: str, strategy_config: dict[str, Any],
     return list(check(strategy_config, path))
 
 
-_ABSENT = object()
-_AUTO = "auto"
-"""A value for which DeepSpeed, like transformers' trainer, uses a key's default."""
+_Count = Annotated[int, Field(ge=1)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+# vLLM and DeepSpeed also accept a whole number that is written as `2e9`.
+_AS_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+_Bytes = Annotated[int, Field(ge=0), _AS_WHOLE]
+_Size = Annotated[int, Field(ge=1), _AS_WHOLE]
+# DeepSpeed, like transformers' trainer, takes `auto` for a key's default.
+_SizeOrAuto = _Size | Literal["auto"]
+_Section = dict[str, Any] | Literal["auto"] | None
+_Device = Literal["none", "cpu", "nvme", "auto"]
+_Stage = Annotated[int, Field(ge=0, le=3), _AS_WHOLE]
+_Offload = Literal["none", "cpu"]
+_Granularity = Literal["full", "selective"] | None
+_Method = Literal["uniform", "block"] | None
 
-
-@dataclass(frozen=True)
-class Option:
-    """The allowed values of one option."""
-
-    words: str
-    """Description for messages: ``a whole number >= 1``."""
-    takes: Callable[[Any], bool]
-    left_out: tuple[str | None, ...] = ()
-    """Values for which the engine uses its own default."""
-
-    def __str__(self) -> str:
-        others = ["`null`" if value is None else f"`{value}`" for value in self.left_out]
-        return ", or ".join([self.words, *others])
-
-
-def _number(limits: Range, *left_out: str | None) -> Option:
-    return Option(f"a number {limits}", lambda value: _is_number(value) and limits.contains(value), left_out)
-
-
-def _whole(limits: Range, *left_out: str | None, as_float: bool = False) -> Option:
-    """Declare a whole number; with ``as_float`` the engine also accepts ``2e9``."""
-
-    def takes(value: Any) -> bool:
-        is_whole = isinstance(value, int) or (as_float and isinstance(value, float) and value.is_integer())
-        return is_whole and _is_number(value) and limits.contains(value)
-
-    return Option(f"a whole number {limits}".rstrip(), takes, left_out)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not is_too_large(value)
-
-
-def is_too_large(value: Any) -> bool:
-    """Return True if a value is a number too large for the arithmetic."""
-    return isinstance(value, int | float) and abs(value) > LARGEST_NUMBER
-
-
-def _one_of(*choices: str | int, left_out: tuple[str | None, ...] = ()) -> Option:
-    words = f"one of {', '.join(f'`{choice}`' for choice in choices)}"
-    return Option(words, lambda value: not isinstance(value, bool) and value in choices, left_out)
-
-
-def _section(*left_out: str | None) -> Option:
-    return Option("a mapping", lambda value: isinstance(value, Mapping), left_out)
-
-
-_SWITCH = Option("true or false", lambda value: isinstance(value, bool))
-_DEVICE = _one_of("none", "cpu", "nvme", left_out=(_AUTO,))
-
-OPTIONS: dict[str, dict[str, Option]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {
-        "gpu_memory_utilization": _number(NUCLEUS),
-        "kv_cache_memory_bytes": _whole(Range(at_least=0), None, as_float=True),
-        "max_num_batched_tokens": _whole(COUNT, None, as_float=True),
-        "max_num_seqs": _whole(COUNT, None, as_float=True),
-        "enforce_eager": _SWITCH,
+        "gpu_memory_utilization": _Share,
+        "kv_cache_memory_bytes": _Bytes | None,
+        "max_num_batched_tokens": _Size | None,
+        "max_num_seqs": _Size | None,
+        "enforce_eager": bool,
     },
     "sglang": {
-        "mem_fraction_static": _number(NUCLEUS, None),
-        "max_running_requests": _whole(COUNT, None),
-        "chunked_prefill_size": _whole(Range(), None),
-        "disable_cuda_graph": _SWITCH,
-        "sampling_mask_max_tokens": _whole(COUNT),
+        "mem_fraction_static": _Share | None,
+        "max_running_requests": _Count | None,
+        "chunked_prefill_size": int | None,
+        "disable_cuda_graph": bool,
+        "sampling_mask_max_tokens": _Count,
     },
-    "hf_infer": {"max_running_requests": _whole(COUNT), "max_prefill_tokens": _whole(COUNT)},
-    "fsdp2_train": {
-        "reshard_after_forward": _SWITCH,
-        "gradient_checkpointing": _SWITCH,
-        "offload": _one_of("none", "cpu"),
-    },
+    "hf_infer": {"max_running_requests": _Count, "max_prefill_tokens": _Count},
+    "fsdp2_train": {"reshard_after_forward": bool, "gradient_checkpointing": bool, "offload": _Offload},
     "deepspeed_train": {
-        "gradient_checkpointing": _SWITCH,
-        "zero_optimization": _section(),
-        "zero_optimization.stage": _one_of(0, 1, 2, 3),
-        "zero_optimization.reduce_bucket_size": _whole(COUNT, _AUTO, as_float=True),
-        "zero_optimization.offload_optimizer": _section(None, _AUTO),
-        "zero_optimization.offload_optimizer.device": _DEVICE,
-        "zero_optimization.offload_param": _section(None, _AUTO),
-        "zero_optimization.offload_param.device": _DEVICE,
+        "gradient_checkpointing": bool,
+        "zero_optimization": dict[str, Any],
+        "zero_optimization.stage": _Stage,
+        "zero_optimization.reduce_bucket_size": _SizeOrAuto,
+        "zero_optimization.offload_optimizer": _Section,
+        "zero_optimization.offload_optimizer.device": _Device,
+        "zero_optimization.offload_param": _Section,
+        "zero_optimization.offload_param.device": _Device,
     },
     "megatron_train": {
-        "tensor_model_parallel_size": _whole(COUNT),
-        "pipeline_model_parallel_size": _whole(COUNT),
-        "expert_model_parallel_size": _whole(COUNT),
-        "expert_tensor_parallel_size": _whole(COUNT, None),
-        "sequence_parallel": _SWITCH,
-        "use_distributed_optimizer": _SWITCH,
-        "recompute_granularity": _one_of("full", "selective", left_out=(None,)),
-        "recompute_method": _one_of("uniform", "block", left_out=(None,)),
-        "recompute_num_layers": _whole(COUNT, None),
+        "tensor_model_parallel_size": _Count,
+        "pipeline_model_parallel_size": _Count,
+        "expert_model_parallel_size": _Count,
+        "expert_tensor_parallel_size": _Count | None,
+        "sequence_parallel": bool,
+        "use_distributed_optimizer": bool,
+        "recompute_granularity": _Granularity,
+        "recompute_method": _Method,
+        "recompute_num_layers": _Count | None,
     },
 }
-"""Strategy -> path of an option -> allowed values. The entry of `hf_infer` is for the engine; the reference has no
-options."""
+"""Strategy -> path of an option -> its type; None and `auto` leave it to the engine. The entry of `hf_infer` is for the
+engine; the reference has no options."""
+_NOTHING = object()
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    """Return a value of this type; `_NOTHING` if it does not fit."""
+    try:
+        return _NOTHING if is_too_large(value) else converted(value, kind, strict=True)
+    except ValidationError:
+        return _NOTHING
 
 
 @dataclass(frozen=True)
@@ -306,18 +267,20 @@ class Options:
 
         Raises ``KeyError`` for an option that is not declared.
         """
-        value = self._given(path)
-        return value if OPTIONS[self.strategy][path].takes(value) else default
+        if self.strategy not in OPTIONS:  # nothing is known of the options of a strategy from outside
+            return default
+        value = _checked(OPTIONS[self.strategy][path], self._given(path))
+        return default if value in (_NOTHING, None, "auto") else value
 
-    def wrong(self) -> Iterator[tuple[str, Any, Option]]:
-        """Yield path, value and option of each value that is not allowed."""
-        for path, option in OPTIONS.get(self.strategy, {}).items():
+    def wrong(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield path, value and type of each value that is not allowed."""
+        for path, kind in OPTIONS.get(self.strategy, {}).items():
             value = self._given(path)
-            if value is not _ABSENT and value not in option.left_out and not option.takes(value):
-                yield path, value, option
+            if value is not _NOTHING and _checked(kind, value) is _NOTHING:
+                yield path, value, kind
 
     def _given(self, path: str) -> Any:
         value: Any = self.config
         for key in path.split("."):
-            value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+            value = value.get(key, _NOTHING) if isinstance(value, Mapping) else _NOTHING
         return value

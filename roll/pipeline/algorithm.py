@@ -34,7 +34,7 @@ from roll.algorithms.objective import PolicyObjective, ValueObjective
 from roll.algorithms.rewards import LengthPenalty, RewardShaping, RunningMoments, shape_rewards
 from roll.configs import derived
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.fields import differs_from_default
+from roll.configs.fields import changes
 from roll.configs.roles import ROLL_ARGUMENTS
 from roll.configs.run import AgenticConfig, PipelineConfig
 from roll.data.records import Group, Sample, SampleBatch
@@ -346,7 +346,7 @@ def _recomputation_problems(config: PipelineConfig, needs: LossRequirements, wei
         message = f"recompute has no effect: {name} has no ratio"
         yield ConfigProblem("old_logprobs", message, "remove the key, or choose a `pg_variant` with a ratio")
         return
-    not_chosen = not any(differs_from_default(config.actor_train, key) for key in ("pg_variant", "pg_variant_args"))
+    not_chosen = not list(changes(config.actor_train, "pg_variant", "pg_variant_args"))
     one_step = derived.optimizer_steps_per_step(config, config.actor_train) == 1
     if one_step and not needs.needs_proximal and not (weighted and not_chosen):
         message = f"recompute: with one optimizer step a batch the ratio is exactly 1, and {name} is just vanilla"

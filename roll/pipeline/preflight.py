@@ -323,7 +323,7 @@ def _plan_rlvr(
 
             problems.attempt(check_judge, reward.judge, f"{path}.judge")
     for path, reward in models.items():
-        model = derived.reward_model_path(config, reward)
+        model = derived.model_path(config, reward)
         if contacts_models or (Path(model) / "config.json").is_file():
             problems.attempt(check_reward_model, model, reward, path)
     prompts: list[Prompt] = []

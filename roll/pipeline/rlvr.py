@@ -108,7 +108,7 @@ def build_rewards(
     def score_pool(role: str, reward: RewardConfig) -> ScorePool:
         numbers = parse_device_mapping(reward.device_mapping)
         setup = ScorerSetup(
-            model_path=derived.reward_model_path(config, reward),
+            model_path=derived.model_path(config, reward),
             model_args=reward.model_args,
             config=reward.reward_model,
             batch_size=reward.infer_batch_size,

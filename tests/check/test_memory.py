@@ -160,7 +160,7 @@ def test_a_layer_of_a_packed_row_keeps_joined_results_too(attention, tmp_path):
     packing = Packing.of([TOKENS // 2 + 8, TOKENS // 2 - 8], torch.device("cpu"))
     guess = activations.layer_bytes(shape, 4, eager_width=TOKENS // 2 if attention == "eager" else 0)
     if attention == "sdpa":
-        guess += activations.joined_bytes(shape, 4)
+        guess += 4 * shape.queries
     assert guess == pytest.approx(kept_by_a_layer(model, packing), rel=0.04)
 
 
@@ -475,6 +475,13 @@ def test_options_that_are_left_to_the_engine_count_as_its_defaults():
     assert sizes(role("vllm", kv_cache_memory_bytes=2e9))["keys and values"] * GIB == 2e9
     unchunked = role("sglang", chunked_prefill_size=0, mem_fraction_static=0.8)
     assert sizes(unchunked) == sizes(role("sglang", chunked_prefill_size=-1, mem_fraction_static=0.8))
+
+
+def test_a_strategy_from_outside_is_estimated_as_the_usual_one():
+    trainer = of_gpus(actor_train__strategy_args={"strategy_name": "my_package.trainers:Own"})
+    assert sizes(role_of(trainer)) == sizes(role_of(of_gpus()))
+    engine = of_gpus(actor_infer__strategy_args={"strategy_name": "my_package.engines:Own"})
+    assert sizes(role_of(engine, "actor_infer"))["weights"] * GIB == 2 * PUBLISHED[SEVEN_BILLION]
 
 
 def test_checkpoints_take_a_copy_of_each_state_and_one_of_the_model():

@@ -72,12 +72,12 @@ TRAINER = "actor_train.strategy_args.strategy_config"
 @pytest.mark.parametrize(
     ("example", "path", "value", "allowed"),
     [
-        ("fsdp2/rlvr_config", f"{ENGINE}.gpu_memory_utilization", "abc", "a number > 0 and <= 1"),
-        ("fsdp2/rlvr_config", f"{ENGINE}.max_num_seqs", "abc", "a whole number >= 1"),
-        ("fsdp2/rlvr_config", f"{ENGINE}.kv_cache_memory_bytes", "20G", "a whole number >= 0"),
-        ("megatron/rlvr_config", f"{TRAINER}.tensor_model_parallel_size", "abc", "a whole number >= 1"),
+        ("fsdp2/rlvr_config", f"{ENGINE}.gpu_memory_utilization", "abc", "a number, > 0 and <= 1"),
+        ("fsdp2/rlvr_config", f"{ENGINE}.max_num_seqs", "abc", "a whole number, >= 1"),
+        ("fsdp2/rlvr_config", f"{ENGINE}.kv_cache_memory_bytes", "20G", "a whole number, >= 0"),
+        ("megatron/rlvr_config", f"{TRAINER}.tensor_model_parallel_size", "abc", "a whole number, >= 1"),
         ("deepspeed/rlvr_config", f"{TRAINER}.zero_optimization", "3", "a mapping"),
-        ("megatron/rlvr_config_async", f"{ENGINE}.mem_fraction_static", "abc", "a number > 0 and <= 1"),
+        ("megatron/rlvr_config_async", f"{ENGINE}.mem_fraction_static", "abc", "a number, > 0 and <= 1"),
     ],
 )
 def test_an_option_that_the_memory_is_computed_from_is_judged_before(example, path, value, allowed, capsys):

@@ -26,7 +26,8 @@ from roll.configs.derived import (
     weight_transport,
 )
 from roll.configs.errors import ConfigError, ConfigProblem
-from roll.configs.loader import config_from_tree, dump_config
+from roll.configs.fields import walk
+from roll.configs.loader import PIPELINES, config_from_tree, dump_config
 from roll.configs.roles import UNREAD_KEYS
 
 GYM = {"dataset": "basic_arithmetic", "domain": "math"}
@@ -888,6 +889,14 @@ def test_the_unread_keys_are_keys_of_their_roles(tree):
     config = config_from_tree(merged(tree, {"reference": {}, "critic": {}}))
     for role, keys in UNREAD_KEYS.items():
         assert set(keys) <= set(vars(vars(config)[role]))
+
+
+@pytest.mark.parametrize("root", PIPELINES.values())
+def test_what_a_key_needs_is_a_key_of_its_section(root):
+    items = {path: item for path, item, _ in walk(root)}
+    for path, item in items.items():
+        needs = item.metadata["needs"]
+        assert needs is None or path.removesuffix(item.name) + needs.partition(": ")[0] in items, path
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_options_are_reported_together_with_everything_else(tree):
     path, problems = _problems(tree, "vllm", options)
     said = {problem.path: problem for problem in problems}
     assert set(said) == {"max_steps", *(f"{path}.{option}" for option in options)}
-    assert said[f"{path}.gpu_memory_utilization"].remedy == "write a number > 0 and <= 1"
-    assert said[f"{path}.max_num_seqs"].remedy == "write a whole number >= 1, or `null`"
+    assert said[f"{path}.gpu_memory_utilization"].remedy == "write a number, > 0 and <= 1"
+    assert said[f"{path}.max_num_seqs"].remedy == "write a whole number, >= 1 or null"
     assert "is beyond 1e+15" in said[f"{path}.kv_cache_memory_bytes"].message
 
 
@@ -108,6 +108,10 @@ def test_what_is_left_to_the_engine_reads_as_the_default():
     assert options.get("zero_optimization.offload_param.device", "none") == "none"
     assert options.get("zero_optimization.offload_optimizer.device", "none") == "none"
     assert Options("vllm", {"max_num_seqs": None}).get("max_num_seqs", 7) == 7
+
+
+def test_options_of_a_strategy_from_outside_read_as_the_default():
+    assert Options("my_package.engines:Engine", {"max_num_seqs": 3}).get("max_num_seqs", 7) == 7
 
 
 def test_an_option_that_is_not_declared_cannot_be_read():
