@@ -38,7 +38,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             "roll/weights/buckets.py",
             "roll/weights/transports.py",
             "roll/weights/buffers.py",
-            "roll/weights/publisher.py:BucketPublisher,PushPublisher,DeviceBuffers,build_publisher,check_weights,_draw",
+            "roll/weights/publisher.py:BucketPublisher,PushPublisher,copied,build_publisher,check_weights,_draw",
         ],
         [
             "tests/engines/test_hf_weights.py",
@@ -56,7 +56,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     "checkpoints": (
         [
             "roll/pipeline/checkpoints.py",
-            "roll/trainers/state.py:own_share,common_updates,write_state,SavedState,state_file",
+            "roll/trainers/state.py:own_share,common_updates,write_state,StoredTensors,SavedState,state_file",
             "roll/trainers/worker.py:WritingProgress,Writing",
         ],
         [

@@ -237,13 +237,16 @@ def checked_arguments(
     return checked
 
 
+Made = TypeVar("Made")
+
+
 def made(
     name: str,
-    record: type[Any],
+    record: type[Made],
     arguments: Mapping[str, Any],
     where: str,
     owners: Callable[[str], list[str]] = lambda key: [],
-) -> Any:
+) -> Made:
     """Return the dataclass ``record`` made of a user's arguments, which are checked strictly (`checked_arguments`).
 
     The dataclass itself checks relations between them: its ``__post_init__`` raises ``ValueError``.

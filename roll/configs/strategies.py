@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from roll.configs.errors import ConfigError, ConfigProblem
+from roll.configs.errors import ConfigError, ConfigProblem, problems_of
 from roll.configs.fields import is_too_large
-from roll.configs.plugins import Kind, PlugIn, converted, import_object, load_subclass
+from roll.configs.plugins import Kind, PlugIn, converted, import_object, load_subclass, made
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import WorkerConfig
 
@@ -31,8 +32,8 @@ class Strategy(PlugIn):
     install: str = ""
     """The command that installs what it requires, and notes."""
     options: str | None = None
-    """Import path of the function that checks `strategy_config`: (options, their path) -> problems. Loads no library.
-    None: the class may have such a static method, ``check_options``."""
+    """Import path of a dataclass of all options, or of the function that checks `strategy_config`: (options, their
+    path) -> problems. Loads no library. None: the class may have such a static method, ``check_options``."""
     package_tells: str | None = None
     """The names in `strategy_config` that only its package knows; without it they cannot be checked."""
     chooses_attention: bool = False
@@ -67,7 +68,7 @@ TRAINERS = Kind(
     {
         "fsdp2_train": Trainer(
             "roll.trainers.fsdp2:Fsdp2TrainStrategy",
-            options="roll.trainers.base:check_fsdp2_options",
+            options="roll.trainers.options:Fsdp2Options",
             chooses_attention=True,
             packs=True,
             adapters=True,
@@ -76,7 +77,7 @@ TRAINERS = Kind(
             "roll.trainers.deepspeed:DeepSpeedTrainStrategy",
             requires=("deepspeed",),
             install='pip install "roll[deepspeed]"',
-            options="roll.trainers.deepspeed_options:check_options",
+            options="roll.trainers.options:check_deepspeed_options",
             package_tells="the names under `zero_optimization`",
             chooses_attention=True,
             packs=True,
@@ -85,7 +86,7 @@ TRAINERS = Kind(
             "roll.trainers.megatron.strategy:MegatronTrainStrategy",
             requires=("megatron",),
             install='pip install "roll[megatron]"',
-            options="roll.trainers.megatron.facts:check_options",
+            options="roll.trainers.options:MegatronOptions",
             layout="roll.trainers.megatron.facts:layout_problems",
         ),
     },
@@ -97,8 +98,8 @@ FORWARD_STRATEGIES = replace(
     built_in={
         **TRAINERS.built_in,
         "hf_infer": Trainer(
-            "roll.trainers.replica:HfReplicaStrategy",
-            options="roll.trainers.base:check_replica_options",
+            "roll.trainers.trainer:HfReplicaStrategy",
+            options="roll.trainers.options:HfReplicaOptions",
             chooses_attention=True,
             replicates=True,
             learns=False,
@@ -176,6 +177,8 @@ def option_problems(kind: Kind[Any], name: str, strategy_config: dict[str, Any],
     record = kind.find(name, path)
     if record.options is not None:
         check: Callable[..., Iterable[ConfigProblem]] = import_object(record.options)
+        if isinstance(check, type):
+            return problems_of(partial(made, name, check, strategy_config, path))
     elif name in kind.built_in:
         return []
     else:

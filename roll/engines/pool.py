@@ -30,7 +30,7 @@ from roll.tracking.waits import WORKER, holding, part, unobserved, waiting
 from roll.weights.buckets import HeldWeights
 from roll.weights.buffers import WeightBuffers
 from roll.weights.publisher import EngineCallFailed, Publication, PushTarget, check_weights
-from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
+from roll.weights.verify import CanaryScores, compare_canaries
 
 COLLECT_WAIT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -232,8 +232,8 @@ class Loaded:
 
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "load": 0.0, "stall": 0.0})
     """``fetch`` and ``load`` are sums over the replicas, ``stall`` the longest pause of one."""
-    canaries: CanaryDifference | None = None
-    """Sum over the compared replicas; None if none was compared."""
+    canaries: list[np.ndarray] = field(default_factory=list)
+    """Differences that `compare_canaries` found in each compared replica."""
 
 
 class WeightSource(Protocol):
@@ -468,8 +468,7 @@ class InferencePool:
         self.buffers.keep_only(replica, publication.version if receipt.in_place else None)
         if canaries is not None:
             held = await self._change(replica, "score", canaries.token_ids)
-            found = compare_canaries(replica.name, canaries, held)
-            loaded.canaries = found + (loaded.canaries or CanaryDifference())
+            loaded.canaries.append(compare_canaries(replica.name, canaries, held))
         for name in ("fetch", "load"):
             loaded.seconds[name] += seconds[name]
         loaded.seconds["stall"] = max(loaded.seconds["stall"], seconds["stall"])

@@ -36,9 +36,10 @@ from roll.rollout.scheduler import GroupRequest
 from roll.runtime.locks import build_device_locks
 from roll.runtime.placement import Placement, free_port, ray_session
 from roll.tracking.run_directory import RunDirectory
-from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
+from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.model import save
 from roll.trainers.state import CheckpointFiles
+from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from roll.trainers.worker import optimizer_batches
 from roll.weights.buckets import pack_buckets
 
@@ -147,9 +148,9 @@ async def first_difference(prepared: Prepared, run: RunDirectory) -> Difference 
                 return difference
         model = run.root / NOTES / "model"
         save(loop.trainer, str(model))
-        with CheckpointFiles(run.checkpoints / f"step-{steps}") as theirs, CheckpointFiles(model) as own:
-            names = sorted({*theirs.names, *own.names})
-            return _first(f"the model after step {steps}", names, partial(_tensor, theirs), partial(_tensor, own))
+        theirs, own = CheckpointFiles(run.checkpoints / f"step-{steps}"), CheckpointFiles(model)
+        names = sorted({*theirs.names(), *own.names()})
+        return _first(f"the model after step {steps}", names, partial(_tensor, theirs), partial(_tensor, own))
     finally:
         await loop.close()
 

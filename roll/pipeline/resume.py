@@ -457,13 +457,12 @@ def _difference(folder: Path, state: SavedState) -> str | None:
 
     Heads and experts have other names in some files than in the model.
     """
-    with CheckpointFiles(folder) as files:
-        weights = sorted(state.weights())
-        for weight in sorted(set(weights) - set(files.missing(weights))):
-            there, here = state.shape(f"weight/{weight}"), files.shape(weight)
-            if there != here:
-                return f"that is another model: {weight} is {list(there)} in the checkpoint, {list(here)} in the model"
-        trained, known = _layers(weights), _layers(files.names)
+    files, weights = CheckpointFiles(folder), sorted(state.weights())
+    for weight in sorted(set(weights) - set(files.missing(weights))):
+        there, here = state.shape(f"weight/{weight}"), files.shape(weight)
+        if there != here:
+            return f"that is another model: {weight} is {list(there)} in the checkpoint, {list(here)} in the model"
+    trained, known = _layers(weights), _layers(files.names())
     # The files may have more layers: some that transformers leaves out, and some that have no adapter.
     return None if trained <= known else f"that is another model, of {known} layers, not {trained}"
 

@@ -26,7 +26,7 @@ from roll.pipeline.context import RunContext
 from roll.rollout.buffer import FinishedGroup
 from roll.tracking.waits import waiting
 from roll.trainers.worker import TrainPlan
-from roll.weights.verify import CanaryScores
+from roll.weights.verify import CanaryScores, canary_metrics
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ async def publish(run: RunContext, version: int, canaries: CanaryScores | None) 
         loaded = await run.pool.publish(publication, canaries)
     seconds = {**publication.seconds, **loaded.seconds}
     metrics = {f"weights/{name}_seconds": value for name, value in seconds.items()}
-    return metrics if loaded.canaries is None else {**metrics, **loaded.canaries.metrics()}
+    return {**metrics, **canary_metrics(loaded.canaries)} if loaded.canaries else metrics
 
 
 async def announce(run: RunContext, version: int) -> dict[str, float]:

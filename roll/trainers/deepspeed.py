@@ -22,23 +22,29 @@ from roll.algorithms.metrics import PartMetrics
 from roll.check.rules import obstacle_to_moving
 from roll.configs.strategies import Options
 from roll.trainers.base import TrainerSetup
-from roll.trainers.deepspeed_options import engine_config, parse_options
 from roll.trainers.model import HfForward, load_weights, prepare_model
+from roll.trainers.options import engine_config, parse_deepspeed_options
 from roll.trainers.state import MOMENTS, SavedState, StateSnapshot, common_updates, own_share, whole
 from roll.trainers.step import TrainingStep, combined_metrics
-from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
+from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class DeepSpeedTrainStrategy(TrainerRank):
+class DeepSpeedTrainStrategy(TrainStrategy):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
-        self.options = parse_options(setup.strategy_config)
+        self.options = parse_deepspeed_options(setup.strategy_config)
         self.trains = not setup.forward_only
+        self.splits_weights = self.options.zero_stage == 3
+        """True if each rank holds only its share of the weights."""
+        self.has_engine = self.trains or self.splits_weights
+        """True if DeepSpeed is used. Forward passes alone need it only if weights are split."""
+        self.is_whole = self.options.zero_stage == 0 or not self.has_engine
+        """True if nothing is split: model and optimizer are torch's own."""
         self.bfloat16 = setup.model_args.dtype == "bfloat16"
         if self.trains and self.bfloat16 and self.options.zero_stage == 0:
             raise ValueError(
@@ -47,7 +53,6 @@ class DeepSpeedTrainStrategy(TrainerRank):
             )
 
     def initialize(self) -> None:
-        """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
         self.model, head = prepare_model(setup, self.options.gradient_checkpointing)
@@ -69,12 +74,6 @@ class DeepSpeedTrainStrategy(TrainerRank):
         self.forward = HfForward(setup.kind, computing, head, self.device, signature_of=self.model)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name).
-        Collective.
-
-        Tensors are gathered one after the other. If nothing is split, a rank yields its own memory: read it, do not
-        keep it.
-        """
         for name, parameter in self.model.named_parameters():
             if self.trains and (self.bfloat16 or self.splits_weights):
                 yield name, self.deepspeed.utils.safe_get_full_fp32_param(parameter).detach()
@@ -83,14 +82,9 @@ class DeepSpeedTrainStrategy(TrainerRank):
                     yield name, parameter.detach().float()
 
     def load(self, path: str) -> None:
-        """Load the weights of an export; optimizer state and schedule stay. Collective.
-
-        Raises ``ValueError`` naming the tensor if the export does not fit the model.
-        """
         self._set_weights(load_weights(path, self.setup, self.shapes).__getitem__)
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's rows of every tensor; tensors are gathered one after the other. See `TrainStrategy`."""
         parts = []
         for name, parameter in self.model.named_parameters():
             for kind in ("weight", *(MOMENTS if self.updates else ())):
@@ -101,7 +95,6 @@ class DeepSpeedTrainStrategy(TrainerRank):
         return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
-        """Resume from a snapshot; see `TrainStrategy`."""
         state.require_weights(self.shapes)
         for name, shape in self.shapes.items():
             state.require_shape(f"weight/{name}", shape)
@@ -123,21 +116,6 @@ class DeepSpeedTrainStrategy(TrainerRank):
             self.engine.destroy()
             self.deepspeed.comm.destroy_process_group()
         super().shutdown()
-
-    @property
-    def splits_weights(self) -> bool:
-        """True if each rank holds only its share of the weights."""
-        return self.options.zero_stage == 3
-
-    @property
-    def has_engine(self) -> bool:
-        """True if DeepSpeed is used. Forward passes alone need it only if weights are split."""
-        return self.trains or self.splits_weights
-
-    @property
-    def is_whole(self) -> bool:
-        """True if nothing is split: model and optimizer are torch's own."""
-        return self.options.zero_stage == 0 or not self.has_engine
 
     def _start_engine(self) -> None:
         """Wrap the model, which DeepSpeed changes in place. Collective."""
@@ -170,8 +148,7 @@ class DeepSpeedTrainStrategy(TrainerRank):
     def _allocate_moments(self) -> None:
         """Create the moments, as AdamW does at its first step.
 
-        That would be too late for DeepSpeed, which links the moments of all groups to their weights as soon as the
-        first group has taken its step.
+        DeepSpeed needs them earlier: it links those of all groups to their weights once the first group has stepped.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -191,9 +168,7 @@ class DeepSpeedTrainStrategy(TrainerRank):
                 self.engine.backward(loss * self.setup.world_size)
         return combined_metrics(parts)
 
-    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         if nothing_to_learn:
             return 0.0, False
         if self.options.zero_stage > 0:

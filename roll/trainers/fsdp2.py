@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from roll.trainers.base import Fsdp2Options, TrainerSetup, parse_fsdp2_options
+from roll.configs.plugins import made
+from roll.trainers.base import TrainerSetup
 from roll.trainers.lora import add_adapters, is_adapter
 from roll.trainers.model import HfForward, ModelExport, decoder_layers, load_weights, prepare_model
+from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import MOMENTS, Part, SavedState, StateSnapshot, UnfitState
 from roll.trainers.step import MicroBatch, TrainingStep, combined_metrics
-from roll.trainers.trainer import TrainerRank, build_optimizer, clip_gradients
+from roll.trainers.trainer import TrainStrategy, build_optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,15 +40,14 @@ def _sharded(parameter: Tensor) -> DTensor:
     return parameter
 
 
-class Fsdp2TrainStrategy(TrainerRank):
+class Fsdp2TrainStrategy(TrainStrategy):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
-        self.options = parse_fsdp2_options(setup.strategy_config)
+        self.options = made("fsdp2_train", Fsdp2Options, setup.strategy_config, "strategy_config")
 
     def initialize(self) -> None:
-        """Join the process group, load and shard the model, build optimizer and schedule. Collective."""
         setup = self.setup
         self.join_ranks(self.options.process_group_timeout_seconds)
         model, head = prepare_model(setup, self.options.gradient_checkpointing)
@@ -60,18 +61,13 @@ class Fsdp2TrainStrategy(TrainerRank):
             self.start_schedule()
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
-        """Return `log_probs` of the base model without its adapters. Raises ``RuntimeError`` if there are none."""
         if self.adapters is None:
             return super().base_log_probs(batch, temperature)
         with self.adapters.disabled():
             return self.log_probs(batch, temperature)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once (the first name), with
-        adapters merged. Collective.
-
-        A single rank yields its own memory: read it, do not keep it.
-        """
+        """Yield full tensors with adapters merged; see `TrainStrategy`."""
         self._reshard()
         parameters = self.model.named_parameters()
         if self.adapters is not None:
@@ -81,10 +77,7 @@ class Fsdp2TrainStrategy(TrainerRank):
             yield name, self._full(parameter)
 
     def export(self) -> ModelExport | None:
-        """Return the float32 weights, configuration and tokenizer, together with the adapter if one is trained.
-
-        See `TrainStrategy`.
-        """
+        """Return a copy of the model, together with the adapter if one is trained; see `TrainStrategy`."""
         if self.adapters is None:
             return super().export()
         # First, because it is collective and what rank 0 does alone may fail.
@@ -93,11 +86,7 @@ class Fsdp2TrainStrategy(TrainerRank):
         return None if export is None else replace(export, beside=adapter)
 
     def load(self, path: str) -> None:
-        """Load the weights of an export, or only its adapter if one is trained; optimizer state and schedule stay.
-        Collective.
-
-        Raises ``ValueError`` naming the tensor if the export does not fit the model.
-        """
+        """Load the weights of an export, or only its adapter if one is trained; see `TrainStrategy`."""
         self._reshard()
         if self.adapters is not None:
             source = self.adapters.read_export(path)
@@ -116,7 +105,6 @@ class Fsdp2TrainStrategy(TrainerRank):
                 own_shard.to_local().copy_(shard.to_local())
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's shards; see `TrainStrategy`."""
         self._reshard()
         parts, updates = [], {}
         for name, parameter in self._learning():
@@ -133,7 +121,6 @@ class Fsdp2TrainStrategy(TrainerRank):
         return StateSnapshot(parts, facts, self.setup.world_size)
 
     def restore(self, state: SavedState) -> None:
-        """Resume from a snapshot; see `TrainStrategy`."""
         self._reshard()
         self._require_own_base(state)
         state.require_weights(name for name, _ in self._learning())
@@ -215,9 +202,7 @@ class Fsdp2TrainStrategy(TrainerRank):
             parts.append(metrics)
         return combined_metrics(parts)
 
-    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         grad_norm = float(clip_gradients(self.model.parameters(), self.setup.training_args.max_grad_norm))
         updates = not nothing_to_learn and math.isfinite(grad_norm)
         if updates:

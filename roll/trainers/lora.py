@@ -22,7 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from roll.configs.errors import ConfigProblem, choose_among
+from roll.configs.errors import ConfigProblem, choose_among, problems_of
+from roll.configs.plugins import problem
 from roll.configs.roles import ModelArguments
 from roll.trainers.model import decoder_layers
 from roll.weights.buckets import dtype_name, tensor_bytes
@@ -43,15 +44,6 @@ _PEFT_PREFIX = "base_model.model."
 """Prefix of names in peft's files."""
 
 
-class UnknownTarget(ValueError):
-    """`lora_target` names no layer that can have an adapter."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"{reason}; {remedy}")
-        self.reason = reason
-        self.remedy = remedy
-
-
 def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> list[ConfigProblem]:
     """Return what is wrong with the adapters that ``arguments`` ask for. Loads no weights.
 
@@ -64,17 +56,12 @@ def check_adapters(model_path: str, arguments: ModelArguments, path: str) -> lis
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=arguments.trust_remote_code)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
-    try:
-        resolve_targets(skeleton, arguments.lora_target or EVERYWHERE)
-    except UnknownTarget as error:
-        return [ConfigProblem(f"{path}.lora_target", error.reason, error.remedy)]
-    return []
+    return problems_of(lambda: resolve_targets(skeleton, arguments.lora_target or EVERYWHERE, path))
 
 
 @dataclass(frozen=True)
 class Base:
-    """Identity of the base model that adapters were made for: a checksum of all frozen weights, in the precision in
-    which they are held."""
+    """Identity of the base model that adapters were made for: a checksum of all frozen weights, and their precision."""
 
     checksum: str
     dtype: str
@@ -91,11 +78,11 @@ class Base:
         return None
 
 
-def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str]:
+def resolve_targets(model: PreTrainedModel, wanted: list[str] | str, path: str = "model_args") -> list[str]:
     """Return names of modules as peft matches them (the ends of whole names), with ``all-linear`` written out.
 
-    ``wanted`` is a list of names, or names separated by commas. Adapters go to linear layers of the decoder layers.
-    Raises `UnknownTarget` with the names that are not such layers, and the nearest valid name.
+    ``wanted`` is a list of names, or names separated by commas; ``path`` is that of the model's arguments. Adapters go
+    to linear layers of the decoder layers. Raises `ConfigError` naming those that are not, and the nearest.
     """
     names = [name.strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
     layers = {id(layer) for layer in decoder_layers(model)}
@@ -117,7 +104,7 @@ def resolve_targets(model: PreTrainedModel, wanted: list[str] | str) -> list[str
             exists = any(_is_target(module, name) for module in modules)
             reason = "no linear layer of the decoder layers" if exists else "no module of this model"
             reasons.append(f"{name!r} is {reason}")
-        raise UnknownTarget(", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
+        raise problem(f"{path}.lora_target", ", ".join(reasons), choose_among(unknown[0], [*known, EVERYWHERE]))
     return names
 
 
@@ -163,17 +150,15 @@ class Adapters:
             plain = name.replace(".base_layer.", ".")
             layer = self.layers.get(plain.removesuffix(".weight"))
             weight = full(parameter)
-            yield plain, weight if layer is None or plain == name else self._merge(weight, layer, full)
-
-    def _merge(self, weight: Tensor, layer: LoraLayer, full: Callable[[Tensor], Tensor]) -> Tensor:
-        down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
-        return torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
+            if layer is not None and plain != name:
+                down, up = (full(matrix).to(weight.device) for matrix in _matrices(layer))
+                weight = torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
+            yield plain, weight
 
     def export(self, full: Callable[[Tensor], Tensor], wanted: bool) -> Callable[[str], None] | None:
         """Copy the adapter's matrices and return a function that writes them into an export, in peft's format.
-        Collective if ``full`` is.
 
-        Returns None if the copies are not ``wanted``.
+        Returns None if the copies are not ``wanted``. Collective if ``full`` is.
         """
         tensors = {}
         for name, matrix in self._matrices_in_files():
@@ -237,10 +222,10 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def add_adapters(model: PreTrainedModel, arguments: ModelArguments, model_path: str) -> Adapters:
-    """Add adapters to a whole model in place, before it is sharded. They change no output yet; peft freezes the other
-    weights.
+    """Add adapters to a whole model in place, before it is sharded, and freeze the other weights.
 
-    The first matrix of each adapter is random (torch's generator), the second zero. Raises `UnknownTarget`.
+    They change no output yet. The first matrix of each adapter is random (torch's generator), the second zero. Raises
+    `ConfigError` for an unknown target.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer

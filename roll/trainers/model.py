@@ -44,7 +44,7 @@ from roll.trainers.step import MicroBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from roll.trainers.base import TrainStrategy
+    from roll.trainers.trainer import TrainStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +147,9 @@ class HfForward:
         """Number of logits that the head computes at a time."""
 
     def outputs(self, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
-        """Return what the loss is computed from: log-probabilities and entropies of the targets, or their values;
-        ``[rows, kept]`` each.
+        """Return what the loss is computed from: log-probabilities and entropies of the targets, or their values.
 
-        Entropies have a gradient only if asked for.
+        They are ``[rows, kept]``. Entropies have a gradient only if asked for.
         """
         if self.kind == "value":
             return (self.values(micro_batch),)
@@ -159,14 +158,12 @@ class HfForward:
             results = token_logprobs_and_entropy(self._logits(micro_batch), targets, temperature, entropy_gradient)
             return micro_batch.by_sample(results[0]), micro_batch.by_sample(results[1])
 
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            results = linear_logprobs_and_entropy(
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return linear_logprobs_and_entropy(
                 hidden, weight, bias, targets, temperature, entropy_gradient, self.chunk_elements
             )
-            return torch.stack(results, dim=-1)
 
-        output = self._in_head(self.head, micro_batch, compute)
-        logprobs, entropy = (micro_batch.by_sample(values) for values in output.unbind(-1))
+        logprobs, entropy = self._in_head(self.head, micro_batch, compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -177,10 +174,10 @@ class HfForward:
         if self.head is None:
             return micro_batch.by_sample(token_logprobs(self._logits(micro_batch), targets, temperature))
 
-        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return linear_logprobs(hidden, weight, bias, targets, temperature, self.chunk_elements).unsqueeze(-1)
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return (linear_logprobs(hidden, weight, bias, targets, temperature, self.chunk_elements),)
 
-        return micro_batch.by_sample(self._in_head(self.head, micro_batch, compute).squeeze(-1))
+        return self._in_head(self.head, micro_batch, compute)[0]
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return float32 ``[rows, kept]``: the value of the state before each target."""
@@ -195,19 +192,21 @@ class HfForward:
             return self.model(**arguments, logits_to_keep=micro_batch.positions).logits
         return self.model(**arguments).logits[:, micro_batch.positions]
 
-    def _in_head(self, head: OutputHead, micro_batch: MicroBatch, compute: HeadFunction) -> Tensor:
+    def _in_head(
+        self, head: OutputHead, micro_batch: MicroBatch, compute: Callable[..., tuple[Tensor, ...]]
+    ) -> list[Tensor]:
         """Return what ``compute`` makes of the hidden states that predict the targets, inside the model's head."""
 
         def compute_kept(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return compute(hidden[:, micro_batch.positions], weight, bias)
+            return torch.stack(compute(hidden[:, micro_batch.positions], weight, bias), dim=-1)
 
         with head.computing(compute_kept):
-            return self.model(**micro_batch.model_arguments()).logits
+            results = self.model(**micro_batch.model_arguments()).logits
+        return [micro_batch.by_sample(values) for values in results.unbind(-1)]
 
 
 def model_class(kind: ModelKind) -> Any:
-    """Return transformers' class for models of this kind: a causal language model, or one that gives each token a
-    number."""
+    """Return transformers' class for models of this kind: a causal language model, or a number for each token."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification

@@ -36,8 +36,7 @@ TRIED_LENGTHS = (6, 4, 4, 1)
 INFLUENCE_TOLERANCES = {torch.float32: 1e-4}
 TOLERANCES = {torch.float32: 1e-3}
 COARSE_TOLERANCE = 5e-2
-"""Tolerances for rounding in a sample's hidden states, relative to the largest one, by precision. `COARSE_TOLERANCE` is
-for all other precisions.
+"""Tolerances for rounding in a sample's hidden states, relative to the largest one, by precision, or a coarse one.
 
 `INFLUENCE_TOLERANCES` is for a change of a neighbour's tokens (which may affect the experts' matrix products, nothing
 else), `TOLERANCES` for computing the sample without neighbours.
@@ -126,8 +125,7 @@ def _refusal(model: PreTrainedModel, reason: str) -> UnpackableModel:
 
 
 def _hidden_states(model: PreTrainedModel, ids: Tensor, packing: Packing | None = None) -> Tensor:
-    """Return the last layer's hidden states. Outputs would not do: a new value head, which gives 0 everywhere, hides
-    every difference."""
+    """Return the last layer's hidden states. In outputs, a new value head, which gives 0, hides every difference."""
     arguments = {} if packing is None else packing.model_arguments()
     try:
         with torch.no_grad():
@@ -149,7 +147,20 @@ def packed_sdpa(
     kernel = _kernel_for(query, value)
     if kernel is not None and boundaries is not None and settings.get("max_length_q") is not None:
         longest = int(settings["max_length_q"])
-        return _variable_length(kernel, query, key, value, boundaries, longest, settings.get("scaling"), window), None
+        # A window counts the token itself. The kernel counts only those to its left; -1 means all.
+        left = -1 if window is None or window >= longest else window - 1
+        tokens = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        attended = kernel(
+            *tokens,
+            boundaries,
+            boundaries,
+            longest,
+            longest,
+            scale=settings.get("scaling"),
+            window_size=(left, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return attended.unsqueeze(0), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -182,15 +193,13 @@ def packed_eager(
 
 
 def _refuse_masks(attention_mask: Tensor | None) -> None:
-    """Raise ``ValueError`` for a mask. Transformers makes none for attention functions that it does not know; a model
-    might."""
+    """Raise ``ValueError`` for a mask. Transformers makes none for functions that it does not know; a model might."""
     if attention_mask is not None:
         raise ValueError("the model makes an attention mask of its own, which packed rows cannot keep to")
 
 
 def _by_sample(attend: Attend, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None) -> Tensor:
-    """Compute attention of each sample alone; neighbours of the same length share a call.
-    ``[rows, tokens, heads, size]``."""
+    """Compute attention ``[rows, tokens, heads, size]`` of each sample alone; neighbours of a length share a call."""
     if boundaries is None:
         return attend(query, key, value)
     runs = [(len(list(same)), length) for length, same in groupby(boundaries.diff().tolist())]
@@ -234,32 +243,3 @@ def _kernel() -> Callable[..., Any] | None:
         return None
     known = inspect.signature(varlen_attn).parameters
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
-
-
-def _variable_length(
-    kernel: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Compute ``[1, tokens, heads, size]`` by one call of the kernel."""
-    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    # A window counts the token itself. The kernel counts only those to its left; -1 means all.
-    left = -1 if window is None or window >= longest else window - 1
-    attended = kernel(
-        query,
-        key,
-        value,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return attended.unsqueeze(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ class UnfitState(ValueError):
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each weight, by the first part of its name."""
-
-
 _WEIGHT = "weight/"
 _NUMBER = "#"
 """Separator that occurs in no tensor name. The number after it tells apart boxes of one tensor in one file."""
@@ -64,8 +61,7 @@ def whole(name: str, tensor: Tensor) -> Part:
 
 
 def own_share(part: Part, rank: int, ranks: int) -> Part:
-    """Return what one of ``ranks`` that all have ``part`` is to write: some of its rows, copied to memory of their
-    own."""
+    """Return what one of ``ranks`` that all have ``part`` is to write: some of its rows, copied."""
     if not part.tensor.ndim:
         tensor = part.tensor if rank == 0 else part.tensor.new_empty(0)
         return Part(part.name, tensor.to("cpu", copy=True), part.whole_shape, part.offsets)
@@ -91,10 +87,9 @@ def common_updates(state: SavedState) -> int:
 def write_state(
     folder: Path, rank: int, snapshot: StateSnapshot, on_synced: Callable[[int], None] = lambda size: None
 ) -> Path:
-    """Write this rank's file and wait until it is on the disk.
+    """Write this rank's file, without empty parts, and wait until it is on the disk. Raises `OSError` naming the file.
 
-    ``on_synced`` is called with numbers of bytes as they reach the disk. Empty parts are left out. Raises `OSError`
-    naming the file.
+    ``on_synced`` is called with numbers of bytes as they reach the disk.
     """
     parts: dict[str, Part] = {}
     for part in snapshot.parts:
@@ -126,24 +121,77 @@ class _Place:
     shape: tuple[int, ...]
 
 
-class SavedState:
-    """The files of all ranks, read as whole tensors or any boxes of them."""
+class StoredTensors:
+    """Tensors in safetensors files, read as whole tensors or any boxes of them. A file is opened once it is needed."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers only. Raises `UnfitState` if files are missing or damaged."""
         self.folder = folder
         self._places: dict[str, list[_Place]] = {}
         self._files: dict[Path, Any] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor. Raises `UnfitState` for a name that is not there."""
+        return self._known(name)[0].whole_shape
+
+    def read(self, name: str, offsets: Sequence[int] = (), shape: Sequence[int] | None = None) -> Tensor:
+        """Return a box of a tensor on the CPU; default: the whole tensor. Raises `UnfitState` if some is missing."""
+        if shape is None:
+            shape = self.shape(name)
+            offsets = (0,) * len(shape)
+        if 0 in shape:
+            return torch.empty(tuple(shape))
+        wanted, filled = torch.Size(shape).numel(), 0
+        box: Tensor | None = None
+        places = self._known(name)
+        for place in places:
+            begin = [max(mine, theirs) for mine, theirs in zip(offsets, place.offsets, strict=True)]
+            ends = [
+                min(mine + size, theirs + their_size)
+                for mine, size, theirs, their_size in zip(offsets, shape, place.offsets, place.shape, strict=True)
+            ]
+            if any(left >= right for left, right in zip(begin, ends, strict=True)):
+                continue
+            there = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, place.offsets, strict=True))
+            here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
+            file = self._open(place.path)
+            part = file.get_slice(place.key)[there] if there else file.get_tensor(place.key)
+            if len(places) == 1 and part.numel() == wanted:
+                return part  # without a copy
+            if box is None:
+                box = torch.empty(tuple(shape), dtype=part.dtype)
+            box[here] = part
+            filled += part.numel()
+        if filled != wanted or box is None:
+            raise UnfitState(f"{name}: {filled} of {wanted} values from {list(offsets)} on are in {self.folder}")
+        return box
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        return self._files[path]
+
+    def _known(self, name: str) -> list[_Place]:
+        if name not in self._places:
+            raise UnfitState(f"{self.folder} has no tensor {name}: it is the state of another model")
+        return self._places[name]
+
+
+class SavedState(StoredTensors):
+    """The training state that all ranks wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers only. Raises `UnfitState` if files are missing or damaged."""
+        super().__init__(folder)
         self.facts: dict[str, Any] = {}
         if not state_file(folder, 0).is_file():
             raise UnfitState(f"{folder} holds no training state: there is no {state_file(folder, 0).name}")
         ranks = self._read_header(state_file(folder, 0))
         for rank in range(1, ranks):
             self._read_header(state_file(folder, rank))
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._places)
 
     def weights(self) -> set[str]:
         """Return the names of the weights, as the model has them."""
@@ -169,45 +217,6 @@ class SavedState:
         """Return the whole tensor, which must have this shape, on the CPU."""
         self.require_shape(name, shape)
         return self.read(name, (0,) * len(shape), shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor. Raises `UnfitState` for a name that is not there."""
-        return self._known(name)[0].whole_shape
-
-    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of a tensor, on the CPU. Raises `UnfitState` if no rank wrote some of it."""
-        box: Tensor | None = None
-        filled = 0
-        for place in self._known(name):
-            begin = [max(mine, theirs) for mine, theirs in zip(offsets, place.offsets, strict=True)]
-            ends = [
-                min(mine + size, theirs + their_size)
-                for mine, size, theirs, their_size in zip(offsets, shape, place.offsets, place.shape, strict=True)
-            ]
-            if any(left >= right for left, right in zip(begin, ends, strict=True)):
-                continue
-            there = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, place.offsets, strict=True))
-            here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
-            file = self._open(place.path)
-            part = file.get_slice(place.key)[there] if there else file.get_tensor(place.key)
-            if box is None:
-                box = torch.empty(tuple(shape), dtype=part.dtype)
-            box[here] = part
-            filled += part.numel()
-        wanted = torch.Size(shape).numel()
-        if filled != wanted or box is None:
-            raise UnfitState(f"{name}: {filled} of {wanted} values from {list(offsets)} on are in {self.folder}")
-        return box
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = safe_open(path, "pt")
-        return self._files[path]
-
-    def _known(self, name: str) -> list[_Place]:
-        if name not in self._places:
-            raise UnfitState(f"{self.folder} has no tensor {name}: it is the state of another model")
-        return self._places[name]
 
     def _read_header(self, path: Path) -> int:
         """Record what a file holds. Return the number of files."""
@@ -240,54 +249,23 @@ def checkpoint_folder(model_path: str) -> Path:
     return Path(snapshot_download(model_path, allow_patterns=["*.safetensors", "*.json"]))
 
 
-class CheckpointFiles:
-    """Tensors by name, used as a context. A file is opened when one of its tensors is first asked for."""
+class CheckpointFiles(StoredTensors):
+    """The weights of a Hugging Face model."""
 
     def __init__(self, folder: Path) -> None:
-        """Raise ``FileNotFoundError`` if the folder holds no weights as safetensors."""
-        self._folder = folder
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
+        """Read the headers only. Raises ``FileNotFoundError`` if the folder holds no weights as safetensors."""
+        super().__init__(folder)
         if (folder / INDEX).exists():
-            self._files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         elif (folder / SINGLE).exists():
-            self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+            files = {SINGLE}
         else:
             raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}; other formats are not read")
-
-    def __enter__(self) -> CheckpointFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._files)
+        for path in (folder / file for file in sorted(files)):
+            for name in self._open(path).keys():
+                shape = tuple(self._open(path).get_slice(name).get_shape())
+                self._places[name] = [_Place(path, name, shape, (0,) * len(shape), shape)]
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that the checkpoint lacks."""
-        return [name for name in names if name not in self._files]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str, offsets: Sequence[int] = (), shape: Sequence[int] | None = None) -> Tensor:
-        """Return a box of the tensor, which may be empty; default: the whole tensor."""
-        if shape is None:
-            return self._slice(name)[:]
-        if 0 in shape:
-            return torch.empty(tuple(shape))
-        return self._slice(name)[tuple(slice(o, o + size) for o, size in zip(offsets, shape, strict=True))]
-
-    def _slice(self, name: str) -> Any:
-        if name not in self._files:
-            raise ValueError(f"the checkpoint in {self._folder} lacks the tensor {name}")
-        return self._handle(self._files[name]).get_slice(name)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-        return self._open[file]
+        return [name for name in names if name not in self._places]

@@ -133,8 +133,7 @@ class MicroBatch:
     """
 
     input_ids: Tensor
-    """int64 ``[rows, width]``, padded on the right with 0. Attention is causal, so only padding sees padding. Packed:
-    ``[1, tokens]``."""
+    """int64 ``[rows, width]``, padded on the right with 0, which only padding sees. Packed: ``[1, tokens]``."""
     positions: Tensor
     """int64 ``[kept]``: positions of the logits needed, one range for all rows. Each predicts the token after its
     position. Packed: only those of the wanted targets, at least one."""
@@ -204,11 +203,8 @@ def build_micro_batch(
 
 
 def _packed(part: SampleBatch, mask: Tensor, fields: dict[str, Tensor], device: torch.device) -> MicroBatch:
-    """Build a packed micro-batch.
-
-    ``mask`` and ``fields`` have one row per sample. The true places of the mask, row by row, are the wanted tokens in
-    order.
-    """
+    """Build a packed micro-batch. ``mask`` and ``fields`` have one row per sample; the true places of the mask, row by
+    row, are the wanted tokens in order."""
     ids, lengths = part.tokens["token_ids"].astype(np.int64), part.lengths
     if not len(ids):
         ids, lengths = np.zeros(2, dtype=np.int64), np.array([2])
@@ -283,8 +279,7 @@ class TrainingStep:
 
     @classmethod
     def of(cls, batch: SampleBatch, objective: Objective) -> TrainingStep:
-        """Return the step that trains ``objective`` on response tokens; if the batch has a ``loss_mask``, only on those
-        in it.
+        """Return the step that trains ``objective`` on the response tokens in the batch's ``loss_mask``, if it has one.
 
         Raises ``ValueError`` if the batch lacks a field.
         """

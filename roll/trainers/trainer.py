@@ -1,4 +1,8 @@
-"""What all trainers share: a rank's device and process group, AdamW and its schedule, the course of a training step.
+"""The interface of every trainer, one object per rank, and what all share: AdamW, its schedule, the course of a step.
+
+A call is collective: all ranks make it with the same batch, each computes its share, and the result is the same as that
+of one rank with all samples. Losses are normalised over the whole batch of the call, so neither the number of ranks nor
+the split into micro-batches changes the gradient.
 
 Weight decay spares biases, norms and other vectors. The learning rate is a pure function of the number of optimizer
 steps taken. No step is wasted at rate 0: warm-up reaches the peak at its last step, and decay ends one step after the
@@ -8,10 +12,10 @@ last. A collective that gets no answer fails after a configured time.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from roll.configs.derived import warmup_steps_of
+from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
-from roll.trainers.base import ForwardStrategy, MicroBatchLimits, TrainerSetup, TrainStrategy
-from roll.trainers.model import HfForward, ModelExport, build_export
-from roll.trainers.step import (
-    MicroBatch,
-    Objective,
-    TrainingStep,
-    plan_micro_batches,
-    results_by_token,
-)
+from roll.trainers.base import MicroBatchLimits, TrainerSetup
+from roll.trainers.model import HfForward, ModelExport, build_export, prepare_model
+from roll.trainers.options import HfReplicaOptions
+from roll.trainers.step import MicroBatch, Objective, TrainingStep, plan_micro_batches, results_by_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,8 +74,7 @@ def learning_rate_schedule(arguments: TrainingArguments, total_steps: int) -> Ca
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients to a global norm of at most ``max_norm`` (0: leave them unchanged). Return the norm before
-    it, 0-d.
+    """Scale gradients to a global norm of at most ``max_norm`` (0: leave them unchanged). Return the norm before, 0-d.
 
     Gradients may be sharded; the norm is that of the whole model, equal on all ranks. A norm that is not finite leaves
     gradients unfit for use, and the caller must not step.
@@ -89,9 +88,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def move_states(states: Iterable[dict[str, Any]], device: torch.device) -> None:
     """Move the moments of all parameters. Step counters stay: they are scalars that AdamW keeps on the CPU."""
-    for state in optimizer.state.values():
+    for state in states:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0:
                 state[name] = value.to(device)
@@ -101,7 +100,7 @@ def join_process_group(setup: TrainerSetup, timeout_seconds: float) -> None:
     """Join the process group of all ranks. Collective. ``timeout_seconds`` is the longest wait in a collective."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
-        init_method=setup.rendezvous,
+        init_method=f"tcp://{setup.master_address}:{setup.master_port}",
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=timedelta(seconds=timeout_seconds),
@@ -114,8 +113,11 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-class ForwardRank(ForwardStrategy):
-    """One rank of a role that computes log-probabilities. Hugging Face models have `model` and `forward`."""
+class ForwardStrategy(ABC):
+    """One rank of a forward-only role such as the reference: all calls that such a role receives.
+
+    Hugging Face models have `model` and `forward`.
+    """
 
     model: PreTrainedModel
     forward: HfForward
@@ -124,7 +126,8 @@ class ForwardRank(ForwardStrategy):
         self.setup = setup
 
     @abstractmethod
-    def initialize(self) -> None: ...
+    def initialize(self) -> None:
+        """Join the process group, load and shard the model; a trainer also builds its optimizer and schedule."""
 
     def join_ranks(self, timeout_seconds: float) -> None:
         """Seed torch, take this rank's device and join the process group. Collective."""
@@ -136,21 +139,29 @@ class ForwardRank(ForwardStrategy):
         join_process_group(self.setup, timeout_seconds)
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return the log-probability of each token given those before it, at ``temperature``.
+
+        Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
+        """
+
         def logprobs(micro_batches: Iterator[MicroBatch]) -> Iterator[Tensor]:
             return (self.forward.logprobs(micro_batch, temperature) for micro_batch in micro_batches)
 
         return self._for_each_token(batch, logprobs)
 
     def offload_states(self) -> None:
+        """Move weights and optimizer state to the CPU (gradients do not outlive a step). Nothing to do on a CPU."""
         if self._states_move:
             self._move_states(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def load_states(self) -> None:
+        """Undo `offload_states`."""
         if self._states_move:
             self._move_states(self.device)
 
     def shutdown(self) -> None:
+        """Leave the process group."""
         leave_process_group()
 
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
@@ -177,7 +188,33 @@ class ForwardRank(ForwardStrategy):
         self.model.to(device)
 
 
-class TrainerRank(ForwardRank, TrainStrategy):
+class HfReplicaStrategy(ForwardStrategy):
+    """`hf_infer` for the reference: the plain transformers model, whole on each rank, for forward passes only.
+
+    Ranks share nothing but the samples of a batch. There are no shards to gather, so a pass waits for no other rank
+    until the results are joined, and the role needs no engine beside its model. Log-probabilities equal those of a
+    forward-only `fsdp2_train` within float32 rounding. The price is memory: every device holds all weights.
+    """
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        """Raise ``ValueError`` for a role that trains, or one that is not a policy."""
+        super().__init__(setup)
+        if not setup.forward_only or setup.kind != "policy":
+            raise ValueError("hf_infer only computes log-probabilities; a role that learns needs a trainer")
+        self.options = made("hf_infer", HfReplicaOptions, setup.strategy_config, "strategy_config")
+
+    def initialize(self) -> None:
+        self.join_ranks(self.options.process_group_timeout_seconds)
+        model, head = prepare_model(self.setup, gradient_checkpointing=False)
+        self.model = model.to(self.device)
+        self.forward = HfForward("policy", self.model, head, self.device)
+
+    def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
+        # No rank waits for another in the middle of a pass, so a rank short of work needs no stand-ins.
+        return [samples for samples in super()._rows(batch, limits) if samples]
+
+
+class TrainStrategy(ForwardStrategy):
     """One rank of a trainer, which may drive a forward-only role as well.
 
     A subclass loads the model, accumulates gradients and updates. Choosing the tokens that count, normalising the loss,
@@ -193,18 +230,32 @@ class TrainerRank(ForwardRank, TrainStrategy):
         self.optimizer_steps = 0
 
     def base_log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
+        """Return `log_probs` without the adapters (LoRA) being trained. Raises ``RuntimeError`` if there are none."""
         raise RuntimeError("this trainer has no adapters: its weights are not those it began with")
 
     def values(self, batch: SampleBatch) -> np.ndarray:
+        """Return the value before each token. Critics only.
+
+        Returns float32 ``[total_tokens]`` in the order of the batch, on every rank; 0 at the first token of a sample.
+        """
         return self._for_each_token(batch, lambda micro_batches: map(self.forward.values, micro_batches))
 
     def train_step(self, batch: SampleBatch, objective: Objective, temperature: float) -> dict[str, float]:
+        """Take one optimizer step, with the loss normalised over all samples of the batch, on whichever rank they are.
+
+        Trains on response tokens; if the batch has a ``loss_mask``, only on those in it. Returns the objective's
+        metrics (means over the batch, equal on all ranks), ``grad_norm`` (before clipping), ``learning_rate`` and
+        ``skipped_updates`` (1 if the gradient was not finite, or no token was left to train on). Raises ``ValueError``
+        if the batch lacks a field, ``RuntimeError`` on a forward-only role.
+        """
         if self.setup.forward_only:
             raise RuntimeError("this role is forward-only; it has no optimizer")
         step = TrainingStep.of(batch, objective)
         metrics = self._accumulate(step, self._rows(batch, self.setup.train_limits), temperature)
         learning_rate = self.learning_rate(self.optimizer_steps)
-        grad_norm, updated = self._update(learning_rate, nothing_to_learn=step.is_empty)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm, updated = self._update(nothing_to_learn=step.is_empty)
         self.optimizer_steps += 1
         return {
             **metrics,
@@ -213,25 +264,42 @@ class TrainerRank(ForwardRank, TrainStrategy):
             "skipped_updates": float(not updated),
         }
 
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full float32 tensors in Hugging Face names, tied ones once (the first name), on every rank. Collective.
+
+        Tensors are gathered one after the other, and each is valid until the next one is drawn. It may be the model's
+        own memory: read it, do not keep it.
+        """
+
     def export(self) -> ModelExport | None:
+        """Return a copy of the model on the CPU of rank 0, None on other ranks. Collective.
+
+        The copy can be written in Hugging Face format while training continues.
+        """
         copies = {}
         for name, weight in self.named_weights():
             if self.setup.rank == 0:
                 copies[name] = weight.to("cpu", copy=True)
         return build_export(self._plain_model(), copies, self.setup) if self.setup.rank == 0 else None
 
-    # Inherited from a protocol they would do nothing, and a run would go on without its weights or its state.
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def load(self, path: str) -> None:
+        """Load the weights of an export into the running model; optimizer state and schedule stay. Collective.
+
+        Raises ``ValueError`` naming the tensor or the difference if the export does not fit the model.
+        """
 
     @abstractmethod
-    def load(self, path: str) -> None: ...
+    def snapshot(self) -> StateSnapshot:
+        """Copy this rank's part of the training state (weights, optimizer, schedule). Collective."""
 
     @abstractmethod
-    def snapshot(self) -> StateSnapshot: ...
+    def restore(self, state: SavedState) -> None:
+        """Resume from a snapshot, taken by any number of ranks of any trainer. Collective.
 
-    @abstractmethod
-    def restore(self, state: SavedState) -> None: ...
+        Raises `UnfitState` if the snapshot is not of this model.
+        """
 
     def _plain_model(self) -> PreTrainedModel:
         """Return a model of the class and configuration that an export has."""
@@ -242,7 +310,7 @@ class TrainerRank(ForwardRank, TrainStrategy):
         """Add up the gradients of the micro-batches ``rows``, and return the metrics of the batch. Collective."""
 
     @abstractmethod
-    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
+    def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
         """Clip; step unless the gradient is not finite or no token was trained on; clear the gradients. Collective.
 
         Returns the norm before clipping, and True if the weights were updated.
@@ -251,4 +319,4 @@ class TrainerRank(ForwardRank, TrainStrategy):
     def _move_states(self, device: torch.device) -> None:
         super()._move_states(device)
         if not self.setup.forward_only:
-            move_state(self.optimizer, device)
+            move_states(self.optimizer.state.values(), device)

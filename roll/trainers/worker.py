@@ -1,13 +1,11 @@
 """The processes of a trainer (or of a forward-only role), one for each rank, and all of them as one object.
 
 A batch is put into the object store once; every rank reads it from there and takes its share. Collective calls go out
-one after the other, so all ranks receive them in the same order, whichever task makes them. Weights leave a trainer in
-two steps: `gather` copies them and returns, so that training may continue; `send` takes their checksums and hands them
-over from another thread.
+one after the other, so all ranks receive them in the same order, whichever task makes them. Weights leave in two steps:
+`gather` copies them, so that training may continue; `send` takes their checksums and hands them over in a thread.
 
 The time a checkpoint takes to reach the disk depends on its size and on a file system that others use too, so no fixed
-deadline fits. A waiting caller checks for movement instead: bytes in the file, allocated disk blocks, and bytes known
-to be on the disk.
+deadline fits. A waiting caller checks for movement: bytes in the file, allocated blocks, and bytes known to be on disk.
 """
 
 from __future__ import annotations
@@ -30,9 +28,10 @@ from roll.data.records import SampleBatch, derive_seed
 from roll.runtime.actors import Worker, WorkerGroup, WritingStuck
 from roll.tracking.files import sync_file
 from roll.tracking.status import Attention
-from roll.trainers.base import ForwardStrategy, TrainerSetup, TrainStrategy, build_forward_strategy, build_trainer
+from roll.trainers.base import TrainerSetup, build_forward_strategy, build_trainer
 from roll.trainers.state import SavedState, state_file, write_state
 from roll.trainers.step import Objective
+from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from roll.weights.publisher import Publication, PushTarget, build_publisher
 from roll.weights.transports import TransportSpec
 
@@ -182,14 +181,11 @@ class TrainWorker(Worker):
         if asked_for:
             tasks = [writing.task for writing in asked_for]
             await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        unfinished = []
-        for writing in asked_for:
-            if writing.task.done():
-                writing.task.result()
-                self._writing = [other for other in self._writing if other is not writing]
-            else:
-                unfinished.append(writing)
-        return await asyncio.to_thread(lambda: [writing.progress() for writing in unfinished])
+        over = [writing for writing in asked_for if writing.task.done()]
+        for writing in over:
+            writing.task.result()
+        self._writing = [writing for writing in self._writing if writing not in over]
+        return await asyncio.to_thread(lambda: [writing.progress() for writing in asked_for if writing not in over])
 
     async def offload_states(self) -> None:
         """Move the device's tensors to host memory."""

@@ -29,8 +29,7 @@ import xxhash
 
 
 class MemoryFile:
-    """Anonymous shared memory of this process. It is released with the object; mappings in other processes stay
-    valid."""
+    """Anonymous shared memory, released with the object; mappings in other processes stay valid."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -50,12 +49,18 @@ class MemoryFile:
         return np.frombuffer(self._memory, dtype=np.uint8)
 
 
-def map_file(path: str, offset: int, size: int) -> np.ndarray:
-    """Map ``size`` bytes of a file from ``offset`` on, read-only, as uint8. Raises ``OSError`` if they do not exist."""
+def map_file(path: str, offset: int, size: int, inode: int | None = None) -> np.ndarray:
+    """Map ``size`` bytes of a file from ``offset`` on, read-only, as uint8.
+
+    Raises ``OSError`` if they do not exist, or if the file is not the one with this ``inode``.
+    """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < offset + size:
+        status = os.fstat(file.fileno())
+        if status.st_size < offset + size:
             raise OSError(f"{path} ends before byte {offset + size}")
+        if inode not in (None, status.st_ino):
+            raise OSError(f"{path} is another file by now (inode {status.st_ino}, expected {inode})")
         memory = mmap.mmap(file.fileno(), offset - start + size, offset=start, access=mmap.ACCESS_READ)
     return np.frombuffer(memory, dtype=np.uint8)[offset - start :]
 
@@ -161,23 +166,17 @@ def split_bucket(bucket: WeightBucket, most_bytes: int) -> Iterator[WeightBucket
     Raises ``WeightMismatch`` for the same reasons as `tensor_spans`.
     """
     spans = tensor_spans(bucket)
-    first, start = 0, 0
-    for index, (begin, end) in enumerate(spans):
-        if index > first and end - start > most_bytes:
-            yield _part(bucket, first, index, start, spans[index - 1][1])
-            first, start = index, begin
-        elif index == first:
-            start = begin
-    if spans:
-        yield _part(bucket, first, len(spans), start, spans[-1][1])
-
-
-def _part(bucket: WeightBucket, first: int, last: int, start: int, end: int) -> WeightBucket:
-    tensors = [(name, dtype, shape, offset - start) for name, dtype, shape, offset in bucket.tensors[first:last]]
-    location = bucket.location
-    if location is not None:
-        location = BucketLocation(location.path, location.offset + start)
-    return replace(bucket, tensors=tensors, data=bucket.data[start:end], location=location)
+    first = 0
+    for last in range(1, len(spans) + 1):
+        start, end = spans[first][0], spans[last - 1][1]
+        if last < len(spans) and spans[last][1] - start <= most_bytes:
+            continue
+        tensors = [(name, dtype, shape, offset - start) for name, dtype, shape, offset in bucket.tensors[first:last]]
+        location = bucket.location
+        if location is not None:
+            location = BucketLocation(location.path, location.offset + start)
+        yield replace(bucket, tensors=tensors, data=bucket.data[start:end], location=location)
+        first = last
 
 
 def tensor_spans(bucket: WeightBucket) -> list[tuple[int, int]]:
@@ -294,8 +293,7 @@ class WeightBucket:
 
 @dataclass
 class HeldWeights:
-    """The weights that an engine holds, or is about to hold; compared with the trainer's own (checksum
-    verification)."""
+    """The weights that an engine holds, or is about to hold; compared with the trainer's own."""
 
     version: int
     parameter_count: int

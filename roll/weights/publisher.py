@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -154,7 +154,8 @@ class PushPublisher(WeightPublisher):
         connect: Callable[..., TrainerWeightTransferEngine] | None = None,
     ) -> None:
         """Prepare without connecting. ``connect(init_info, client=, source=)`` defaults to vLLM's own factory."""
-        self.device_buffers = DeviceBuffers()
+        self.copies: dict[int, dict[str, torch.Tensor]] = {}
+        """Buffer -> copies of the weights on the trainer's device, in memory that is allocated once."""
         self._spec = spec
         self._rank = rank
         self._host = host
@@ -171,13 +172,13 @@ class PushPublisher(WeightPublisher):
         if self._rank != 0 and self._spec.name == "nccl":
             _draw(weights)
             weights = []
-        self.device_buffers.gather(buffer, weights, dtype)
+        self.copies[buffer] = copied(weights, dtype, self.copies.get(buffer, {}))
         self._seconds[version] = time.perf_counter() - started
 
     def send(self, version: int) -> Publication:
         """Take the checksums, and return what engines need to know. The bytes are pushed once each engine is paused."""
         started = time.perf_counter()
-        tensors = self.device_buffers.tensors(self._buffers[version])
+        tensors = self.copies[self._buffers[version]]
         checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         return Publication(
             version=version,
@@ -220,7 +221,7 @@ class PushPublisher(WeightPublisher):
 
             connect = WeightTransferTrainerFactory.trainer_init
         client = RayEngineCalls(target.actor, self._spec.timeout_seconds)
-        engine = connect(self._init_info(target), client=client, source=buffer_source(self.device_buffers))
+        engine = connect(self._init_info(target), client=client, source=buffer_source(self.copies))
         self._engines[target.name] = (target.actor, engine)
         return engine
 
@@ -247,33 +248,27 @@ def _draw(weights: NamedTensors) -> None:
         pass
 
 
-class DeviceBuffers:
-    """Copies of the weights on the trainer's device, one per buffer of the double buffer, allocated once."""
+def copied(
+    weights: NamedTensors, float_dtype: torch.dtype, memory: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copy weights on their device, cast to the engine's precision, into the ``memory`` of earlier copies if they fit.
 
-    def __init__(self) -> None:
-        self._buffers: dict[int, dict[str, torch.Tensor]] = {}
-
-    def gather(self, buffer: int, weights: NamedTensors, float_dtype: torch.dtype) -> None:
-        """Copy the weights, cast to the engine's precision. Raises ``ValueError`` for a name that occurs twice."""
-        held = self._buffers.get(buffer, {})
-        fresh: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:
-            if name in fresh:
-                raise ValueError(f"tensor {name!r} comes twice in one publication")
-            dtype = float_dtype if tensor.is_floating_point() else tensor.dtype
-            target = held.get(name)
-            if target is None or target.shape != tensor.shape or target.dtype != dtype:
-                target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-            fresh[name] = target.copy_(tensor.detach())
-        self._buffers[buffer] = fresh
-
-    def tensors(self, buffer: int) -> dict[str, torch.Tensor]:
-        """Return the tensors gathered into a buffer."""
-        return self._buffers[buffer]
+    Raises ``ValueError`` for a name that occurs twice.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if name in copies:
+            raise ValueError(f"tensor {name!r} comes twice in one publication")
+        dtype = float_dtype if tensor.is_floating_point() else tensor.dtype
+        target = memory.get(name)
+        if target is None or target.shape != tensor.shape or target.dtype != dtype:
+            target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        copies[name] = target.copy_(tensor.detach())
+    return copies
 
 
-def buffer_source(buffers: DeviceBuffers) -> Any:
-    """Return the buffers as vLLM's ``WeightSource``; its attribute ``buffer`` selects the buffer that is sent next.
+def buffer_source(copies: Mapping[int, Mapping[str, torch.Tensor]]) -> Any:
+    """Return copies by buffer as vLLM's ``WeightSource``; its attribute ``buffer`` selects those that are sent next.
 
     The class is made here because its base class is vLLM's, which a trainer imports only if it pushes.
     """
@@ -283,11 +278,10 @@ def buffer_source(buffers: DeviceBuffers) -> Any:
         buffer = 0
 
         def metadata(self) -> list[ParamMeta]:
-            tensors = buffers.tensors(self.buffer)
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(buffers.tensors(self.buffer).items())
+            return iter(copies[self.buffer].items())
 
     return BufferSource()
 
@@ -337,21 +331,16 @@ def check_weights(engine: str, publication: Publication, held: HeldWeights) -> N
     """Compare an engine's weights with the published ones. Raises `WeightsDiffer` naming the difference."""
     if held.version != publication.version:
         raise WeightsDiffer(f"{engine} holds version {held.version} after version {publication.version} was sent")
+    about = f"{engine}, version {publication.version}"
     missing = sorted(publication.checksums.keys() - held.checksums.keys())
     unknown = sorted(held.checksums.keys() - publication.checksums.keys())
     if missing or unknown:
-        raise WeightsDiffer(
-            f"{engine}, version {publication.version}: tensors never received: {missing[:5]}; "
-            f"held but never published: {unknown[:5]}"
-        )
+        lists = f"tensors never received: {missing[:5]}; held but never published: {unknown[:5]}"
+        raise WeightsDiffer(f"{about}: {lists}")
     if held.parameter_count != publication.parameter_count:
-        raise WeightsDiffer(
-            f"{engine}, version {publication.version}: {held.parameter_count} parameters held, "
-            f"{publication.parameter_count} published"
-        )
+        counts = f"{held.parameter_count} parameters held, {publication.parameter_count} published"
+        raise WeightsDiffer(f"{about}: {counts}")
     differing = [name for name, digest in publication.checksums.items() if held.checksums[name] not in (digest, None)]
     if differing:
-        raise WeightsDiffer(
-            f"{engine}, version {publication.version}: the content of {differing[0]!r} differs from what was published"
-            + (f" (and of {len(differing) - 1} more tensors)" if len(differing) > 1 else "")
-        )
+        others = f" (and of {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
+        raise WeightsDiffer(f"{about}: the content of {differing[0]!r} differs from what was published{others}")

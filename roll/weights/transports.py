@@ -143,33 +143,25 @@ class CheckpointSender(WeightSender):
 
 
 class CheckpointReceiver(WeightReceiver):
-    """A receiver that maps the files of a version."""
+    """A receiver that maps the safetensors files of a version read-only."""
 
     def receive(self, handles: Sequence[str], version: int) -> Iterator[WeightBucket]:
         for path in handles:
-            yield read_file(path, version)
-
-
-def read_file(path: str, version: int) -> WeightBucket:
-    """Map a safetensors file read-only and return its tensors as a bucket.
-
-    Raises `WeightMismatch` for a file that cannot be read or holds another version.
-    """
-    try:
-        memory = map_file(path, 0, os.path.getsize(path))
-        start = 8 + int(memory[:8].view("<u8")[0])
-        header = json.loads(memory[8:start].tobytes())
-        found = header.pop("__metadata__")["version"]
-        entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
-        tensors = [
-            (name, _NAMES[entry["dtype"]], tuple(entry["shape"]), int(entry["data_offsets"][0]))
-            for name, entry in entries
-        ]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise WeightMismatch(f"cannot read {path}, weights of version {version}: {error!r}") from error
-    if found != str(version):
-        raise WeightMismatch(f"{path} holds version {found}, expected {version}: the publication is stale")
-    return WeightBucket(tensors, memory[start:], BucketLocation(path, start))
+            try:
+                memory = map_file(path, 0, os.path.getsize(path))
+                start = 8 + int(memory[:8].view("<u8")[0])
+                header = json.loads(memory[8:start].tobytes())
+                found = header.pop("__metadata__")["version"]
+                entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
+                tensors = [
+                    (name, _NAMES[entry["dtype"]], tuple(entry["shape"]), int(entry["data_offsets"][0]))
+                    for name, entry in entries
+                ]
+            except (OSError, ValueError, KeyError, IndexError) as error:
+                raise WeightMismatch(f"cannot read {path}, weights of version {version}: {error!r}") from error
+            if found != str(version):
+                raise WeightMismatch(f"{path} holds version {found}, expected {version}: the publication is stale")
+            yield WeightBucket(tensors, memory[start:], BucketLocation(path, start))
 
 
 _WRITTEN = ("version-*", ".version-*.unfinished")
@@ -179,8 +171,7 @@ _WRITTEN = ("version-*", ".version-*.unfinished")
 def claim_weight_folder(run: RunDirectory, shared: str | None, label: str) -> Path:
     """Return a folder for this process alone, which is not made yet, and delete what earlier processes left behind.
 
-    The folder is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's own. The caller must
-    hold the run.
+    It is under ``shared`` (`weight_update.checkpoint_dir`) if given, else in the run's. The caller must hold the run.
     """
     clear_weight_folder(run)
     own = uuid.uuid4().hex[:8]
@@ -288,8 +279,7 @@ class Segment:
     def extent(self, index: int, size: int) -> np.ndarray:
         """Return the memory of bucket ``index``, at least ``size`` bytes.
 
-        Raises ``RuntimeError`` if the bucket was smaller before (the model has changed its layout) or comes out of
-        order.
+        Raises ``RuntimeError`` for one that was smaller before (the model has another layout) or is out of order.
         """
         if index == len(self._extents):
             self._extents.append(self._reserve(size))
@@ -375,25 +365,14 @@ class SharedMemoryReceiver(WeightReceiver):
 
     def _memory(self, handle: MemoryHandle) -> np.ndarray:
         """Map the whole buffer read-only. Raises `WeightMismatch` if it cannot be opened or is other memory by now."""
-        known = self._mappings.get(handle.inode)
-        if known is not None and len(known) >= handle.size:
-            return known
-        try:
-            fd = os.open(handle.path, os.O_RDONLY)
-        except OSError as error:
-            message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
-            raise WeightMismatch(message) from error
-        try:
-            status = os.fstat(fd)
-            if status.st_ino != handle.inode or status.st_size < handle.size:
-                raise WeightMismatch(
-                    f"{handle.path} is not the memory of version {handle.version} any more (inode {status.st_ino} with "
-                    f"{status.st_size} bytes, expected {handle.inode} with {handle.size}); {_REMEDY}"
-                )
-            memory = np.frombuffer(mmap.mmap(fd, handle.size, prot=mmap.PROT_READ), dtype=np.uint8)
-        finally:
-            os.close(fd)
-        self._mappings[handle.inode] = memory
+        memory = self._mappings.get(handle.inode)
+        if memory is None or len(memory) < handle.size:
+            try:
+                memory = map_file(handle.path, 0, handle.size, handle.inode)
+            except OSError as error:
+                message = f"cannot open the shared weights of version {handle.version}: {error}; {_REMEDY}"
+                raise WeightMismatch(message) from error
+            self._mappings[handle.inode] = memory
         return memory
 
 

@@ -58,48 +58,24 @@ class CanaryScores:
     """Largest allowed mean absolute difference, in nats per token."""
 
 
-@dataclass(frozen=True)
-class CanaryDifference:
-    """Trainer minus engine over the tokens of the check sequences, in nats. Can be added up over engines."""
-
-    total: float = 0.0
-    absolute_total: float = 0.0
-    largest: float = 0.0
-    tokens: int = 0
-
-    def __add__(self, other: CanaryDifference) -> CanaryDifference:
-        return CanaryDifference(
-            self.total + other.total,
-            self.absolute_total + other.absolute_total,
-            max(self.largest, other.largest),
-            self.tokens + other.tokens,
-        )
-
-    @property
-    def mean(self) -> float:
-        """Signed mean difference in nats per token; 0 without tokens."""
-        return self.total / max(self.tokens, 1)
-
-    @property
-    def absolute_mean(self) -> float:
-        """Mean absolute difference in nats per token; 0 without tokens."""
-        return self.absolute_total / max(self.tokens, 1)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the ``mismatch/canary_...`` metrics: mean, mean absolute and largest difference, and token count."""
-        return {
-            "mismatch/canary_mean": self.mean,
-            "mismatch/canary_abs_mean": self.absolute_mean,
-            "mismatch/canary_max": self.largest,
-            "mismatch/canary_tokens": float(self.tokens),
-        }
+def canary_metrics(differences: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the ``mismatch/canary_...`` metrics of the differences that `compare_canaries` found in the engines."""
+    everything = np.concatenate(differences)
+    sizes, tokens = np.abs(everything), len(everything)
+    return {
+        "mismatch/canary_mean": float(everything.sum()) / max(tokens, 1),
+        "mismatch/canary_abs_mean": float(sizes.sum()) / max(tokens, 1),
+        "mismatch/canary_max": float(sizes.max(initial=0.0)),
+        "mismatch/canary_tokens": float(tokens),
+    }
 
 
-def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> CanaryDifference:
+def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndarray]) -> np.ndarray:
     """Compare the engine's log-probabilities (``held``, shaped like `CanaryScores.logprobs`) with the trainer's.
 
-    Raises `WeightsDiffer` naming the engine, the version and the worst sequence if the mean absolute difference is
-    above the tolerance or not finite, or if the engine did not score every token.
+    Returns trainer minus engine, in nats: float64 ``[tokens]``, over all sequences without their first tokens. Raises
+    `WeightsDiffer` naming the engine, the version and the worst sequence if the mean absolute difference is above the
+    tolerance or not finite, or if the engine did not score every token.
     """
     expected_lengths = [len(values) for values in canaries.token_ids]
     if [len(values) for values in held] != expected_lengths:
@@ -112,14 +88,10 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
         for trained, values in zip(canaries.logprobs, held, strict=True)
     ]
     everything = np.concatenate(differences)
-    found = CanaryDifference(
-        total=float(everything.sum()),
-        absolute_total=float(np.abs(everything).sum()),
-        largest=float(np.abs(everything).max(initial=0.0)),
-        tokens=len(everything),
-    )
+    sizes = np.abs(everything)
+    absolute_mean = float(sizes.sum()) / max(len(sizes), 1)
     # "not <=" also catches NaN; an infinite difference makes the mean infinite.
-    if not found.absolute_mean <= canaries.tolerance:
+    if not absolute_mean <= canaries.tolerance:
         means = [float(np.abs(values).mean()) if len(values) else 0.0 for values in differences]
         worst = int(np.argmax(np.nan_to_num(means, nan=np.inf)))
         place = 1 + int(np.argmax(np.nan_to_num(np.abs(differences[worst]), nan=np.inf)))
@@ -127,12 +99,12 @@ def compare_canaries(engine: str, canaries: CanaryScores, held: Sequence[np.ndar
         shown = f"{ids[:SHOWN_TOKENS]}{'...' if len(ids) > SHOWN_TOKENS else ''}"
         raise WeightsDiffer(
             f"{engine}, version {canaries.version}: its log-probabilities of the canary sequences differ from those of "
-            f"the trainer by {found.absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} "
-            f"allowed, weight_update.canary_tolerance) and by {found.largest:.3g} at most, over {found.tokens} tokens. "
+            f"the trainer by {absolute_mean:.3g} nats per token on average (at most {canaries.tolerance:g} "
+            f"allowed, weight_update.canary_tolerance) and by {sizes.max():.3g} at most, over {len(sizes)} tokens. "
             f"The worst is sequence {worst} ({means[worst]:.3g} on average), token ids {shown}: at place {place} the "
             f"trainer has {canaries.logprobs[worst][place]:.6g}, the engine {held[worst][place]:.6g}. The bytes of the "
             "weights were checked before, so the engine computes something else with them: weights it does not use (a "
             "tied or fused tensor, an adapter, a cached copy), other settings of the model (position encoding, "
             "attention), or a lower precision than the tolerance allows for"
         )
-    return found
+    return everything

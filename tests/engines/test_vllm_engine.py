@@ -197,7 +197,7 @@ def test_an_engine_that_holds_something_else_than_was_pushed_is_named_with_the_t
     publisher.gather(version, 0, model.named_parameters(), torch.float32, 1 << 20)
     published.run(published.strategy.pause, "keep")
     publisher.push(version, PushTarget("actor_infer/0", "this process", 1))
-    publisher.device_buffers.tensors(0)["model.norm.weight"][3] += 1.0
+    publisher.copies[0]["model.norm.weight"][3] += 1.0
     publication = publisher.send(version)
     receipt = published.run(published.strategy.weights_pushed, version, publication.layout)
     published.run(published.strategy.resume)

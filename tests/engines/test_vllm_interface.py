@@ -111,10 +111,10 @@ def test_our_end_of_a_transfer_has_the_methods_that_vllm_calls():
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource, WeightTransferEngine
 
     from roll.engines.vllm.worker import BucketTransferEngine
-    from roll.weights.publisher import DeviceBuffers, RayEngineCalls, buffer_source
+    from roll.weights.publisher import RayEngineCalls, buffer_source
 
     assert not BucketTransferEngine.__abstractmethods__
-    assert isinstance(buffer_source(DeviceBuffers()), WeightSource)
+    assert isinstance(buffer_source({}), WeightSource)
     for ours, theirs in ((BucketTransferEngine, WeightTransferEngine), (RayEngineCalls, VLLMWeightSyncClient)):
         wanted = {name for name in vars(theirs) if name in vars(ours) and not name.startswith("_")}
         assert "finish_weight_update" in wanted

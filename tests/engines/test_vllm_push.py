@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.weights.publisher import DeviceBuffers, PushPublisher, PushTarget, RayEngineCalls, buffer_source
+from roll.weights.publisher import PushPublisher, PushTarget, RayEngineCalls, buffer_source, copied
 from roll.weights.transports import TransportSpec
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.needs("vllm")]
 
 
 def test_halves_are_cast_kept_apart_and_written_in_place_again():
-    buffers = DeviceBuffers()
-    buffers.gather(0, [("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16)
-    buffers.gather(1, [("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16)
-    place = buffers.tensors(0)["a"].data_ptr()
-    buffers.gather(0, [("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16)
-    assert buffers.tensors(0)["a"].data_ptr() == place
-    assert [buffers.tensors(buffer)["a"][0].item() for buffer in (0, 1)] == [3.5, 2.5]
+    buffers = {
+        0: copied([("a", torch.full((3,), 1.5)), ("n", torch.tensor([7]))], torch.bfloat16, {}),
+        1: copied([("a", torch.full((3,), 2.5)), ("n", torch.tensor([8]))], torch.bfloat16, {}),
+    }
+    place = buffers[0]["a"].data_ptr()
+    buffers[0] = copied([("a", torch.full((3,), 3.5)), ("n", torch.tensor([9]))], torch.bfloat16, buffers[0])
+    assert buffers[0]["a"].data_ptr() == place
+    assert [buffers[buffer]["a"][0].item() for buffer in (0, 1)] == [3.5, 2.5]
     source = buffer_source(buffers)
     source.buffer = 1
     assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == [
@@ -31,7 +32,7 @@ def test_halves_are_cast_kept_apart_and_written_in_place_again():
     ]
     assert [name for name, _ in source] == ["a", "n"] == [name for name, _ in source]
     with pytest.raises(ValueError, match="'a' comes twice"):
-        buffers.gather(0, [("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32)
+        copied([("a", torch.zeros(1)), ("a", torch.zeros(1))], torch.float32, {})
 
 
 def spec(transport: str) -> TransportSpec:

@@ -11,8 +11,8 @@ import pytest
 
 from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainStrategy
 from roll.trainers.state import SavedState, UnfitState, write_state
+from roll.trainers.trainer import TrainStrategy
 from tests.trainers.tiny_models import weights_of
 
 History = tuple[list[dict[str, float]], dict[str, np.ndarray]]

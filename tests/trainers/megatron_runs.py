@@ -12,8 +12,8 @@ import numpy as np
 from roll.algorithms.objective import PolicyObjective
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainStrategy
 from roll.trainers.model import save
+from roll.trainers.trainer import TrainStrategy
 from tests.trainers.megatron_models import VOCABULARY
 from tests.trainers.ranks import Job
 

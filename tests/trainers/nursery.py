@@ -36,7 +36,6 @@ MODULES = {
         "safetensors.torch",
         "transformers.models.qwen2.modeling_qwen2",
         "roll.trainers.fsdp2",
-        "roll.trainers.replica",
         "tests.trainers.histories",
         "tests.trainers.ranks",
     ),

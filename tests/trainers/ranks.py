@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from roll.runtime.placement import free_port
-from roll.trainers.base import ForwardStrategy, TrainStrategy, build_forward_strategy, build_trainer
+from roll.trainers.base import build_forward_strategy, build_trainer
+from roll.trainers.trainer import ForwardStrategy, TrainStrategy
 from tests.trainers.nursery import RankFailed, on_ranks
 from tests.trainers.trainers import trainer_setup
 

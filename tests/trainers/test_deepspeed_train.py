@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments, TrainingArguments
 from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
-from roll.trainers import deepspeed_options
+from roll.trainers import options as trainer_options
 from roll.trainers.base import build_trainer
-from roll.trainers.deepspeed_options import PASSED_ON, RESERVED, parse_options, zero_option_names
 from roll.trainers.model import save
+from roll.trainers.options import PASSED_ON, RESERVED, parse_deepspeed_options, zero_option_names
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.nursery import on_ranks
 from tests.trainers.ranks import Job, Results, run_job
@@ -300,8 +301,8 @@ PATH = "actor_train.strategy_args.strategy_config"
 def test_options_that_cannot_work_are_named_with_a_remedy(options, key, message, remedy):
     (problem,) = option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH)
     assert problem.path == f"{PATH}.{key}" and message in problem.message and remedy in problem.remedy
-    with pytest.raises(ValueError, match=key.rsplit(".", 1)[-1]):
-        parse_options(options)
+    with pytest.raises(ConfigError, match=key.rsplit(".", 1)[-1]):
+        parse_deepspeed_options(options)
 
 
 def test_options_of_other_launchers_that_leave_a_key_open_are_taken():
@@ -316,13 +317,13 @@ def test_options_of_other_launchers_that_leave_a_key_open_are_taken():
         "wall_clock_breakdown": False,
     }  # fmt: skip
     assert option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH) == []
-    parsed = parse_options(options)
+    parsed = parse_deepspeed_options(options)
     assert parsed.zero_stage == 3 and parsed.engine.keys() == {"zero_optimization", "wall_clock_breakdown"}
-    assert parse_options({}).zero_stage == 0
+    assert parse_deepspeed_options({}).zero_stage == 0
 
 
 def test_where_deepspeed_is_not_installed_all_but_unknown_names_of_zero_is_judged(monkeypatch):
-    monkeypatch.setattr(deepspeed_options, "zero_option_names", lambda: None)
+    monkeypatch.setattr(trainer_options, "zero_option_names", lambda: None)
     options = {"optimizr": {}, **zero(2, overlap_com=True, zenflow={})}
     found = [problem.path for problem in option_problems(FORWARD_STRATEGIES, "deepspeed_train", options, PATH)]
     assert found == [f"{PATH}.optimizr", f"{PATH}.zero_optimization.zenflow"]

@@ -16,9 +16,10 @@ from roll.algorithms.objective import PolicyObjective
 from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments, TrainingArguments
 from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
-from roll.trainers.base import build_trainer, parse_fsdp2_options
+from roll.trainers.base import build_trainer
 from roll.trainers.fsdp2 import sharding_policies
 from roll.trainers.model import save
+from roll.trainers.options import Fsdp2Options
 from roll.trainers.state import SavedState, UnfitState, write_state
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.nursery import on_ranks
@@ -338,8 +339,8 @@ def test_a_role_without_an_optimizer_moves_its_weights_and_states_kept_on_the_cp
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_states_are_kept_on_the_cpu_where_that_is_asked_for(device):
     setup = trainer_setup("/nowhere", device=device)
-    assert "offload_policy" not in sharding_policies(setup, parse_fsdp2_options({}))
-    policy = sharding_policies(setup, parse_fsdp2_options({"offload": "cpu"}))["offload_policy"]
+    assert "offload_policy" not in sharding_policies(setup, Fsdp2Options())
+    policy = sharding_policies(setup, Fsdp2Options(offload="cpu"))["offload_policy"]
     assert isinstance(policy, CPUOffloadPolicy) and policy.pin_memory == (device == "cuda")
 
 

@@ -13,7 +13,8 @@ import pytest
 from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments
 from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
-from roll.trainers.base import ForwardStrategy, build_forward_strategy, build_trainer
+from roll.trainers.base import build_forward_strategy, build_trainer
+from roll.trainers.trainer import ForwardStrategy
 from tests.trainers.moves import Moves, on_a_gpu, places_of_states
 from tests.trainers.ranks import Job, run_here, run_job
 from tests.trainers.tiny_models import make_batch, write_model

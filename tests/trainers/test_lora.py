@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
+from roll.configs.errors import ConfigError
 from roll.configs.roles import ModelArguments, TrainingArguments
 from roll.trainers.base import build_trainer
-from roll.trainers.lora import UnknownTarget, resolve_targets
+from roll.trainers.lora import resolve_targets
 from roll.trainers.model import save
 from roll.trainers.state import SavedState, UnfitState, write_state
 from tests.trainers.nursery import on_ranks
@@ -364,8 +364,11 @@ def test_the_state_of_other_training_is_refused(start, model_path, two_ranks, tm
 )
 def test_targets_that_are_none_are_named_with_the_nearest(model_path, wanted, message):
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    with pytest.raises(UnknownTarget, match=re.escape(message)):
+    with pytest.raises(ConfigError) as caught:
         resolve_targets(model, wanted)
+    (problem,) = caught.value.problems
+    assert problem.path == "model_args.lora_target"
+    assert f"{problem.message}; {problem.remedy}".startswith(message)
 
 
 def test_targets_are_ends_of_names_or_all_linear_layers(model_path):

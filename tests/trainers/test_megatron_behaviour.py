@@ -181,7 +181,7 @@ def a_checkpoint_in_several_files_is_read(folder: Path) -> None:
 def _states(trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights, those that the optimizer has beside them, and moments."""
     yield from trainer.chunks[0].named_parameters()
-    optimizer = trainer.updater._optimizer
+    optimizer = trainer.optimizer
     masters = (tensor for group in optimizer.param_groups for tensor in group["params"])
     yield from ((f"master {number}", tensor) for number, tensor in enumerate(masters))
     yield from moments_of(optimizer)

@@ -9,7 +9,8 @@ import pytest
 
 from roll.configs.roles import ReferenceConfig
 from roll.configs.strategies import FORWARD_STRATEGIES, option_problems
-from roll.trainers.megatron.facts import check_layout, layout_problems, parse_options, read_facts
+from roll.trainers.megatron.facts import check_layout, layout_problems, read_facts
+from roll.trainers.options import MegatronOptions
 from tests.trainers.megatron_models import MODELS
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -23,6 +24,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
         ({"pipeline_model_parallel_size": 0}, "p.pipeline_model_parallel_size", ">= 1"),
         ({"recompute_granularity": "selectiv"}, "p.recompute_granularity", "`selective`"),
         ({"process_group_timeout_seconds": 0}, "p.process_group_timeout_seconds", "> 0"),
+        ({"process_group_timeout_seconds": float("inf")}, "p.process_group_timeout_seconds", "< inf"),
     ],
 )
 def test_a_wrong_option_is_found_with_its_path_and_what_would_be_right(options, path, remedy):
@@ -42,7 +44,6 @@ def test_a_wrong_option_is_found_with_its_path_and_what_would_be_right(options, 
         ({"recompute_granularity": "full", "recompute_method": "block"}, "needs recompute_method and"),
         ({"recompute_num_layers": 1}, "no effect without recompute_granularity"),
         ({"recompute_granularity": "selective", "recompute_method": "block"}, "no effect"),
-        ({"process_group_timeout_seconds": float("inf")}, "finite"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(options, reason):
@@ -88,12 +89,12 @@ def facts_of(tmp_path: Path, model: str, **changes):
 def test_a_layout_that_does_not_fit_is_explained(tmp_path, model, options, ranks, reason):
     facts = facts_of(tmp_path, model)
     with pytest.raises(ValueError, match=reason):
-        check_layout(facts, parse_options(options), ranks, forward_only=False)
+        check_layout(facts, MegatronOptions(**options), ranks, forward_only=False)
 
 
 def test_all_reasons_are_given_at_once(tmp_path):
     with pytest.raises(ValueError, match="ranks.*attention heads.*key-value heads.*layers"):
-        options = parse_options({"tensor_model_parallel_size": 5, "pipeline_model_parallel_size": 4})
+        options = MegatronOptions(tensor_model_parallel_size=5, pipeline_model_parallel_size=4)
         check_layout(facts_of(tmp_path, "qwen2"), options, 3, forward_only=False)
 
 

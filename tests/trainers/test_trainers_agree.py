@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from roll.configs.roles import TrainingArguments
-from roll.trainers.base import TrainStrategy
+from roll.trainers.trainer import TrainStrategy
 from tests.tiers import need
 from tests.trainers.ranks import Job, Results
 from tests.trainers.tiny_models import OBJECTIVE, make_batch, weights_of, write_model

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll.algorithms.objective import PolicyObjective
 from roll.data.records import SampleBatch
-from roll.trainers.base import TrainStrategy
+from roll.trainers.trainer import TrainStrategy
 
 VOCABULARY = 23
 

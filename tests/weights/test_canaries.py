@@ -9,7 +9,7 @@ from local_engines import LOAD_SECONDS, START_SECONDS, LocalPool, request, scrip
 
 from roll.rollout.clock import run_virtual
 from roll.weights.publisher import WeightsDiffer
-from roll.weights.verify import CanaryDifference, CanaryScores, compare_canaries
+from roll.weights.verify import CanaryScores, canary_metrics, compare_canaries
 
 SEQUENCES = [np.array([3, 1, 2], dtype=np.int32), np.array([5, 4, 6, 7], dtype=np.int32)]
 
@@ -28,15 +28,15 @@ def held(*changes):
 
 def test_the_difference_is_trainer_minus_engine_over_all_tokens_but_the_first():
     found = compare_canaries("actor_infer/0", canaries(), held((0, 1, 0.25), (1, 3, -0.125), (0, 0, 99.0)))
-    assert found == CanaryDifference(total=0.125, absolute_total=0.375, largest=0.25, tokens=5)
-    assert found.metrics() == {
+    assert found.tolist() == [0.25, 0.0, 0.0, 0.0, -0.125]
+    assert canary_metrics([found]) == {
         "mismatch/canary_mean": 0.125 / 5,
         "mismatch/canary_abs_mean": 0.375 / 5,
         "mismatch/canary_max": 0.25,
         "mismatch/canary_tokens": 5.0,
     }
-    both = found + CanaryDifference(total=-1.0, absolute_total=1.0, largest=0.5, tokens=5)
-    assert (both.mean, both.absolute_mean, both.largest) == (-0.0875, 0.1375, 0.5)
+    both = canary_metrics([found, np.array([-0.5, -0.5, 0.0, 0.0, 0.0])])
+    assert list(both.values()) == [-0.0875, 0.1375, 0.5, 10.0]
 
 
 def test_a_large_difference_is_named_with_engine_version_and_worst_sequence():
@@ -75,11 +75,11 @@ def test_each_replica_is_compared_after_its_load_and_the_figures_are_over_all(mo
             local.handles[1].engine.shift = 0.25
             loaded = await local.publish(1, canaries(1, tolerance=0.3))
             assert [handle.engine.scores_at for handle in local.handles] == [[1], [1]]
-            metrics = loaded.canaries.metrics()
+            metrics = canary_metrics(loaded.canaries)
             assert metrics["mismatch/canary_tokens"] == 10
             assert metrics["mismatch/canary_mean"] == pytest.approx(-0.125)
             assert metrics["mismatch/canary_max"] == 0.25
-            assert (await local.publish(2)).canaries is None
+            assert (await local.publish(2)).canaries == []
 
     run_virtual(scenario())
 

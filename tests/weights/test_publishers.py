@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.weights.buckets import pack_buckets, tensor_checksum, views
-from roll.weights.publisher import BucketPublisher, DeviceBuffers, PushPublisher, PushTarget, build_publisher
+from roll.weights.publisher import BucketPublisher, PushPublisher, PushTarget, build_publisher, copied
 from roll.weights.transports import TransportSpec
 
 
@@ -30,9 +30,9 @@ class Drawn:
             yield name, tensor
 
 
-def push_publisher(rank: int = 0, transport: str = "nccl") -> tuple[PushPublisher, DeviceBuffers]:
+def push_publisher(rank: int = 0, transport: str = "nccl") -> tuple[PushPublisher, dict[int, dict[str, torch.Tensor]]]:
     publisher = PushPublisher(TransportSpec(transport, 2, Path("unused"), 4096, 10.0), rank, "here")
-    return publisher, publisher.device_buffers
+    return publisher, publisher.copies
 
 
 def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_engine():
@@ -46,7 +46,7 @@ def test_what_will_be_pushed_is_told_with_its_checksums_in_the_precision_of_the_
         "layer.weight": tensor_checksum(expected),
         "steps": tensor_checksum(torch.tensor([7])),
     }
-    assert torch.equal(buffers.tensors(0)["layer.weight"], expected)
+    assert torch.equal(buffers[0]["layer.weight"], expected)
     assert told.seconds.keys() == {"gather", "send"} and min(told.seconds.values()) >= 0
 
 
@@ -56,7 +56,7 @@ def test_two_versions_lie_in_two_halves_until_a_half_is_written_again():
         publisher.gather(version, buffer, weights(version), torch.float32, 4096)
     first, second = publisher.send(1), publisher.send(2)
     assert first.checksums["layer.weight"] != second.checksums["layer.weight"]
-    assert [buffers.tensors(buffer)["layer.weight"][0, 0].item() for buffer in (0, 1)] == [1.0, 2.0]
+    assert [buffers[buffer]["layer.weight"][0, 0].item() for buffer in (0, 1)] == [1.0, 2.0]
     publisher.gather(3, 0, weights(3), torch.float32, 4096)
     with pytest.raises(KeyError):
         publisher.send(1)
@@ -72,25 +72,22 @@ def test_every_rank_draws_all_weights_and_those_keep_them_that_push(transport, r
     drawn = Drawn(1.0)
     publisher.gather(1, 0, drawn, torch.float32, 4096)
     assert drawn.drawn == ["layer.weight", "steps"]
-    assert list(buffers.tensors(0)) == (["layer.weight", "steps"] if keeps else [])
+    assert list(buffers[0]) == (["layer.weight", "steps"] if keeps else [])
 
 
 def test_a_half_is_written_over_in_place_where_the_weights_have_the_same_form():
-    buffers = DeviceBuffers()
-    buffers.gather(0, weights(1.0), torch.float32)
-    before = buffers.tensors(0)["layer.weight"]
-    buffers.gather(0, weights(2.0), torch.float32)
-    assert buffers.tensors(0)["layer.weight"] is before and before[0, 0] == 2.0
-    buffers.gather(1, weights(5.0), torch.float32)
-    assert before[0, 0] == 2.0, "the other buffer has memory of its own"
-    buffers.gather(0, weights(3.0), torch.float16)
-    assert buffers.tensors(0)["layer.weight"].dtype == torch.float16 and before[0, 0] == 2.0
-    buffers.gather(0, weights(4.0, (3, 2)), torch.float16)
-    assert buffers.tensors(0)["layer.weight"].shape == (3, 2)
-    buffers.gather(0, weights(4.0)[:1], torch.float16)
-    assert list(buffers.tensors(0)) == ["layer.weight"], "what the model has no more is not sent"
+    buffers = {0: copied(weights(1.0), torch.float32, {})}
+    before = buffers[0]["layer.weight"]
+    buffers[0] = copied(weights(2.0), torch.float32, buffers[0])
+    assert buffers[0]["layer.weight"] is before and before[0, 0] == 2.0
+    buffers[0] = copied(weights(3.0), torch.float16, buffers[0])
+    assert buffers[0]["layer.weight"].dtype == torch.float16 and before[0, 0] == 2.0
+    buffers[0] = copied(weights(4.0, (3, 2)), torch.float16, buffers[0])
+    assert buffers[0]["layer.weight"].shape == (3, 2)
+    buffers[0] = copied(weights(4.0)[:1], torch.float16, buffers[0])
+    assert list(buffers[0]) == ["layer.weight"], "what the model has no more is not sent"
     with pytest.raises(ValueError, match="'steps' comes twice"):
-        buffers.gather(0, [*weights(1.0), weights(1.0)[1]], torch.float32)
+        copied([*weights(1.0), weights(1.0)[1]], torch.float32, {})
 
 
 def spec(folder, name: str) -> TransportSpec:

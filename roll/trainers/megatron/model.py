@@ -12,6 +12,7 @@ are exact in float32, whatever the precision of the logits.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from roll.trainers.megatron.facts import MegatronOptions, ModelFacts
+from roll.trainers.megatron.facts import ModelFacts
+from roll.trainers.options import MegatronOptions
 
 
 class RmsNorm(nn.Module):
@@ -75,10 +77,9 @@ class CausalAttention(nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        """Attend with ``query`` ``[positions, rows, heads, size]`` over ``key`` and ``value``, whose number of heads
-        divides the query's.
+        """Return ``[positions, rows, heads x size]`` for a query ``[positions, rows, heads, size]``.
 
-        Returns ``[positions, rows, heads x size]``.
+        The number of heads of ``key`` and ``value`` divides the query's.
         """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = functional.scaled_dot_product_attention(
@@ -109,8 +110,7 @@ class ValueHead(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's own
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """Return ``[positions, rows, 1]`` for all positions, and None for the bias that megatron-core expects beside
-        it."""
+        """Return ``[positions, rows, 1]`` for all positions, and None for the bias that megatron-core expects."""
         values = functional.linear(hidden, self.weight, self.bias)
         if self.shares_positions:
             # Every rank computes the same from here on, so each takes back the gradient of its own positions.
@@ -124,10 +124,8 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, stage: int) -> Tr
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
-    dense, sparse = _layer(config, None), None
-    if config.num_moe_experts is not None:
-        sparse = _layer(config, config.num_moe_experts)
-    has_experts = config.moe_layer_freq if sparse is not None else [0] * config.num_layers
+    dense, sparse = _layer(config, None), _layer(config, config.num_moe_experts)
+    has_experts = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
     layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
@@ -161,8 +159,7 @@ def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> bool:
-    """Return True if layers come from Transformer Engine. Raises ``ValueError`` if they are asked for but not
-    installed."""
+    """Return True if layers come from Transformer Engine. Raises ``ValueError`` if it is needed but not used."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if options.transformer_impl == "transformer_engine" and not installed:
         raise ValueError("transformer_impl is 'transformer_engine', which is not installed; use 'auto' or 'local'")
@@ -177,21 +174,15 @@ def uses_transformer_engine(options: MegatronOptions, device: torch.device) -> b
 def transformer_config(
     facts: ModelFacts, options: MegatronOptions, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Return megatron-core's description of the model and of how it is split."""
+    """Return megatron-core's description of the model and of how it is split. Most options are its settings."""
+    known = {setting.name for setting in fields(TransformerConfig)} - {"transformer_impl"}
     return TransformerConfig(
-        num_layers=facts.layers,
-        hidden_size=facts.hidden_size,
-        ffn_hidden_size=facts.intermediate_size,
-        num_attention_heads=facts.heads,
-        num_query_groups=facts.query_groups,
-        kv_channels=facts.head_size,
+        **facts.layers,
+        **{name: value for name, value in vars(options).items() if name in known},
         normalization="RMSNorm",
-        layernorm_epsilon=facts.epsilon,
-        qk_layernorm=facts.qk_norm,
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=facts.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -209,34 +200,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Micro-batches differ in width.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type=options.moe_token_dispatcher_type,
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
-        sequence_parallel=options.sequence_parallel,
-        recompute_granularity=options.recompute_granularity,
-        recompute_method=options.recompute_method,
-        recompute_num_layers=options.recompute_num_layers,
-        **_expert_settings(facts, options),
+        moe_router_load_balancing_type="none",
     )
-
-
-def _expert_settings(facts: ModelFacts, options: MegatronOptions) -> dict[str, object]:
-    if facts.experts is None:
-        return {}
-    return {
-        "num_moe_experts": facts.experts.experts,
-        "moe_ffn_hidden_size": facts.experts.intermediate_size,
-        "moe_router_topk": facts.experts.experts_per_token,
-        "moe_layer_freq": list(facts.experts.layers),
-        "moe_router_pre_softmax": not facts.experts.normalized,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": options.moe_router_dtype,
-        "moe_grouped_gemm": options.moe_grouped_gemm,
-        "expert_model_parallel_size": options.expert_model_parallel_size,
-        "expert_tensor_parallel_size": options.expert_tensor_size,
-    }
 
 
 def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
@@ -246,11 +211,11 @@ def build_chunks(facts: ModelFacts, config: TransformerConfig, device: torch.dev
 
 
 def _chunk(facts: ModelFacts, config: TransformerConfig, chunk: int | None) -> GPTModel:
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stage, shares = parallel_state.get_pipeline_model_parallel_rank(), config.tensor_model_parallel_size
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(config, chunk, stage),
-        vocab_size=facts.padded_vocabulary(config.tensor_model_parallel_size),
+        vocab_size=-(-facts.vocabulary // shares) * shares,  # splits equally
         max_sequence_length=facts.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk),
@@ -317,8 +282,7 @@ def parallel_logprobs_and_entropy(
 
 
 class _ParallelLogprobs(torch.autograd.Function):
-    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, counted from the share's first
-    token."""
+    """Autograd function for ``logits`` ``[rows, share]`` and ``targets`` ``[rows]``, counted from the share's start."""
 
     @staticmethod
     def forward(

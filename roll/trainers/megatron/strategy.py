@@ -13,6 +13,7 @@ parameter is gathered at a time, over the ranks that split its optimizer state.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roll.algorithms.metrics import PartMetrics
+from roll.configs.plugins import made
 from roll.configs.roles import TrainingArguments
 from roll.data.records import SampleBatch
 from roll.trainers.base import MicroBatchLimits, TrainerSetup
-from roll.trainers.megatron.facts import MegatronOptions, check_layout, parse_options, read_facts
+from roll.trainers.megatron.facts import check_layout, read_facts
 from roll.trainers.megatron.model import build_chunks, parallel_logprobs_and_entropy, transformer_config
 from roll.trainers.megatron.weights import ModelWeights, hugging_face_model
+from roll.trainers.options import MegatronOptions
 from roll.trainers.state import (
     MOMENTS,
     CheckpointFiles,
@@ -56,7 +59,7 @@ from roll.trainers.step import (
     combined_metrics,
     plan_micro_batches,
 )
-from roll.trainers.trainer import TrainerRank
+from roll.trainers.trainer import TrainStrategy, move_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,40 +101,55 @@ class Master:
     optimizer: torch.optim.Optimizer
 
 
-class Updater:
-    """One optimizer over the model chunks of a rank."""
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel],
+    arguments: TrainingArguments,
+    options: MegatronOptions,
+    dtype: torch.dtype,
+) -> MegatronOptimizer:
+    """Return one optimizer over the model chunks of a rank. Collective."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=arguments.learning_rate,
+        weight_decay=arguments.weight_decay,
+        adam_beta1=arguments.adam_beta1,
+        adam_beta2=arguments.adam_beta2,
+        adam_eps=arguments.adam_epsilon,
+        clip_grad=arguments.max_grad_norm,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+class Masters:
+    """The float32 weights that this rank updates, or updates a part of, with their moments."""
 
     def __init__(
         self,
+        optimizer: MegatronOptimizer,
         chunks: Sequence[DistributedDataParallel],
-        arguments: TrainingArguments,
-        options: MegatronOptions,
-        dtype: torch.dtype,
+        *,
+        are_parameters: bool,
+        split: bool,
     ) -> None:
-        """Build the optimizer. Collective."""
-        self._chunks = list(chunks)
-        self._weight_decay = arguments.weight_decay
-        self._keeps_masters = dtype is torch.bfloat16
-        self._shares_out = options.use_distributed_optimizer
-        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=arguments.learning_rate,
-                weight_decay=arguments.weight_decay,
-                adam_beta1=arguments.adam_beta1,
-                adam_beta2=arguments.adam_beta2,
-                adam_eps=arguments.adam_epsilon,
-                clip_grad=arguments.max_grad_norm,
-                bf16=dtype is torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=options.use_distributed_optimizer,
-            ),
-            self._chunks,
-            use_gloo_process_groups=False,
-        )
-        self._masters = dict(self._find_masters())
-        self.updates = 0
-        """Number of updates; skipped steps do not count."""
+        """``are_parameters``: the model's own parameters are float32. ``split``: by a distributed optimizer."""
+        parts = optimizer.chained_optimizers
+        self._split = split
+        if split:
+            distributed = (part for part in parts if isinstance(part, DistributedOptimizer))
+            self._masters = dict(itertools.chain.from_iterable(map(_shared_out_masters, distributed)))
+            return
+        owners = {
+            id(tensor): part.optimizer for part in parts for group in part.param_groups for tensor in group["params"]
+        }
+        tensors = {
+            parameter: parameter if are_parameters else parameter.main_param
+            for chunk in chunks
+            for parameter in chunk.parameters()
+        }
+        self._masters = {parameter: Master(tensor, 0, owners[id(tensor)]) for parameter, tensor in tensors.items()}
 
     def full_state(self, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
         """Return a parameter's float32 weight, or a moment of it, in the parameter's shape.
@@ -143,7 +161,7 @@ class Updater:
         if master is not None:
             value = master.tensor if kind == "weight" else master.optimizer.state[master.tensor][kind]
             full[master.start : master.start + value.numel()] = value.detach().flatten()
-        if self._shares_out and group.size() > 1:
+        if self._split and group.size() > 1:
             dist.all_reduce(full, group=group)
         return full.view(parameter.shape)
 
@@ -163,69 +181,12 @@ class Updater:
 
     def set_updates(self, updates: int) -> None:
         """Declare that the moments are those after this number of updates."""
-        self.updates = updates
         for master in self._masters.values():
             if isinstance(master.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 master.optimizer.state[master.tensor]["step"] = torch.tensor(float(updates))
                 continue
             for group in master.optimizer.param_groups:  # Adam of Transformer Engine counts for a whole group.
                 group["step"] = updates
-
-    def _find_masters(self) -> Iterator[tuple[nn.Parameter, Master]]:
-        """Yield the parameters that this rank updates, or updates a part of, with their masters."""
-        for part in self._optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer):
-                yield from _shared_out_masters(part)
-        if self._shares_out:
-            return
-        owners = {
-            id(tensor): part.optimizer
-            for part in self._optimizer.chained_optimizers
-            for group in part.param_groups
-            for tensor in group["params"]
-        }
-        for chunk in self._chunks:
-            for parameter in chunk.parameters():
-                tensor = parameter.main_param if self._keeps_masters else parameter
-                yield parameter, Master(tensor, 0, owners[id(tensor)])
-
-    def clear(self) -> None:
-        """Clear the gradients of the last step."""
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-
-    def update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
-        """Step unless the gradient is not finite or there is nothing to learn. Collective.
-
-        Returns the norm before clipping, and True if the weights were updated.
-        """
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-            group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        updates = not nothing_to_learn and math.isfinite(norm)
-        if updates:
-            self._optimizer.step()
-            self.updates += 1
-        return norm, updates
-
-    def reload_weights(self) -> None:
-        """Copy the model's weights, which were replaced, to the optimizer's float32 weights."""
-        self._optimizer.reload_model_params()
-
-    def move_states(self, device: torch.device) -> None:
-        """Move optimizer state, and the float32 weights that exist beside bfloat16 ones."""
-        for _, optimizer_state in self._optimizer.state.items():  # no dictionary: it has nothing else
-            for name, value in optimizer_state.items():
-                # Step counters are scalars that AdamW keeps on the CPU.
-                if isinstance(value, torch.Tensor) and value.ndim > 0:
-                    optimizer_state[name] = value.to(device)
-        if self._keeps_masters:
-            for group in self._optimizer.param_groups:
-                for master in group["params"]:
-                    master.data = master.data.to(device)
 
 
 def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Master]]:
@@ -239,15 +200,17 @@ def _shared_out_masters(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Pa
                     yield parameter, Master(tensor, ranges["param"].start, optimizer.optimizer)
 
 
-class MegatronTrainStrategy(TrainerRank):
+class MegatronTrainStrategy(TrainStrategy):
     """One rank of the trainer; see `TrainStrategy` for the contract of each method."""
+
+    optimizer: MegatronOptimizer
 
     def __init__(self, setup: TrainerSetup) -> None:
         super().__init__(setup)
-        self.options = parse_options(setup.strategy_config)
+        self.options = made("megatron_train", MegatronOptions, setup.strategy_config, "strategy_config")
 
     def initialize(self) -> None:
-        """Check the layout, join the process groups, load this rank's share, build optimizer and schedule. Collective.
+        """Check the layout, then load this rank's share; see `TrainStrategy`.
 
         Raises ``ValueError`` for an impossible model or layout before any weight is read.
         """
@@ -261,14 +224,18 @@ class MegatronTrainStrategy(TrainerRank):
         config = transformer_config(self.facts, self.options, dtype, self.device)
         self.chunks = build_chunks(self.facts, config, self.device)
         self.weights = ModelWeights(self.chunks, self.facts)
-        self._fill(setup.model_path)
+        self.weights.fill(CheckpointFiles(checkpoint_folder(setup.model_path)))
         if setup.forward_only:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
                 chunk.eval()
             return
         self.wrapped = wrap_for_gradients(self.chunks, config, self.options)
-        self.updater = Updater(self.wrapped, setup.training_args, self.options, dtype)
+        self.optimizer = build_optimizer(self.wrapped, setup.training_args, self.options, dtype)
+        self.keeps_masters = dtype is torch.bfloat16
+        split = self.options.use_distributed_optimizer
+        self.masters = Masters(self.optimizer, self.wrapped, are_parameters=not self.keeps_masters, split=split)
+        self.updates = 0
         self.start_schedule()
 
     def log_probs(self, batch: SampleBatch, temperature: float) -> np.ndarray:
@@ -281,68 +248,56 @@ class MegatronTrainStrategy(TrainerRank):
         return self._for_each_token(batch, lambda parts: self._run(list(parts), _values, forward_only=True))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full float32 tensors in the names of the Hugging Face model, tied ones once, on every rank. Collective.
-
-        A tensor is valid until the next one is drawn. With bfloat16 they are the weights that the model computes with.
-        """
+        """Yield full tensors; with bfloat16 they are the weights that the model computes with. See `TrainStrategy`."""
         return self.weights.stream()
 
     def _plain_model(self) -> PreTrainedModel:
         return hugging_face_model(self.setup)
 
     def load(self, path: str) -> None:
-        """Load the weights of an export; optimizer state and schedule stay. Collective.
-
-        Raises ``ValueError`` naming the differences if the export does not fit the model.
-        """
-        found = vars(read_facts(path, self.setup.model_args.trust_remote_code, self.setup.kind))
+        there = read_facts(path, self.setup.model_args.trust_remote_code, self.setup.kind)
+        found, own = ({**vars(facts), **facts.layers, "layers": None} for facts in (there, self.facts))
         differences = [
-            f"{name} is {found[name]} there, {value} here" for name, value in vars(self.facts).items()
-            if found[name] != value
-        ]  # fmt: skip
+            f"{name} is {found.get(name)} there, {value} here"
+            for name, value in own.items()
+            if found.get(name) != value
+        ]
         if differences:
             raise ValueError(f"the model in {path} is another one: {'; '.join(differences)}")
-        self._fill(path)
+        self.weights.fill(CheckpointFiles(checkpoint_folder(path)))
         if not self.setup.forward_only:
-            self.updater.reload_weights()
+            self.optimizer.reload_model_params()
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part of each tensor; see `TrainStrategy`."""
-        updates = self.updater.updates
-        counts = dict.fromkeys(self.weights.names, updates) if updates else {}
-        facts = {"optimizer_steps": self.optimizer_steps, "updates": counts}
+        updates = dict.fromkeys(self.weights.names, self.updates) if self.updates else {}
+        facts = {"optimizer_steps": self.optimizer_steps, "updates": updates}
         return StateSnapshot(list(self._state_parts()), facts, self.setup.world_size)
 
     def _state_parts(self) -> Iterator[Part]:
         for own in self.weights.parameters:
             copies = self.weights.copies(own)
-            for kind in _kinds(self.updater.updates):
-                full = self.updater.full_state(own.parameter, kind, copies.group)
+            for kind in _kinds(self.updates):
+                full = self.masters.full_state(own.parameter, kind, copies.group)
                 for piece, tensor in zip(self.weights.pieces(own), self.weights.split(own, full), strict=True):
                     part = Part(f"{kind}/{piece.name}", tensor, piece.whole_shape, piece.offsets)
                     yield own_share(part, copies.number, copies.count)
 
     def restore(self, state: SavedState) -> None:
-        """Resume from a snapshot, which may come from another layout; see `TrainStrategy`."""
         state.require_weights(self.weights.names)
-        updates = common_updates(state)
+        self.updates = common_updates(state)
         for own in self.weights.parameters_and_copies:
-            for kind in _kinds(updates):
+            for kind in _kinds(self.updates):
                 parts = []
                 for piece in self.weights.pieces(own):
                     name = f"{kind}/{piece.name}"
                     state.require_shape(name, piece.whole_shape)
-                    only_padding = 0 in piece.shape
-                    parts.append(
-                        torch.empty(piece.shape) if only_padding else state.read(name, piece.offsets, piece.shape)
-                    )
-                self.updater.set_state(own.parameter, kind, self.weights.join(own, parts))
-        if updates:
-            self.updater.set_updates(updates)
+                    parts.append(state.read(name, piece.offsets, piece.shape))
+                self.masters.set_state(own.parameter, kind, self.weights.join(own, parts))
+        if self.updates:
+            self.masters.set_updates(self.updates)
         self.optimizer_steps = state.facts["optimizer_steps"]
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
         super().shutdown()
@@ -359,15 +314,10 @@ class MegatronTrainStrategy(TrainerRank):
             create_gloo_process_groups=False,
         )
 
-    def _fill(self, path: str) -> None:
-        with CheckpointFiles(checkpoint_folder(path)) as files:
-            self.weights.fill(files)
-
     def _rows(self, batch: SampleBatch, limits: MicroBatchLimits) -> list[list[int]]:
         """Return this rank's micro-batches, which all ranks that hold the same copy of the model share.
 
-        The interleaved schedule takes micro-batches in groups of the number of stages, so the list is padded to whole
-        groups.
+        The interleaved schedule takes them in groups of the number of stages, so they are padded to whole groups.
         """
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         rows = plan_micro_batches(batch.lengths, ranks, limits)[rank]
@@ -393,7 +343,9 @@ class MegatronTrainStrategy(TrainerRank):
             value, metrics = step.loss(micro_batch, *outputs)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        self.updater.clear()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
         parts = self._run(list(step.micro_batches(rows, self.device)), loss, forward_only=False)
         stages = parallel_state.get_pipeline_model_parallel_group()
         metrics: list[dict[str, float]] = [{}]
@@ -440,14 +392,25 @@ class MegatronTrainStrategy(TrainerRank):
             kept, micro_batch.targets, temperature, self.facts.vocabulary, group, entropy_gradient
         )
 
-    def _update(self, learning_rate: float, nothing_to_learn: bool) -> tuple[float, bool]:
-        return self.updater.update(learning_rate, nothing_to_learn)
+    def _update(self, nothing_to_learn: bool) -> tuple[float, bool]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.setup.training_args.weight_decay * group["wd_mult"]
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        updates = not nothing_to_learn and math.isfinite(norm)
+        if updates:
+            self.optimizer.step()
+        self.updates += updates
+        return norm, updates
 
     def _move_states(self, device: torch.device) -> None:
         """Move weights and optimizer state; gradients are dropped."""
         trains = not self.setup.forward_only
         if trains:
-            self.updater.move_states(device)
+            move_states((state for _, state in self.optimizer.state.items()), device)  # it has no other method
+            for group in self.optimizer.param_groups if self.keeps_masters else ():
+                for master in group["params"]:
+                    master.data = master.data.to(device)
             for chunk in self.wrapped:
                 # They hold the gradients, and the weights of the distributed optimizer.
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

@@ -5,8 +5,7 @@ split, and how the shares of several tensors are fused into one. Each tensor is 
 only its share, and splitting a share gives contiguous pieces of the tensors.
 
 Streaming gathers one tensor at a time over tensor- and expert-parallel ranks and sends it to the other pipeline stages.
-(The experts of one layer are one tensor in a Hugging Face model.) Beside the model, memory never holds more than that
-tensor and its shares.
+(The experts of one layer are one tensor in a Hugging Face model.) Memory never holds more beside the model.
 """
 
 from __future__ import annotations
@@ -96,7 +95,8 @@ def weight_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     have two names in megatron-core.
     """
     # For each group its queries, its key, its value.
-    groups = Fusion((facts.heads // facts.query_groups, 1, 1), facts.head_size)
+    heads_per_group = facts.layers["num_attention_heads"] // facts.layers["num_query_groups"]
+    groups = Fusion((heads_per_group, 1, 1), facts.layers["kv_channels"])
     here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
     attention = f"{there}self_attn."
 
@@ -235,8 +235,9 @@ class ModelWeights:
         self._rules = weight_rules(facts)
         self.parameters_and_copies = [own for chunk in chunks for own in self._parameters_of(chunk)]
         """All parameters of this rank."""
-        self.parameters = [own for own in self.parameters_and_copies if not self._is_copy(own)]
-        """This rank's parameters, except copies of another stage's: a shared one is listed on its first stage only."""
+        copied = "output_layer.weight" if facts.tied else None
+        self.parameters = [own for own in self.parameters_and_copies if own.rule.megatron != copied]
+        """This rank's parameters without a tied output layer, which is listed as the first stage's embedding."""
         self._mark_shares()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._plan = self._make_plan()
@@ -244,8 +245,7 @@ class ModelWeights:
         """Names of all tensors of the Hugging Face model, on whichever stage they are."""
 
     def fill(self, files: CheckpointFiles) -> None:
-        """Copy the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or has another
-        shape."""
+        """Copy the values from a checkpoint. Raises ``ValueError`` naming a tensor that is missing or does not fit."""
         needed = (own for own in self.parameters_and_copies if not own.rule.may_be_new)
         lacking = files.missing(name for own in needed for name in own.names)
         if lacking:
@@ -273,14 +273,14 @@ class ModelWeights:
     def pieces(self, own: OwnParameter) -> list[Piece]:
         """Return the pieces of Hugging Face tensors that a parameter holds, in the order of `split`."""
         parts = self._parts(own)
-        if own.expert is None or self.facts.experts is None:
+        if own.expert is None:
             return parts
         # The Hugging Face model has the experts of a layer in one tensor, the parts of each one above the other.
         name = next(fused for word, fused in MODEL_EXPERTS.items() if word in parts[0].name).format(layer=own.layer)
         rows = sum(part.whole_shape[0] for part in parts)
         pieces, rows_before = [], 0
         for part in parts:
-            whole = (self.facts.experts.experts, rows, *part.whole_shape[1:])
+            whole = (self.facts.experts, rows, *part.whole_shape[1:])
             offsets = (own.expert, rows_before + part.offsets[0], *part.offsets[1:])
             pieces.append(Piece(name, whole, offsets, (1, *part.shape)))
             rows_before += part.whole_shape[0]
@@ -313,11 +313,10 @@ class ModelWeights:
 
     def _parameters_of(self, chunk: GPTModel) -> Iterator[OwnParameter]:
         """Yield the parameters of a chunk, whose layers and experts megatron-core counts from its own first ones."""
-        layers, experts = chunk.decoder.layers, self.facts.experts
-        ranks = parallel_state.get_expert_model_parallel_world_size()
+        layers, ranks = chunk.decoder.layers, parallel_state.get_expert_model_parallel_world_size()
         first = {
             "layer": layers[0].layer_number - 1 if len(layers) else 0,
-            "expert": experts.experts // ranks * parallel_state.get_expert_model_parallel_rank() if experts else 0,
+            "expert": self.facts.experts // ranks * parallel_state.get_expert_model_parallel_rank(),
         }
         for name, parameter in chunk.named_parameters():
             matches = ((number, rule.pattern.fullmatch(name)) for number, rule in enumerate(self._rules))
@@ -326,10 +325,6 @@ class ModelWeights:
                 raise KeyError(f"parameter {name!r} of megatron-core has no rule in the table of weights")
             found = {word: first[word] + int(value) for word, value in match.groupdict().items()}
             yield OwnParameter(parameter, number, self._rules[number], found.get("layer"), found.get("expert"))
-
-    def _is_copy(self, own: OwnParameter) -> bool:
-        """Return True if another stage holds the parameter too: a tied output layer on the last stage."""
-        return self.facts.tied and own.rule.megatron == "output_layer.weight"
 
     def _mark_shares(self) -> None:
         """Mark parameters that differ between tensor-parallel ranks: the norm of the gradient counts all others once.

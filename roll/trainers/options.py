@@ -1,0 +1,296 @@
+"""Options that `strategy_config` may contain for each trainer, and the configuration that DeepSpeed gets from them.
+Loads no library of trainers or models.
+
+Options of `megatron_train` keep the names that megatron-core and users of ROLL know. An option with which the trainer
+could not keep its promises is refused with the reason, rather than accepted and ignored.
+
+DeepSpeed's own keys go to it unchanged, so its documentation is the reference. Keys that the run itself decides are
+refused with the key to use instead: with two places for one setting, the wrong one ends up being read. Checking reads
+DeepSpeed's source where it must, but does not import it, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll.configs.errors import ConfigError, ConfigProblem, choose_among, nearest, problems_of, shown
+from roll.configs.plugins import made
+
+Seconds = Annotated[float, Field(gt=0, lt=math.inf)]
+
+
+@dataclass(frozen=True)
+class Fsdp2Options:
+    """Options of `fsdp2_train`."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass and gather them again for the backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    offload: Literal["none", "cpu"] = "none"
+    """Place where weights, gradients and optimizer state are kept and steps are taken. The device computes."""
+    process_group_timeout_seconds: Seconds = 600.0
+    """Longest wait in a collective before it fails."""
+
+
+@dataclass(frozen=True)
+class HfReplicaOptions:
+    """Options of `hf_infer` as a reference."""
+
+    process_group_timeout_seconds: Seconds = 600.0
+    """Longest wait of a rank for the results of the others."""
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """Options of `megatron_train`."""
+
+    tensor_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the layers."""
+    virtual_pipeline_model_parallel_size: Annotated[int | None, Field(ge=1)] = None
+    """Groups of layers per pipeline rank (interleaved schedule). Default: one."""
+    expert_model_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the experts; they are taken from the data-parallel ones."""
+    expert_tensor_parallel_size: Annotated[int | None, Field(ge=1)] = None
+    """Ranks that share each expert's matrices. Default: as `tensor_model_parallel_size`."""
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share out the positions of a sample; only 1."""
+    sequence_parallel: bool = False
+    """Share out norms and residuals over the tensor-parallel ranks, by position."""
+    use_distributed_optimizer: bool = True
+    """Share out float32 weights and optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers, or attention only, in the backward pass."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """`uniform`: units of `recompute_num_layers` layers; `block`: the first so many of each stage."""
+    recompute_num_layers: Annotated[int | None, Field(ge=1)] = None
+    """See `recompute_method`."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts; only `alltoall` takes samples of different lengths."""
+    moe_grouped_gemm: bool = False
+    """All experts of a rank in one kernel; needs Transformer Engine."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router; default: that of the model, as transformers has it."""
+    moe_aux_loss_coeff: float = 0.0
+    """Only 0: it would depend on the split into micro-batches."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of Transformer Engine or of PyTorch. `auto`: the former on GPUs where it is installed."""
+    process_group_timeout_seconds: Seconds = 600.0
+    """Longest wait in a collective before it fails."""
+
+    def __post_init__(self) -> None:
+        if self.context_parallel_size != 1:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}; log-probabilities are taken on whole samples, "
+                "so only 1 works (tensor_model_parallel_size with sequence_parallel also shares out long samples)"
+            )
+        if self.moe_aux_loss_coeff != 0:
+            raise ValueError(
+                "moe_aux_loss_coeff must be 0: it balances experts within a micro-batch, so the result would depend on "
+                "the split into micro-batches"
+            )
+        if self.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                f"moe_token_dispatcher_type {self.moe_token_dispatcher_type!r} needs equally many tokens on all ranks, "
+                "and samples differ in length; use 'alltoall'"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel shares out over tensor-parallel ranks; tensor_model_parallel_size is 1")
+        # With two stages, both neighbours of a rank are the same one, and it cannot tell their messages apart.
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size <= 2:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 2")
+        given = [name for name in ("recompute_method", "recompute_num_layers") if vars(self)[name] is not None]
+        if self.recompute_granularity == "full":
+            if len(given) < 2:
+                raise ValueError("recompute_granularity 'full' needs recompute_method and recompute_num_layers")
+        elif given:
+            raise ValueError(f"{' and '.join(given)} would have no effect without recompute_granularity 'full'")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that together hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Number of ranks that share each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def model_chunks(self) -> int:
+        """Number of groups of layers on each pipeline rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+
+PASSED_ON = frozenset(
+    {
+        "aio", "comms_logger", "communication_data_type", "compile", "data_types", "disable_allgather",
+        "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor", "graph_harvesting",
+        "log_level", "memory_breakdown", "prescale_gradients", "steps_per_print", "timers", "wall_clock_breakdown",
+        "zero_optimization",
+    }
+)  # fmt: skip
+"""Top-level keys that DeepSpeed gets unchanged."""
+
+_REPLACEMENTS: dict[str, tuple[str, ...]] = {
+    "`training_args.per_device_train_batch_size` and `gradient_accumulation_steps`, or dynamic batching": (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    ),
+    "`training_args.max_grad_norm`": ("gradient_clipping",),
+    "`training_args.learning_rate`, `weight_decay` and `adam_...`; it is AdamW": ("optimizer",),
+    "`training_args.lr_scheduler_type`, `warmup_steps` and `warmup_ratio`": ("scheduler",),
+    "nothing: the optimizer is torch's AdamW": ("zero_allow_untested_optimizer",),
+    "nothing: the optimizer is torch's AdamW, on the CPU too": ("zero_force_ds_cpu_optimizer",),
+    "`model_args.dtype`: float32, or bfloat16 with float32 master weights": (
+        "bf16", "bfloat16", "fp16", "amp", "torch_autocast",
+    ),
+    "nothing: gradients are those of the whole batch, whatever the ranks and micro-batches": (
+        "managed_gradient_accumulation", "gradient_allreduce_op",
+    ),
+    "`gradient_checkpointing: true` in `strategy_config`": ("activation_checkpointing",),
+    "`device_mapping`": ("elasticity",),
+    "a run of its own: it ends the process that trains": ("autotuning",),
+    "nothing: the run makes the batches": ("curriculum_learning", "data_efficiency", "dataloader_drop_last"),
+    "another trainer: this one splits states and batches, not the model's computing": (
+        "expert_parallel", "pipeline", "tensor_parallel", "seq_parallel_communication_data_type",
+        "use_data_before_expert_parallelism", "vocabulary_size",
+    ),
+    "nothing: weights and computing are those of the model as it is": (
+        "compression_training", "eigenvalue", "progressive_layer_drop", "quantize_training", "sparse_attention",
+        "sparse_gradients", "weight_quantization",
+    ),
+    "`actor_infer`: generation is its role": ("hybrid_engine",),
+    "`save_steps`: the run makes the checkpoints": ("checkpoint", "datastates_ckpt", "nebula"),
+    "`track_with`: the run reports the metrics": ("comet", "csv_monitor", "tensorboard", "wandb"),
+}  # fmt: skip
+RESERVED = {key: replacement for replacement, keys in _REPLACEMENTS.items() for key in keys}
+"""Top-level key of DeepSpeed -> the setting to use instead."""
+
+_RESERVED_IN_ZERO = {
+    "mics_shard_size": "nothing: weights are split over all ranks of the role",
+    "zero_hpz_partition_size": "nothing: weights are split over all ranks of the role",
+    "compute_grad_norm": "nothing: each step reports the norm, and is skipped where it is not finite",
+    "zenflow": "nothing: an update takes all gradients of its own step",
+}
+_LEFT_TO_THE_TRAINER = "auto"
+"""Value with which configurations made for transformers' trainer leave a key to the trainer. It means the same here."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions:
+    """A checked ``strategy_config``: the trainer's own options, and DeepSpeed's."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    process_group_timeout_seconds: Seconds = 600.0
+    """Longest wait in a collective of the trainer before it fails."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options passed to DeepSpeed."""
+
+    @property
+    def zero_stage(self) -> int:
+        """Amount of splitting over ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+        return self.engine.get("zero_optimization", {}).get("stage", 0)
+
+
+_OWN = frozenset(item.name for item in fields(DeepSpeedOptions)) - {"engine"}
+
+
+def parse_deepspeed_options(strategy_config: dict[str, Any]) -> DeepSpeedOptions:
+    """Return checked options. Raises `ConfigError` with every unknown key and wrong value."""
+    problems = check_deepspeed_options(strategy_config, "strategy_config")
+    if problems:
+        raise ConfigError(problems)
+    own = {key: value for key, value in strategy_config.items() if key in _OWN}
+    engine = {key: value for key, value in strategy_config.items() if key not in _OWN and value != _LEFT_TO_THE_TRAINER}
+    return made("deepspeed_train", DeepSpeedOptions, {**own, "engine": engine}, "strategy_config")
+
+
+def engine_config(options: DeepSpeedOptions, *, bfloat16: bool, max_grad_norm: float) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: quiet defaults, then the user's keys, then the trainer's decisions.
+
+    The trainer itself counts micro-batches and normalises the loss over all of them: DeepSpeed's own counts are 1.
+    """
+    return {
+        "log_level": "warning",
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        **options.engine,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": bfloat16},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def check_deepspeed_options(strategy_config: dict[str, Any], path: str) -> list[ConfigProblem]:
+    """Return what is wrong with the ``strategy_config`` at ``path`` of the configuration; empty if nothing.
+
+    Unknown keys under `zero_optimization` are found only if DeepSpeed is installed.
+    """
+    own = {key: value for key, value in strategy_config.items() if key in _OWN}
+    problems = problems_of(lambda: made("deepspeed_train", DeepSpeedOptions, own, path))
+    usable = PASSED_ON | _OWN
+    problems += _key_problems(
+        strategy_config, path, RESERVED, usable | RESERVED.keys(), lambda key: choose_among(key, sorted(usable))
+    )
+    zero, path = strategy_config.get("zero_optimization", {}), f"{path}.zero_optimization"
+    if not isinstance(zero, dict):
+        remedy = "write `zero_optimization: {stage: 2}`"
+        return [*problems, ConfigProblem(path, f"{shown(zero)} is no mapping", remedy)]
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        problems.append(ConfigProblem(f"{path}.stage", f"{shown(stage)} is no stage", "write 0, 1, 2 or 3"))
+    known = zero_option_names()
+
+    def hint(key: str) -> str:
+        match = nearest(key, known or ())
+        return f"did you mean `{match}`?" if match else "see `zero_optimization` in DeepSpeed's documentation"
+
+    return [*problems, *_key_problems(zero, path, _RESERVED_IN_ZERO, known, hint)]
+
+
+def _key_problems(
+    section: dict[str, Any],
+    path: str,
+    reserved: Mapping[str, str],
+    known: Collection[str] | None,
+    hint: Callable[[str], str],
+) -> Iterator[ConfigProblem]:
+    """Yield the keys that the run itself decides, and those that are not ``known`` (None: all may be)."""
+    for key, value in section.items():
+        if key in reserved and value != _LEFT_TO_THE_TRAINER:
+            yield ConfigProblem(f"{path}.{key}", "the run itself decides this", f"use {reserved[key]}")
+        elif known is not None and key not in known:
+            yield ConfigProblem(f"{path}.{key}", "DeepSpeed has no such key", hint(key))
+
+
+@cache
+def zero_option_names() -> frozenset[str] | None:
+    """Return the names, old ones included, that the installed release knows under `zero_optimization`, read from its
+    source. None if DeepSpeed is not installed."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    source = Path(spec.submodule_search_locations[0]) / "runtime" / "zero" / "config.py"
+    tree = ast.parse(source.read_text())
+    (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig")
+    targets = (item.target for item in model.body if isinstance(item, ast.AnnAssign))
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    words = (word for word in ast.walk(model) if isinstance(word, ast.keyword) and word.arg == "alias")
+    aliases = {str(word.value.value) for word in words if isinstance(word.value, ast.Constant)}
+    return frozenset(names | aliases)
