@@ -243,10 +243,10 @@ def made(
     factory: Callable[..., Any],
     arguments: Mapping[str, Any],
     where: str,
+    owners: Callable[[str], list[str]] = lambda key: [],
     *,
     filled: Collection[str] = (),
     strict: bool = True,
-    owners: Callable[[str], list[str]] = lambda key: [],
 ) -> Any:
     """Return what a class or function makes of a user's arguments, which are checked first (`checked_arguments`).
 
