@@ -10,19 +10,23 @@ length of the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from pydantic import Field
 
 from roll.agentic.episode import Message, Observation
 
 ActionFormat = Literal["answer_tag", "plain"]
 """``answer_tag``: the text between the last ``<answer>`` and ``</answer>``; ``plain``: the whole text, stripped."""
+
+Count = Annotated[int, Field(ge=1)]
+"""An option that counts something."""
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
@@ -77,17 +81,10 @@ class ActionReader:
         return f"That was no action. {self.instructions()}"
 
 
-def check_action_format(action_format: str) -> None:
-    """Raise `BadOption` for an unknown format of actions."""
-    if action_format not in ("answer_tag", "plain"):
-        raise BadOption("action_format", f"{action_format!r} is no format of actions", "`answer_tag` or `plain`")
-
-
 def action_reader(
     default_names: Sequence[str], action_names: Sequence[str] | None, action_format: ActionFormat
 ) -> ActionReader:
     """Return a reader of the default names, or of those a user chose. Raises `BadOption`."""
-    check_action_format(action_format)
     names = tuple(str(name) for name in (default_names if action_names is None else action_names))
     if len(names) != len(default_names):
         message = f"{len(names)} names for {len(default_names)} actions"
@@ -100,15 +97,8 @@ def action_reader(
     return ActionReader(names, action_format)
 
 
-INFO_KEYS: Final = {
-    "action_is_valid": "bool: False if the text held no action that could be carried out (default True)",
-    "success": "bool: whether the episode's goal is reached (left out: the environment does not say)",
-    "state": "str: key of the state that the next turn acts in, equal for equal states (default: the observation text)",
-    "metrics": "dict of str to number: figures of the episode; the last value of each counts",
-    "messages": "list of {'role': str, 'content': str, ...}: what the policy reads in place of the observation text",
-    "system": "str, at a reset only: becomes the first message, of role system",
-    "tools": "list of JSON schemas, at a reset only: the tools that may be called, for the chat template",
-}
+INFO_KEYS: Final = ("action_is_valid", "success", "state", "metrics", "messages", "system", "tools")
+"""Keys of `info` that have a meaning; docs/environments.md explains them."""
 RESET_KEYS: Final = ("system", "tools")
 
 _A_RESET: Final = object()
@@ -158,7 +148,7 @@ StepAnswer = tuple[str, float, bool, bool, dict[str, Any]]
 class TextGame(gymnasium.Env[str, str]):
     """A text environment without its rules: spaces, render mode, and the refusal of a step after the end.
 
-    A game implements `_begin` and `_act`, which answer as `reset` and `step` do.
+    A game implements `_begin` and `_act`, which answer as `reset` and `step` do, and `render`.
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -189,6 +179,13 @@ class TextGame(gymnasium.Env[str, str]):
     def _act(self, action: str) -> StepAnswer:
         raise NotImplementedError
 
+    def _state(self) -> str:
+        """Return the key of the current state: by default the frame."""
+        return str(self.render())
+
+    def _info(self, *, action_is_valid: bool = True, success: bool = False, **metrics: float) -> dict[str, Any]:
+        return {"action_is_valid": action_is_valid, "success": success, "state": self._state(), "metrics": metrics}
+
 
 def observation_from(
     text: Any,
@@ -208,10 +205,9 @@ def observation_from(
     text = _text("the observation", text)
     if not isinstance(info, Mapping):
         raise _bad("info", info, "a dict")
-    if not is_reset:
-        for key in RESET_KEYS:
-            if key in info:
-                raise BadAnswer(f"info[{key!r}] came with a step; it is understood at a reset only")
+    for key in () if is_reset else RESET_KEYS:
+        if key in info:
+            raise BadAnswer(f"info[{key!r}] came with a step; it is understood at a reset only")
     return Observation(
         messages=_messages(text, info),
         reward=0.0 if is_reset else _number("the reward", reward),
@@ -221,7 +217,7 @@ def observation_from(
         success=_flag("info['success']", info["success"]) if "success" in info else None,
         state=_text("info['state']", info["state"]) if "state" in info else text,
         metrics=_metrics(info.get("metrics", {})),
-        tools=_tools(info.get("tools", ())),
+        tools=tuple(_tools(info.get("tools", ()))),
         frame=None if frame is None else _text("the rendered frame", frame),
     )
 
@@ -259,13 +255,13 @@ def _metrics(metrics: Any) -> dict[str, float]:
     return values
 
 
-def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+def _tools(tools: Any) -> Iterator[dict[str, Any]]:
     if not _is_list(tools):
         raise _bad("info['tools']", tools, "a list of JSON schemas")
     for index, schema in enumerate(tools):
         if not isinstance(schema, Mapping):
             raise _bad(f"info['tools'][{index}]", schema, "a JSON schema (a dict)")
-    return tuple(dict(schema) for schema in tools)
+        yield dict(schema)
 
 
 def _text(name: str, value: Any) -> str:

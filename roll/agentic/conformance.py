@@ -13,12 +13,12 @@ import os
 import pickle
 import random
 import signal
-import threading
 import time
 import traceback
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 from roll.agentic.base import BadAnswer, observation_from
 from roll.agentic.episode import Observation
 from roll.agentic.registry import make_env
-from roll.agentic.worker import holdings
+from roll.agentic.worker import described, holdings
 from roll.configs.errors import ConfigError
 
 Level = Literal["passed", "warning", "failed"]
@@ -48,46 +48,24 @@ LEAKED_BYTES_RESIDENT = 512 * 1024
 """Allowed growth per environment made and closed: Python's own memory counted exactly, and the resident size."""
 SETTLE_SECONDS = 1.0
 
+IDLE = ""
+"""Name of no call: the process starts, or does our own work."""
 MAKING = "making the environment"
 """Name of the call that has a separate time limit, since it may import much."""
 GUESSES = ("left", "1", "yes", "[1]", "<answer>left</answer>", "<answer>1</answer>")
 """Actions for environments that give no `example_actions`."""
 _ODD_ANSWERS = (
-    "",
-    " ",
-    "\n\n",
-    "\x00",
-    "".join(chr(code) for code in range(32)) + "\x7f",
-    "\u202eright\u200b\ufeff",
-    "e\u0301\U0001f9ca\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\u0663",
-    "-1",
-    "1e999",
-    "NaN",
-    "9" * 5000,
-    "null",
-    "{}",
-    '{"action": {"deep": [[[[[1e999]]]]]}}',
-    "[[[[",
-    "%s%n{0}{x}$(x)`x`",
-    "../../etc/passwd",
-    '<tool_call>{"name": 3, "arguments": "}</tool_call>',
-    "left right up down",
-    "LEFT",
-    "pickup",
-    "hit",
-    "\\boxed{7}",
-    "[up]",
-    "a" * 100_000,
-)
+    "", " ", "\n\n", "\x00", "".join(chr(code) for code in range(32)) + "\x7f", "\u202eright\u200b\ufeff",
+    "e\u0301\U0001f9ca\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u0663", "-1", "1e999", "NaN", "9" * 5000, "null",
+    "{}", '{"action": {"deep": [[[[[1e999]]]]]}}', "[[[[", "%s%n{0}{x}$(x)`x`", "../../etc/passwd",
+    '<tool_call>{"name": 3, "arguments": "}</tool_call>', "left right up down", "LEFT", "pickup", "hit", "\\boxed{7}",
+    "[up]", "a" * 100_000,
+)  # fmt: skip
 ODD_ACTIONS = (
     *_ODD_ANSWERS,
     *(f"<answer>{answer}</answer>" for answer in _ODD_ANSWERS),
     *(f"[{answer}]" for answer in _ODD_ANSWERS),
-    "<answer>",
-    "</answer><answer>",
-    "<answer>" * 20_000,
-    "</answer>" * 20_000,
+    *("<answer>", "</answer><answer>", "<answer>" * 20_000, "</answer>" * 20_000),
 )
 
 
@@ -140,23 +118,23 @@ def check_env(
         message = f"name and options cannot be sent to a worker process ({cause}); use plain values as in YAML"
         return ConformanceReport(env_type, (Finding("pickling", "failed", message),))
     findings = [Finding("pickling", "passed", "name and options can be sent to a worker process")]
-    limits = {None: START_SECONDS, MAKING: make_deadline_seconds}
+    limits = {IDLE: START_SECONDS, MAKING: make_deadline_seconds}
     waiting, lost = list(CHECKS), 0
     while waiting and lost < MAX_LOST_PROCESSES:
-        arguments = (env_type, dict(env_config), max(1, episodes), seed, waiting)
-        found, is_lost = _in_a_process(arguments, lambda call: limits.get(call, deadline_seconds))
+        arguments = (env_type, dict(env_config), max(1, episodes), seed)
+        found, is_lost = _in_a_process(arguments, waiting, lambda call: limits.get(call, deadline_seconds))
         findings += found
         lost += is_lost
-        done = {finding.name for finding in findings}
-        waiting = [name for name in waiting if name not in done]
-        if any(finding.name == "make" and not finding.passed for finding in found):
+        waiting = waiting[len(found) :]
+        if _prevents_all_others(findings[-1]):
             break
     findings += [Finding(name, "warning", "was not run, because of what failed before") for name in waiting]
-    message = f"each call returned within {deadline_seconds:g} s, and no process was lost"
-    process = Finding("process", "passed", message)
     if lost:
-        process = Finding("process", "failed", f"{lost} of the processes that held the environment were lost")
-    return ConformanceReport(env_type, (*findings, process))
+        findings.append(Finding("process", "failed", f"{lost} of the processes that held the environment were lost"))
+    else:
+        message = f"each call returned within {deadline_seconds:g} s, and no process was lost"
+        findings.append(Finding("process", "passed", message))
+    return ConformanceReport(env_type, tuple(findings))
 
 
 def render_report(report: ConformanceReport) -> str:
@@ -170,50 +148,43 @@ def render_report(report: ConformanceReport) -> str:
     return "\n".join([*lines, f"{report.env_type} {verdict}{warnings}"])
 
 
-def _in_a_process(arguments: tuple[Any, ...], limit: Callable[[str | None], float]) -> tuple[list[Finding], bool]:
+def _in_a_process(
+    arguments: tuple[str, Mapping[str, Any], int, int], names: Sequence[str], limit: Callable[[str], float]
+) -> tuple[list[Finding], bool]:
     """Run checks in a new process. Return the findings, and True if the process was lost during the last one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_checks, args=(theirs, *arguments))
+    process = context.Process(target=run_checks, args=(theirs, *arguments, names))
     process.start()
     theirs.close()
+    findings: list[Finding] = []
+    call = IDLE
     try:
-        return _listened(ours, process, arguments[-1][0], limit)
+        while ours.poll(limit(call)):
+            match ours.recv():
+                case Finding() as finding:
+                    findings.append(finding)
+                    if len(findings) == len(names) or _prevents_all_others(finding):
+                        return findings, False
+                case begun:
+                    call = begun
+        what = f"{call} did not return within {limit(call):g} s; give what it waits for a time limit of its own"
+        if call == IDLE:
+            what = f"nothing was heard for {limit(call):g} s; is something slow imported, or a thread kept busy?"
+    except (EOFError, ConnectionResetError):
+        process.join(EXIT_SECONDS)
+        code = process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        where = call or "its start"
+        what = f"the process ended ({how}) during {where}; an environment may raise, but not end its process"
     finally:
         _end(process)
         ours.close()
+    return [*findings, Finding(names[len(findings)], "failed", what)], True
 
 
-def _listened(
-    connection: Connection, process: SpawnProcess, check: str, limit: Callable[[str | None], float]
-) -> tuple[list[Finding], bool]:
-    findings: list[Finding] = []
-    call: str | None = None
-    while True:
-        try:
-            if not connection.poll(limit(call)):
-                return [*findings, Finding(check, "failed", _hung(call, limit(call)))], True
-            news = connection.recv()
-        except (EOFError, ConnectionResetError):
-            process.join(EXIT_SECONDS)
-            return [*findings, Finding(check, "failed", _died(call, process.exitcode))], True
-        if news is None:
-            return findings, False
-        if isinstance(news, Finding):
-            findings.append(news)
-        else:
-            check, call = news
-
-
-def _hung(call: str | None, seconds: float) -> str:
-    if call is None:
-        return f"nothing was heard for {seconds:g} s; is something slow imported, or a thread kept busy?"
-    return f"{call} did not return within {seconds:g} s; give what it waits for a time limit of its own"
-
-
-def _died(call: str | None, exit_code: int | None) -> str:
-    how = f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
-    return f"the process ended ({how}) during {call or 'its start'}; an environment may raise, but not end its process"
+def _prevents_all_others(finding: Finding) -> bool:
+    return finding.name == "make" and not finding.passed
 
 
 def _end(process: SpawnProcess) -> None:
@@ -253,14 +224,11 @@ class _CheckedEnv:
         self.env = subject.call(MAKING, lambda: make_env(subject.env_type, subject.env_config))
 
     def reset(self, seed: int) -> Observation:
-        what = f"reset(seed={seed})"
-        answer = self._subject.call(what, lambda: self.env.reset(seed=seed))
-        return _observation(what, answer, ("text", "info"))
+        return self._observed(f"reset(seed={seed})", lambda: self.env.reset(seed=seed), "text", "info")
 
     def step(self, action: str) -> Observation:
-        what = f"step({_short(action)})"
-        answer = self._subject.call(what, lambda: self.env.step(action))
-        return _observation(what, answer, ("text", "reward", "terminated", "truncated", "info"))
+        parts = ("text", "reward", "terminated", "truncated", "info")
+        return self._observed(f"step({_short(action)})", lambda: self.env.step(action), *parts)
 
     def render(self) -> Any:
         """Return a frame, or None if the environment has none."""
@@ -289,6 +257,16 @@ class _CheckedEnv:
             return GUESSES
         return tuple(str(each) for each in self.env.get_wrapper_attr("example_actions")) or GUESSES
 
+    def _observed(self, what: str, act: Callable[[], Any], *parts: str) -> Observation:
+        """Call the environment. Raises `_Defect` if it does not answer with a tuple of these parts."""
+        answer = self._subject.call(what, act)
+        if not isinstance(answer, tuple) or len(answer) != len(parts):
+            raise _Defect(f"{what} answered {_short(answer)}; it has to be ({', '.join(parts)})")
+        try:
+            return observation_from(**dict(zip(parts, answer, strict=True)))
+        except BadAnswer as bad:
+            raise _Defect(f"{what}: {bad}") from bad
+
 
 @dataclass
 class _Subject:
@@ -299,18 +277,16 @@ class _Subject:
     env_config: Mapping[str, Any]
     episodes: int
     seed: int
-    check: str = "make"
-    """Name of the check that runs."""
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
         """Call the environment. Raises `_Defect` if it raises."""
-        self.connection.send((self.check, what))
+        self.connection.send(what)
         try:
             return function()
         except Exception as cause:
             raise _Defect(f"{what} raised {_described(cause)}") from cause
         finally:
-            self.connection.send((self.check, None))
+            self.connection.send(IDLE)
 
     @contextmanager
     def environment(self) -> Iterator[_CheckedEnv]:
@@ -401,22 +377,17 @@ def _ended_episodes_stay_ended(subject: _Subject) -> str:
         for seed in subject.seeds():
             turns, _ = env.play(seed, steps=STEPS_TO_AN_END)
             if turns[-1].terminated or turns[-1].truncated:
-                _require_ended(env)
+                try:
+                    if not env.step(env.examples()[0]).done:
+                        remedy = "raise `gymnasium.error.ResetNeeded` there"
+                        raise _Defect(f"a step after the end went on with the episode; {remedy}")
+                except _Defect as defect:
+                    if defect.__cause__ is None or isinstance(defect.__cause__, BadAnswer):
+                        raise
                 env.reset(seed)
                 return "a step after the end is refused, or answered with the end"
     message = f"no episode of {subject.episodes} ended within {STEPS_TO_AN_END} random actions, so its end was not seen"
     raise _Doubt(f"{message}; `example_actions` with actions that lead to an end would help")
-
-
-def _require_ended(env: _CheckedEnv) -> None:
-    try:
-        answer = env.step(env.examples()[0])
-    except _Defect as refused:
-        if refused.__cause__ is None or isinstance(refused.__cause__, BadAnswer):
-            raise
-        return
-    if not answer.done:
-        raise _Defect("a step after the end went on with the episode; raise `gymnasium.error.ResetNeeded` there")
 
 
 def _success_is_reported(subject: _Subject) -> str:
@@ -457,22 +428,15 @@ def _environments_share_no_state(subject: _Subject) -> str:
 
 def _works_in_another_thread(subject: _Subject) -> str:
     """Check that an environment works in a thread that did not make it: environment workers call it that way."""
-    outcome: list[Any] = []
-
-    def again() -> None:
-        try:
-            outcome.append(env.play(subject.seed, actions)[0])
-        except _Defect as defect:
-            outcome.append(defect)
-
-    with subject.environment() as env:
+    with subject.environment() as env, ThreadPoolExecutor(1) as thread:
         turns, actions = env.play(subject.seed)
-        thread = threading.Thread(target=again)
-        thread.start()
-        thread.join()
-    if isinstance(outcome[0], _Defect):
-        raise _Defect(f"in a thread that did not make the environment, {outcome[0]}; workers use several threads")
-    _require_equal("episodes in two threads", turns, outcome[0])
+        try:
+            again, _ = thread.submit(env.play, subject.seed, actions).result()
+        except _Defect as defect:
+            raise _Defect(
+                f"in a thread that did not make the environment, {defect}; workers use several threads"
+            ) from None
+    _require_equal("episodes in two threads", turns, again)
     return "an environment works in a thread that did not make it"
 
 
@@ -538,16 +502,6 @@ def _children() -> int:
     return count
 
 
-def _observation(what: str, answer: Any, due: tuple[str, ...]) -> Observation:
-    """Convert the answer of a call, a tuple of the parts ``due``. Raises `_Defect` if it is invalid."""
-    if not isinstance(answer, tuple) or len(answer) != len(due):
-        raise _Defect(f"{what} answered {_short(answer)}; it has to be ({', '.join(due)})")
-    try:
-        return observation_from(**dict(zip(due, answer, strict=True)))
-    except BadAnswer as bad:
-        raise _Defect(f"{what}: {bad}") from bad
-
-
 def _turn(answer: Observation) -> _Turn:
     text = "\n".join(f"{message['role']}: {message['content']}" for message in answer.messages)
     return _Turn(text, answer.reward, answer.terminated, answer.truncated, answer.state)
@@ -571,15 +525,17 @@ def _difference(one: _Turn, other: _Turn) -> str | None:
 
 def _described(cause: BaseException) -> str:
     """Describe the error and the line of code that raised it."""
-    message = str(cause).strip().split("\n")[0]
     frames = traceback.extract_tb(cause.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(cause).__name__}: {_short(message) if len(message) > 200 else message}{place}"
+    return f"{_cut(described(cause), 200)}{place}"
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    return _cut(repr(value), 80)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 20]}... ({len(text)} characters)"
 
 
 CHECKS: Mapping[str, Callable[[_Subject], str]] = {
@@ -603,23 +559,17 @@ CHECKS: Mapping[str, Callable[[_Subject], str]] = {
 def run_checks(
     connection: Connection, env_type: str, env_config: Mapping[str, Any], episodes: int, seed: int, names: Sequence[str]
 ) -> None:
-    """Run the checks of these names in this process. Send each finding, and None at the end."""
+    """Run the checks of these names in this process. Send each finding, and the name of each call when it begins."""
     os.setsid()  # so that everything the environment starts can be killed with it
     subject = _Subject(connection, env_type, env_config, episodes, seed)
     for name in names:
-        subject.check = name
-        connection.send((subject.check, None))
-        finding = _finding(subject)
-        connection.send(finding)
-        if finding.name == "make" and not finding.passed:
-            break
-    connection.send(None)
+        connection.send(_finding(name, subject))
 
 
-def _finding(subject: _Subject) -> Finding:
+def _finding(name: str, subject: _Subject) -> Finding:
     try:
-        return Finding(subject.check, "passed", CHECKS[subject.check](subject))
+        return Finding(name, "passed", CHECKS[name](subject))
     except _Defect as defect:
-        return Finding(subject.check, "failed", str(defect))
+        return Finding(name, "failed", str(defect))
     except _Doubt as doubt:
-        return Finding(subject.check, "warning", str(doubt))
+        return Finding(name, "warning", str(doubt))

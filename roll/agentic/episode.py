@@ -106,14 +106,11 @@ class EnvSession(Protocol):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """The policy's response in one turn: arrays of equal length, one entry per sampled token."""
+    """The policy's response in one turn: int32, float32 and int32 arrays with an entry for each sampled token."""
 
     token_ids: np.ndarray
-    """int32."""
     logprobs: np.ndarray
-    """float32."""
     versions: np.ndarray
-    """int32."""
     finish_reason: Literal["stop", "length", "abort"]
 
 

@@ -21,7 +21,7 @@ CUT = "…"
 
 def text_to_png(text: str, path: str | Path) -> None:
     """Write a frame as PNG."""
-    _image(_cells(text), *_size([_cells(text)])).save(path, format="PNG")
+    _images([text])[0].save(path, format="PNG")
 
 
 def frames_to_gif(frames: Sequence[str], path: str | Path, *, seconds_per_frame: float = 0.6) -> None:
@@ -44,14 +44,12 @@ def _images(frames: Sequence[str]) -> list[Image.Image]:
     """Return images that all have the size of the largest."""
     if not frames:
         raise ValueError("there are no frames: an episode has at least the one after its reset")
-    chosen = [_cells(frames[index]) for index in _thinned(len(frames))]
-    size = _size(chosen)
-    return [_image(cells, *size) for cells in chosen]
-
-
-def _thinned(count: int) -> list[int]:
-    """Return at most `MAX_FRAMES` evenly spaced numbers from 0 to ``count`` - 1, with the first and the last."""
-    return sorted({round(each) for each in np.linspace(0, count - 1, min(count, MAX_FRAMES))})
+    evenly_spaced = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))  # with the first and the last
+    chosen = [_cells(frames[index]) for index in sorted({round(each) for each in evenly_spaced})]
+    columns = max((len(line) for cells in chosen for line in cells), default=0)
+    rows = max(len(cells) for cells in chosen)
+    size = 2 * MARGIN + CELL_WIDTH * max(columns, 1), 2 * MARGIN + CELL_HEIGHT * max(rows, 1)
+    return [_image(cells, size) for cells in chosen]
 
 
 def _cells(text: str) -> list[str]:
@@ -64,14 +62,8 @@ def _cells(text: str) -> list[str]:
     return [line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + CUT for line in lines]
 
 
-def _size(frames: Sequence[list[str]]) -> tuple[int, int]:
-    columns = max((len(line) for cells in frames for line in cells), default=0)
-    rows = max(len(cells) for cells in frames)
-    return 2 * MARGIN + CELL_WIDTH * max(columns, 1), 2 * MARGIN + CELL_HEIGHT * max(rows, 1)
-
-
-def _image(cells: list[str], width: int, height: int) -> Image.Image:
-    image = Image.new("RGB", (width, height), BACKGROUND)
+def _image(cells: list[str], size: tuple[int, int]) -> Image.Image:
+    image = Image.new("RGB", size, BACKGROUND)
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(FONT_SIZE)
     for row, line in enumerate(cells):

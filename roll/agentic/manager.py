@@ -12,10 +12,10 @@ than a context, and chat templates that rewrite earlier turns. Any other manager
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from roll.configs.plugins import Kind, PlugIn
 from roll.data.chat import Conversation, TurnTemplate
 from roll.data.records import Sample
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ENVIRONMENT_MANAGERS = Kind(
     "environment manager",
     "roll.environment_managers",
@@ -49,13 +52,6 @@ ENVIRONMENT_MANAGERS = Kind(
 )
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns a response into text."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; without special tokens if ``skip_special_tokens``."""
-
-
 class EnvManager(Protocol):
     """A manager that runs episodes; it may run many at once."""
 
@@ -63,10 +59,8 @@ class EnvManager(Protocol):
         """Run one episode with the session, and close the session."""
 
 
-class EnvManagerFactory(Protocol):
-    """The class or function behind a name. It takes three arguments."""
-
-    def __call__(self, settings: ManagerSettings, template: TurnTemplate, decoder: Decoder) -> EnvManager: ...
+EnvManagerFactory = Callable[[ManagerSettings, TurnTemplate, "PreTrainedTokenizerBase"], EnvManager]
+"""The class or function behind a name."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class BuiltInManager:
 
     settings: ManagerSettings
     template: TurnTemplate
-    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase
 
     async def run_episode(self, session: EnvSession, policy: Policy, *, tag: str, seed: int) -> Episode:
         """Run one episode and close the session, whatever happens.
@@ -172,7 +166,7 @@ class BuiltInManager:
             where = f"environment {tag!r}, seed {seed}, turn {len(turns)}"
             prompt.flags.writeable = False  # it is part of the record and of later prompts
             sampled = await _sample(policy, prompt, len(turns), settings.response_limit(len(prompt)), where)
-            text = self.decoder.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
+            text = self.tokenizer.decode(sampled.token_ids.tolist(), skip_special_tokens=True)
             answer = await session.step(text)
             penalty = 0.0 if answer.action_is_valid else settings.format_penalty
             turns.append(PlayedTurn(len(turns), observation, prompt, sampled, text, answer, penalty))
@@ -226,7 +220,7 @@ class TrajectoryManager(BuiltInManager):
         """Return the whole episode as one sample. Its text is everything after the first prompt, special tokens too."""
         last = played.turns[-1]
         after_prompt = np.concatenate([last.prompt, last.sampled.token_ids])[len(played.turns[0].prompt) :]
-        text = self.decoder.decode(after_prompt.tolist(), skip_special_tokens=False)
+        text = self.tokenizer.decode(after_prompt.tolist(), skip_special_tokens=False)
         return [_sample_of(played, played.turns, text)]
 
 
@@ -378,7 +372,7 @@ def episode_of(played: PlayedEpisode, samples: list[Sample]) -> Episode:
         score=played.score,
         turns=[
             TurnRecord(
-                observation=readable(turn.observation.messages),
+                observation="\n".join(str(message.get("content", "")) for message in turn.observation.messages),
                 response=turn.text,
                 reward=turn.answer.reward,
                 action_is_valid=turn.answer.action_is_valid,
@@ -412,8 +406,3 @@ def state_id(state: str | None) -> int:
     digest = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8).digest()
     number = int.from_bytes(digest, "big", signed=True)
     return number if number != -1 else -2
-
-
-def readable(messages: Sequence[Message]) -> str:
-    """Return the contents of messages as one text."""
-    return "\n".join(str(message.get("content", "")) for message in messages)

@@ -1,8 +1,6 @@
 """Environments by name, import path, entry point or gymnasium id, and the adapter for games with discrete actions.
 
-A new built-in environment is one file and one line in `ENVIRONMENTS`. Any other environment is named by its import
-path, by a name that its package registers in the entry-point group `roll.environments`, or by its gymnasium id. The
-signature is checked before an environment is made. Importing this module registers the built-in ones with gymnasium
+The signature is checked before an environment is made. Importing this module registers the built-in ones with gymnasium
 (`gymnasium.make("roll/FrozenLake-v0")`).
 
 `TextAdapter` turns an environment with discrete actions and a text rendering into a text environment. Gymnasium's own
@@ -17,8 +15,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -26,7 +23,7 @@ from gymnasium.envs import registration
 from gymnasium.envs.registration import parse_env_id
 
 from roll.agentic.base import ActionFormat, AnyText, BadOption, action_reader
-from roll.configs.errors import ConfigProblem, nearest, nearest_name_hint, problems_of
+from roll.configs.errors import ConfigError, ConfigProblem, nearest, nearest_name_hint, problems_of
 from roll.configs.plugins import (
     IMPORT_REMEDY,
     Kind,
@@ -84,7 +81,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
         self._first_action = int(space.start)
         self._instructions = instructions
         self._seen: Any = None
-        self._has_begun = False
+        """The game's last observation; None before the first reset."""
         self._is_over = True
         self.observation_space = AnyText()
         self.action_space = AnyText()
@@ -101,7 +98,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self._seen, info = self.env.reset(seed=seed, options=options)
-        self._has_begun, self._is_over = True, False
+        self._is_over = False
         text = self.render()
         said = {"state": text}
         if self._instructions:
@@ -127,7 +124,7 @@ class TextAdapter(gymnasium.Wrapper[str, str, Any, Any]):
 
     def render(self) -> str:
         """Return the state as text. Coloured parts are put in brackets, since colours often mark the player."""
-        if not self._has_begun:
+        if self._seen is None:
             raise gymnasium.error.ResetNeeded("reset the environment before its first frame")
         if self._game is not None:
             return self._game.describe(self.env.unwrapped, self._seen)
@@ -208,11 +205,8 @@ KNOWN_GAMES = {
 """Known games by gymnasium's name, without the version."""
 
 GYMNASIUM_ID = re.compile(r"(?:[\w-]+/)?[\w.-]+-v\d+")
-GYMNASIUM_OPTIONS = ("max_episode_steps",)
-"""Options that `gymnasium.make` accepts for every environment."""
-NOT_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Sequence", "Tuple")
-"""Gymnasium's action spaces that contain no text."""
-
+STEP_LIMIT = "max_episode_steps"
+"""Option that `gymnasium.make` accepts for every environment."""
 
 ENVIRONMENTS = Kind(
     "environment",
@@ -223,7 +217,7 @@ ENVIRONMENTS = Kind(
         "number_guessing": PlugIn("roll.agentic.library.question_games:NumberGuessingEnv"),
         "reasoning_gym": PlugIn("roll.agentic.library.question_games:ReasoningGymEnv", ("reasoning_gym",)),
         "sokoban": PlugIn("roll.agentic.library.grid_games:SokobanEnv"),
-        "textarena": PlugIn("roll.agentic.library.textarena:TextArenaEnv", ("textarena",)),
+        "textarena": PlugIn("roll.agentic.library.question_games:TextArenaEnv", ("textarena",)),
     },
     PlugIn,
     "package.module:Class",
@@ -266,13 +260,14 @@ class _Source:
     """Beginning of the paths of `env_type` and `env_config` in messages."""
     create: Callable[..., Any]
     """The class or factory whose signature is checked."""
-    call: Callable[..., Any]
-    """Function that makes the environment: `create`, or gymnasium's `make`."""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that gymnasium's registration sets."""
-    extra_options: tuple[str, ...] = ()
-    is_small: bool = False
-    """True if making it is fast and uses nothing but memory."""
+    spec: registration.EnvSpec | None = None
+    """Its registration with gymnasium, if it is made by that."""
+
+    @property
+    def is_small(self) -> bool:
+        """True if making it is fast and uses nothing but memory."""
+        is_gymnasiums_own = self.spec is not None and self.create.__module__.startswith("gymnasium.")
+        return is_gymnasiums_own or self.env_type in ENVIRONMENTS.built_in
 
     def checked(self, env_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the checked options of the environment, and those of an adapter. Raises `ConfigError`."""
@@ -281,26 +276,34 @@ class _Source:
         of_adapter: dict[str, inspect.Parameter] = {}
         if not takes_anything(parameters) and self.env_type not in ENVIRONMENTS.built_in:
             of_adapter = by_name(parameters_of(TextAdapter, "TextAdapter", self.at), filled={"env", *named})
-        settable = {
-            **parameters,
-            **of_adapter,
-            **{key: named[key].replace(default=value) for key, value in self.given.items() if key in named},
-            **{key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None) for key in self.extra_options},
-        }
+        settable = {**parameters, **of_adapter}
+        if self.spec is not None:
+            given = self.spec.kwargs
+            settable |= {key: each.replace(default=given[key]) for key, each in named.items() if key in given}
+            settable[STEP_LIMIT] = inspect.Parameter(STEP_LIMIT, inspect.Parameter.KEYWORD_ONLY, default=None)
         values = checked_arguments(self.env_type, settable, env_config, f"{self.at}env_config")
         options = {key: value for key, value in values.items() if key not in of_adapter}
         metadata = getattr(self.create, "metadata", None)
         render_modes = metadata.get("render_modes", ()) if isinstance(metadata, Mapping) else ()
-        if "render_mode" in named and "render_mode" not in options and "ansi" in render_modes:
-            options["render_mode"] = "ansi"
+        if "render_mode" in named and "ansi" in render_modes:
+            options.setdefault("render_mode", "ansi")
         return options, {key: value for key, value in values.items() if key in of_adapter}
 
     def made(self, options: dict[str, Any], adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
         """Make the environment as one of text. Raises `ConfigError`."""
         try:
-            return self._as_text(self.call(**options), adapter_options)
+            return self._as_text(self._bare(options), adapter_options)
         except BadOption as bad:
             raise problem(f"{self.at}env_config.{bad.option}", bad.message, bad.remedy) from bad
+
+    def _bare(self, options: dict[str, Any]) -> Any:
+        if self.spec is not None:
+            return gymnasium.make(self.spec, disable_env_checker=True, **options)
+        try:
+            return self.create(**options)
+        except ConfigError as error:  # of a part that has options of its own, such as tools
+            inside = [replace(each, path=f"{self.at}env_config.{each.path}") for each in error.problems]
+            raise ConfigError(inside) from error
 
     def _as_text(self, env: Any, adapter_options: dict[str, Any]) -> gymnasium.Env[str, str]:
         path = f"{self.at}env_type"
@@ -314,13 +317,12 @@ class _Source:
             except TypeError as cause:
                 remedy = "give it the render mode `ansi`, or wrap it into an environment that takes and gives text"
                 raise problem(path, str(cause), remedy) from cause
-        if type(space).__name__ in NOT_TEXT and type(space).__module__.startswith("gymnasium."):
+        if type(space).__module__.startswith("gymnasium.") and not isinstance(space, gymnasium.spaces.Text):
             message = f"`{self.env_type}` takes actions of {space}, which are no texts"
             raise problem(path, message, "wrap it into an environment that takes and gives text")
         if adapter_options:
             key = next(iter(adapter_options))
-            own = by_name(parameters_of(self.create, self.env_type, path))
-            hint = nearest_name_hint(key, {*own, *self.extra_options})
+            hint = nearest_name_hint(key, by_name(parameters_of(self.create, self.env_type, path)))
             message = f"`{self.env_type}` has no option `{key}`, and it takes text already"
             raise problem(f"{self.at}env_config.{key}", message, hint)
         return env
@@ -330,7 +332,7 @@ def _find(env_type: str, at: str) -> _Source:
     path = f"{at}env_type"
     module, _, name = env_type.partition(":")
     if name and GYMNASIUM_ID.fullmatch(name):
-        look_in_working_folder()  # the console command does not add the working folder
+        look_in_working_folder()
         try:
             importlib.import_module(module)
         except Exception as cause:
@@ -338,8 +340,7 @@ def _find(env_type: str, at: str) -> _Source:
             raise problem(path, message, IMPORT_REMEDY) from cause
         return _registered(env_type, name, at)
     if name or env_type in ENVIRONMENTS.names():
-        found = ENVIRONMENTS.load(env_type, path)
-        return _Source(env_type, at, found, found, is_small=env_type in ENVIRONMENTS.built_in)
+        return _Source(env_type, at, ENVIRONMENTS.load(env_type, path))
     return _registered(env_type, env_type, at)
 
 
@@ -361,10 +362,7 @@ def _registered(env_type: str, env_id: str, at: str) -> _Source:
     except Exception as cause:  # any error of its module, such as gymnasium's own error for a missing package
         message = f"`{env_type}` is registered, but cannot be imported ({type(cause).__name__}: {cause})"
         raise problem(path, message, "install what it needs, or correct its entry point") from cause
-
-    call = partial(gymnasium.make, spec, disable_env_checker=True)
-    is_small = create.__module__.startswith("gymnasium.")
-    return _Source(env_type, at, create, call, spec.kwargs, GYMNASIUM_OPTIONS, is_small)
+    return _Source(env_type, at, create, spec)
 
 
 for _built_in in ENVIRONMENTS.built_in.values():  # `FrozenLakeEnv` becomes `roll/FrozenLake-v0`

@@ -242,19 +242,22 @@ Made = TypeVar("Made")
 
 def made(
     name: str,
-    record: type[Made],
+    factory: Callable[..., Made],
     arguments: Mapping[str, Any],
     where: str,
     owners: Callable[[str], list[str]] = lambda key: [],
+    *,
+    filled: Collection[str] = (),
+    strict: bool = True,
 ) -> Made:
-    """Return the dataclass ``record`` made of a user's arguments, which are checked strictly (`checked_arguments`).
+    """Return what a class or function makes of a user's arguments, which are checked first (`checked_arguments`).
 
-    The dataclass itself checks relations between them: its ``__post_init__`` raises ``ValueError``.
+    It checks relations between them itself: it raises ``ValueError``.
     """
-    parameters = parameters_of(record, name, where)
-    checked = checked_arguments(name, parameters, arguments, where, strict=True, owners=owners)
+    parameters = parameters_of(factory, name, where)
+    checked = checked_arguments(name, parameters, arguments, where, filled=filled, strict=strict, owners=owners)
     try:
-        return record(**checked)
+        return factory(**checked)
     except ValueError as cause:
         raise problem(where, f"`{name}`: {cause}", "change one of them") from cause
 

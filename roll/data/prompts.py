@@ -25,6 +25,7 @@ from roll.configs.roles import DataArguments, ReasoningGymSource
 from roll.data.records import Prompt, derive_seed
 
 if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
@@ -307,16 +308,12 @@ def read_reasoning_gym(
     source: ReasoningGymSource, position: int, path: str
 ) -> tuple[list[PromptRow], list[ConfigProblem]]:
     """Return the tasks of the data set at ``position``, each entry as its own ground truth, and the problems."""
-    problems = _reasoning_gym_problems(source, path)
-    if problems:
-        return [], problems
-    from reasoning_gym import create_dataset
-
     try:
-        entries = list(create_dataset(source.dataset, size=source.size, seed=source.seed, **source.config))
-    except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
-        message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
-        return [], [ConfigProblem(f"{path}.config", message, "use values that this data set accepts")]
+        entries = list(reasoning_gym_dataset(source, f"{path}."))
+    except ConfigError as error:
+        return [], error.problems
+    except Exception as cause:
+        return [], _refused_arguments(source, f"{path}.", cause).problems
     task_set = {"dataset": source.dataset, "config": dict(source.config)}
     return [
         PromptRow(
@@ -332,23 +329,35 @@ def read_reasoning_gym(
     ], []
 
 
-def _reasoning_gym_problems(source: ReasoningGymSource, path: str) -> list[ConfigProblem]:
+def reasoning_gym_dataset(source: ReasoningGymSource, at: str) -> ProceduralDataset:
+    """Return the data set of a source. ``at`` is the beginning of the paths of its keys. Raises `ConfigError`."""
     try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        return [ConfigProblem(path, "the package `reasoning-gym` is not installed", "pip install reasoning-gym")]
-    if source.dataset not in DATASETS:
-        hint = nearest_name_hint(source.dataset, DATASETS)
-        return [ConfigProblem(f"{path}.dataset", f"reasoning-gym has no data set `{source.dataset}`", hint)]
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as cause:
+        message = "the package `reasoning-gym` is not installed"
+        raise problem(at.removesuffix("."), message, "pip install reasoning-gym") from cause
+    name = source.dataset
+    if name not in DATASETS:
+        raise problem(f"{at}dataset", f"reasoning-gym has no data set `{name}`", nearest_name_hint(name, DATASETS))
     problems = []
-    known = {each.name for each in dataclasses.fields(DATASETS[source.dataset][1])} - {"size", "seed"}
+    known = {each.name for each in dataclasses.fields(DATASETS[name][1])} - {"size", "seed"}
     for key in source.config:
         if key in ("size", "seed"):
-            problems.append(ConfigProblem(f"{path}.config.{key}", "is set in two places", f"use `{path}.{key}`"))
+            problems.append(ConfigProblem(f"{at}config.{key}", "is set in two places", "leave it out of `config`"))
         elif key not in known:
-            message = f"`{source.dataset}` has no argument `{key}`"
-            problems.append(ConfigProblem(f"{path}.config.{key}", message, nearest_name_hint(key, known)))
-    return problems
+            message = f"`{name}` has no argument `{key}`"
+            problems.append(ConfigProblem(f"{at}config.{key}", message, nearest_name_hint(key, known)))
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return create_dataset(name, size=source.size, seed=source.seed, **source.config)
+    except Exception as cause:  # each data set checks its arguments in its own way, mostly by assertions
+        raise _refused_arguments(source, at, cause) from cause
+
+
+def _refused_arguments(source: ReasoningGymSource, at: str, cause: Exception) -> ConfigError:
+    message = f"`{source.dataset}` refuses its arguments ({type(cause).__name__}: {cause})"
+    return problem(f"{at}config", message, "use values that this data set accepts")
 
 
 def tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:

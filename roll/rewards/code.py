@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import textwrap
 import time
@@ -25,7 +26,12 @@ from roll.sandbox.sandbox import GRACE_SECONDS, Limits, Sandbox, SandboxResult, 
 
 _MEBIBYTE = 2**20
 _OUTPUT_BYTES = 64 * 1024
-_PYTHON = ("python", "python3", "py")
+_BLOCK = re.compile(  # `*+` never backtracks, so any text takes linear time
+    r"^[^\S\n]*+(?P<fence>```++)[^\S\n]*+(?P<mark>[^\s`]*+)[^`\n]*+\n"
+    r"(?P<code>.*?)(?P<end>^[^\S\n]*+(?P=fence)`*+[^\S\n]*+$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A fenced block of Markdown. Without its end, it goes to the end of the text."""
 
 
 class CodeVerifier(PreparedVerifier):
@@ -42,21 +48,17 @@ class CodeVerifier(PreparedVerifier):
         max_concurrency: PositiveInt | None = None,
         accept_weak_sandbox: bool = False,
     ) -> None:
-        """Check the limits and prepare the sandbox.
+        """Prepare the sandbox. docs/rewards.md explains the arguments.
 
-        ``timeout_seconds``: for one response; its last part is left to the sandbox for cleaning up. ``score``: `all`
-        gives 1 if every test passes and else 0, and starts no further run after a failure; `share` gives the share of
-        passed tests. ``wall_seconds``, ``memory_mib``: limits of one run of the program. ``max_tests``: use only this
-        many of a prompt's tests, the first ones. ``max_concurrency``: programs at a time over all processes; default:
-        the number of cores of this machine. ``accept_weak_sandbox``: see `Sandbox`. Raises `ValueError` if one run does
-        not fit into the time for a response.
+        Raises `ValueError` if one run and its cleaning up do not fit into ``timeout_seconds``, the time for a response.
         """
         if wall_seconds + GRACE_SECONDS > timeout_seconds:
             raise ValueError(
                 f"`wall_seconds` {wall_seconds:g} and {GRACE_SECONDS:g} s for cleaning up do not fit into the "
                 f"`timeout_seconds` of the reward, {timeout_seconds:g}"
             )
-        self.max_concurrency = max_concurrency or _cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.max_concurrency = max_concurrency or cores or 1
         self._all = score == "all"
         self._seconds = timeout_seconds - GRACE_SECONDS
         self._wall_seconds = wall_seconds
@@ -114,27 +116,11 @@ class CodeVerifier(PreparedVerifier):
 def last_program(text: str) -> str | None:
     """Return the last closed fenced block marked as Python; without one, the last unmarked block; else None."""
     found: dict[bool, str] = {}
-    fence, mark = "", ""
-    lines: list[str] = []
-    for line in text.split("\n"):
-        bare = line.strip()
-        if fence:
-            if bare.startswith(fence) and not bare.strip("`"):
-                if mark in ("", *_PYTHON):
-                    found[bool(mark)] = textwrap.dedent("\n".join(lines))
-                fence = ""
-            else:
-                lines.append(line)
-        elif bare.startswith("```"):
-            after = bare.lstrip("`")
-            if "`" not in after:
-                fence, lines = bare[: len(bare) - len(after)], []
-                mark = after.split()[0].lower() if after.strip() else ""
+    for block in _BLOCK.finditer(text):
+        mark = block["mark"].lower()
+        if block["end"] and mark in ("", "python", "python3", "py"):
+            found[bool(mark)] = textwrap.dedent(block["code"].removesuffix("\n"))
     return found.get(True, found.get(False))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The code that runs a program inside the sandbox. The questions wait unread in a pipe until their turn, so the program
@@ -275,20 +261,6 @@ def _call_run(function: str, arguments: list[Any], expected: Any) -> Run:
     return Run(_CALLING, stdin, passed, expected_bytes=len(json.dumps(expected)))
 
 
-def _assert_run(asserts: list[str]) -> Run:
-    """Return a run of assertions, one after the other in the program's process.
-
-    Each one has its own proof, a random text that the process gets only after the assertion has held, and prints.
-    """
-    proofs = [secrets.token_hex(16) for _ in asserts]
-
-    def passed(result: SandboxResult) -> int:
-        return sum(proof in result.stdout for proof in proofs)
-
-    stdin = _sections(*(each for pair in zip(asserts, proofs, strict=True) for each in pair))
-    return Run(_ASSERTING, stdin, passed, tests=len(asserts))
-
-
 def _sections(*texts: str) -> str:
     """Return texts that a process can read from a pipe one by one, each preceded by its length in bytes."""
     return "".join(f"{len(text.encode('utf-8', 'replace')):016x}{text}" for text in texts)
@@ -310,11 +282,15 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> list[Run]:
     if not isinstance(ground_truth, Mapping):
         raise ValueError(f"the tests are a {type(ground_truth).__name__}; {_FORMS}")
     if "asserts" in ground_truth:
-        return _assert_runs(ground_truth, max_tests)
+        return [_assert_run(ground_truth, max_tests)]
     return _runs(ground_truth)[:max_tests]
 
 
-def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
+def _assert_run(tests: Mapping[str, Any], max_tests: int | None) -> Run:
+    """Return a run of assertions, one after the other in the program's process.
+
+    Each one has its own proof, a random text that the process gets only after the assertion has held, and prints.
+    """
     _only(tests, "asserts")
     asserts = [tests["asserts"]] if isinstance(tests["asserts"], str) else tests["asserts"]
     if not isinstance(asserts, list) or not asserts or any(not isinstance(each, str) for each in asserts):
@@ -325,7 +301,13 @@ def _assert_runs(tests: Mapping[str, Any], max_tests: int | None) -> list[Run]:
             compile(text, "asserts", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:  # it would fail every program
             raise ValueError(f"the assertion {text[:80]!r} is no Python ({cause})") from cause
-    return [_assert_run(kept)]
+    proofs = [secrets.token_hex(16) for _ in kept]
+
+    def passed(result: SandboxResult) -> int:
+        return sum(proof in result.stdout for proof in proofs)
+
+    stdin = _sections(*(each for pair in zip(kept, proofs, strict=True) for each in pair))
+    return Run(_ASSERTING, stdin, passed, tests=len(kept))
 
 
 def _runs(tests: Mapping[str, Any]) -> list[Run]:

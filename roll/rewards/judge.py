@@ -19,6 +19,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -51,32 +52,19 @@ class _Failed(Exception):
 
 
 class ChatClient:
-    """A connection pool to the judge's address. Belongs to one event loop."""
+    """A connection pool to the judge's address, opened by the first request. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        config: JudgeConfig,
-        *,
-        timeout_seconds: float,
-        retries: int,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-    ) -> None:
-        """Open the connection pool. ``timeout_seconds`` limits one request."""
+    def __init__(self, config: JudgeConfig, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
         self._config = config
         self._base_url = config.base_url.rstrip("/")
         self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
-        self._timeout_seconds = timeout_seconds
-        self._retries = retries
         self._sleep = sleep
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=aiohttp.ClientTimeout(total=timeout_seconds),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> tuple[str, int]:
         """Return the model's answer, and the number of failed requests before it.
@@ -90,7 +78,7 @@ class ChatClient:
             try:
                 return self._text_of(await self._request("POST", url, body)), attempt
             except _Failed as failed:
-                if not failed.passing or attempt == self._retries:
+                if not failed.passing or attempt == self._config.request_retries:
                     times = count(attempt + 1, "attempt")
                     raise RewardGaveUp(f"{url} gave no answer in {times}; the last one: {failed}") from None
                 await self._sleep(backoff(attempt) if failed.wait is None else failed.wait)
@@ -112,13 +100,20 @@ class ChatClient:
 
     async def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """Send one request and return the JSON object of its answer. Raises `_Failed`."""
+        seconds = self._config.request_timeout_seconds
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=aiohttp.ClientTimeout(total=seconds),
+                connector=aiohttp.TCPConnector(limit=0),
+            )
         try:
             async with self._session.request(method, url, json=body, allow_redirects=False) as response:
                 text = await self._read(response)
                 if response.status != 200:
                     raise self._refusal(response, text)
         except TimeoutError:
-            raise _Failed(f"no answer within {self._timeout_seconds:g} s", passing=True) from None
+            raise _Failed(f"no answer within {seconds:g} s", passing=True) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _Failed(self._without_key(f"{type(error).__name__}: {error}"), passing=True) from None
         try:
@@ -278,8 +273,7 @@ class Judge:
         self._template = config.template or DEFAULT_TEMPLATE.format(low=config.score_min, high=config.score_max)
         self._pattern = re.compile(config.score_pattern or DEFAULT_PATTERN)
         self.needs_ground_truth = "{ground_truth}" in self._template
-        self._sleep = sleep
-        self._client: ChatClient | None = None
+        self._client = ChatClient(config, sleep)
 
     async def __call__(
         self, prompt: str, messages: Sequence[dict[str, str]], response: str, ground_truth: Any
@@ -289,7 +283,9 @@ class Judge:
         asked = self.question(conversation_text(prompt, messages), response, ground_truth)
         conversation, retries, problem = asked, 0, ""
         for attempt in range(config.verdict_retries + 1):
-            answer, failed = await self._ask(conversation)
+            answer, failed = await self._client.chat(
+                conversation, temperature=config.temperature, max_tokens=config.max_tokens
+            )
             retries += failed
             try:
                 score = (self.verdict(answer) - config.score_min) / (config.score_max - config.score_min)
@@ -322,15 +318,7 @@ class Judge:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.close()
-
-    async def _ask(self, conversation: list[dict[str, str]]) -> tuple[str, int]:
-        config = self._config
-        if self._client is None:
-            timeout, retries = config.request_timeout_seconds, config.request_retries
-            self._client = ChatClient(config, timeout_seconds=timeout, retries=retries, sleep=self._sleep)
-        return await self._client.chat(conversation, temperature=config.temperature, max_tokens=config.max_tokens)
+        await self._client.close()
 
 
 def _output(score: float, retries: int, asked_again: int, fell_back: bool) -> RewardOutput:
@@ -356,7 +344,7 @@ def check_judge(config: JudgeConfig, path: str) -> None:
 
 
 async def _check(config: JudgeConfig, path: str) -> None:
-    client = ChatClient(config, timeout_seconds=PROBE_SECONDS, retries=0)
+    client = ChatClient(replace(config, request_timeout_seconds=PROBE_SECONDS, request_retries=0))
     try:
         known = await client.models()
         if known is None:  # some services have no such list; then a one-token answer is the proof

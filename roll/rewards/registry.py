@@ -13,17 +13,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from roll.configs.derived import reward_timeout
 from roll.configs.errors import ConfigProblem, nearest_name_hint
-from roll.configs.plugins import (
-    checked_arguments,
-    parameters_of,
-    problem,
-    require,
-    takes_anything,
-)
+from roll.configs.plugins import checked_arguments, made, parameters_of, problem, require, takes_anything
 from roll.configs.rewards import VERIFIERS, JudgeConfig, RewardConfig
 from roll.data.records import Prompt
 from roll.rewards.base import (
@@ -79,19 +74,22 @@ def resolve_verifier(config: RewardConfig, path: str) -> Verifier:
 
     Imports nothing heavy except the module that a user names. Raises `ConfigError` with every problem.
     """
-    name = config.verifier
     if config.judge is not None:
         return _judge(config.judge, path)
-    record = VERIFIERS.find(name, f"{path}.verifier")
-    function = VERIFIERS.load(name, f"{path}.verifier")
-    parameters = parameters_of(function, name, f"{path}.verifier")
+    name, where = config.verifier, f"{path}.verifier"
+    record = VERIFIERS.find(name, where)
+    function = VERIFIERS.load(name, where)
+    parameters = parameters_of(function, name, where)
+    given, where_given = config.verifier_args, f"{where}_args"
     arguments: dict[str, Any] = {}
-    prepared: PreparedVerifier | None = None
+    prepared: Any = None
     if isinstance(function, type) and issubclass(function, PreparedVerifier):
-        function = prepared = _prepared(function, parameters, config, path)
-        parameters = parameters_of(function, name, f"{path}.verifier")
+        limit = {"timeout_seconds": reward_timeout(config)} if "timeout_seconds" in parameters else {}
+        filled = {*VERIFIER_FIELDS, *limit}
+        function = prepared = made(name, partial(function, **limit), given, where_given, filled=filled, strict=False)
+        parameters = parameters_of(function, name, where)
     else:
-        arguments = _checked_arguments(parameters, config, path)
+        arguments = checked_arguments(name, parameters, given, where_given, filled=VERIFIER_FIELDS)
     anything = takes_anything(parameters)
     truth = parameters.get("ground_truth")
     return Verifier(
@@ -116,23 +114,6 @@ def check_machine(verifier: Verifier, path: str) -> None:
         verifier.prepared.check_machine()
     except VerifierUnavailable as cause:
         raise problem(f"{path}.verifier", str(cause), "mend that, or choose another verifier") from cause
-
-
-def _prepared(
-    made_by: type[PreparedVerifier], parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str
-) -> Any:
-    limit = {"timeout_seconds": reward_timeout(config)} if "timeout_seconds" in parameters else {}
-    settable = {key: each for key, each in parameters.items() if key not in limit}
-    arguments = _checked_arguments(settable, config, path)
-    try:
-        return made_by(**limit, **arguments)
-    except ValueError as cause:
-        raise problem(f"{path}.verifier_args", str(cause), "change one of them") from cause
-
-
-def _checked_arguments(parameters: Mapping[str, inspect.Parameter], config: RewardConfig, path: str) -> dict[str, Any]:
-    where = f"{path}.verifier_args"
-    return checked_arguments(config.verifier, parameters, config.verifier_args, where, filled=VERIFIER_FIELDS)
 
 
 def _judge(config: JudgeConfig, path: str) -> Verifier:

@@ -136,14 +136,11 @@ class Sandbox:
 
     async def run_async(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
         """Run a program like `run`, without blocking the event loop. Cancelling ends the program."""
-        level = self._level if self._level is not None else await asyncio.to_thread(self._strongest_level)
+        level = self._level if self._level is not None else await asyncio.to_thread(self.check)
         return await _run(self._interpreter, level, code, stdin, limits or Limits())
 
-    def check(self) -> None:
-        """Raise `SandboxUnavailable` if no program can be run here. The first call takes a moment."""
-        self._strongest_level()
-
-    def _strongest_level(self) -> Level:
+    def check(self) -> Level:
+        """Return the level of this machine, found at the first call. Raises `SandboxUnavailable`."""
         with self._choosing:
             if self._level is None:
                 self._level = self._choose()

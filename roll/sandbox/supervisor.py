@@ -4,23 +4,38 @@ It reads its task from its standard input; end-of-file there means that the answ
 answer to its standard output; after that no process of the program is left. It runs in a bare interpreter for each
 program, so the modules here (all but `sandbox`) import only parts of the standard library that load in a few
 milliseconds.
+
+On the way to the program each process gives up privileges. With namespaces: supervisor -> builder (makes the namespaces
+and the file system) -> first process of the process namespace (its end is the end of all others in it) -> program.
+Without: supervisor -> program. Failures on the way, the process id of the first process and the end of the program are
+lines of text on the status pipe.
 """
 
 from __future__ import annotations
 
 import marshal
 import os
+import resource
 import select
 import sys
 import time
 
-from roll.sandbox import kernel
-from roll.sandbox.filesystem import folder_bytes, remove_folder
-from roll.sandbox.program import FIRST_PRIVATE_UID, Launch, Setup, become
+from roll.sandbox import filesystem, kernel
+
+TYPE_CHECKING = False  # not from `typing`, which takes longer to load than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WATCH_SECONDS = 0.02
 _CHUNK = 65536
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+FIRST_PRIVATE_UID = 2_000_000_000
+"""A program started by root gets a user of its own: this number plus the process id of its supervisor."""
+INSIDE_ID = 1000
+"""User and group of a program in a user namespace, as the program sees them."""
+NOBODY = 65534
+_NPROC_PER_NAMESPACE = (5, 14)
+"""Linux version since which processes are counted per user namespace."""
 
 
 def main() -> None:
@@ -36,7 +51,230 @@ def main() -> None:
         sys.stdout.buffer.write(repr(program.answer()).encode())
         sys.stdout.buffer.flush()
     else:
-        remove_folder(setup.folder)  # the caller may be dead
+        filesystem.remove_folder(setup.folder)  # the caller may be dead
+
+
+class Setup:
+    """The supervisor's task. Not a dataclass: the module `dataclasses` takes longer to load than all of this."""
+
+    code: bytes
+    stdin: bytes
+    interpreter: str
+    folder: str
+    """Mount point of the new root; without namespaces the folder that the program runs in."""
+    level: str
+    """`namespaces`, `own_user` or `same_user`."""
+    visible: tuple[str, ...]
+    wall_seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    disk_bytes: int
+    file_bytes: int
+    processes: int
+    open_files: int
+    output_bytes: int
+
+    def __init__(self, values: dict[str, object]) -> None:
+        vars(self).update(values)
+        self.namespaces = self.level == "namespaces"
+
+
+class Identity:
+    """The user and group of the program."""
+
+    def __init__(self, level: str, supervisor_pid: int) -> None:
+        """Choose them for a program at this level."""
+        is_root = os.geteuid() == 0
+        own = FIRST_PRIVATE_UID + supervisor_pid
+        self.private = is_root and _exists(own)
+        """True if no other process on the machine has this user."""
+        self.user_namespace = level == "namespaces" and not is_root
+        self.uid, self.gid = os.geteuid(), os.getegid()
+        if is_root:
+            self.uid = self.gid = own if self.private else NOBODY
+        elif self.user_namespace:
+            self.uid = self.gid = INSIDE_ID
+
+    @property
+    def counted_apart(self) -> bool:
+        """True if the process limit counts only this program's processes."""
+        major, minor = os.uname().release.split(".")[:2]
+        version = int(major), int("".join(filter(str.isdigit, minor)))
+        return self.private or (self.user_namespace and version >= _NPROC_PER_NAMESPACE)
+
+
+def _exists(uid: int) -> bool:
+    """Return True if this user namespace has the user (a container's may have few)."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(number) for number in line.split()] for line in file]
+    return any(first <= uid < first + length for first, _, length in ranges)
+
+
+class Launch:
+    """The way of one program from the supervisor to its first line."""
+
+    def __init__(self, setup: Setup, standard_files: tuple[int, int, int], status: int) -> None:
+        """Choose the program's user. The numbers are its ends of the standard pipes, and of the status pipe."""
+        self._setup = setup
+        self._standard_files = standard_files
+        self._status = status
+        self.identity = Identity(setup.level, os.getpid())
+
+    def start(self) -> int:
+        """Fork and return the process id of the supervisor's child: the builder, or the program itself."""
+        supervisor = os.getpid()
+        if not self._setup.namespaces:
+            with open(os.path.join(self._setup.folder, filesystem.PROGRAM_FILE), "wb") as file:
+                file.write(self._setup.code)
+            os.chown(self._setup.folder, self.identity.uid, self.identity.gid)
+        pid = os.fork()
+        if pid == 0:
+            self._guarded(lambda: self._build(supervisor) if self._setup.namespaces else self._become_program())
+        return pid
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """Run a forked process's action, report a failure, and exit. No caller may act on the way out."""
+        try:
+            action()
+        except Exception as error:
+            self._note(f"failed {type(error).__name__}: {error}")
+        raise SystemExit(1)
+
+    def _note(self, line: str) -> None:
+        os.write(self._status, f"{line[:2000]}\n".encode())
+
+    def _build(self, supervisor: int) -> None:
+        _die_with_parent(supervisor)
+        _write_about_itself(_FIRST_VICTIM)
+        setup, identity = self._setup, self.identity
+        flags = (
+            kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+        )
+        if identity.user_namespace:
+            uid, gid = os.geteuid(), os.getegid()
+            kernel.unshare(flags | kernel.CLONE_NEWUSER)
+            maps = {"uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
+            _write_about_itself({"setgroups": "deny"} | maps)
+        else:
+            kernel.unshare(flags)
+        owner = identity.uid, identity.gid
+        filesystem.enter(setup.folder, setup.visible, setup.code, setup.disk_bytes, owner)
+        first = os.fork()
+        if first == 0:
+            self._guarded(self._be_first_process)
+        self._note(f"first {first}")
+        _close_all_but()
+        os.waitpid(first, 0)
+
+    def _be_first_process(self) -> None:
+        """Wait for the program, reap all other children, then end.
+
+        Nothing inside the namespace can kill this process.
+        """
+        self._become_user()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        _die_with_parent(None)
+        program = os.fork()
+        if program == 0:
+            self._guarded(self._become_program)
+        _close_all_but(self._status)
+        while True:
+            pid, status, usage = os.wait4(-1, 0)
+            if pid == program:
+                self._note(f"ended {status} {usage.ru_utime + usage.ru_stime:.3f}")
+                return
+
+    def _become_program(self) -> None:
+        setup = self._setup
+        os.setsid()
+        if not self._setup.namespaces:
+            os.chdir(setup.folder)
+            _write_about_itself(_FIRST_VICTIM)
+        for number, end in enumerate(self._standard_files):
+            os.dup2(end, number)
+        self._become_user()
+        self._limit()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if not os.access(setup.interpreter, os.X_OK):
+            raise PermissionError(f"{setup.interpreter} cannot be run by the user of the program")
+        try:
+            kernel.filter_system_calls(signal_only_self=setup.level == "same_user")
+        except OSError as error:
+            self._note(f"unfiltered {error}")
+        file = os.path.join("/" if setup.namespaces else setup.folder, filesystem.PROGRAM_FILE)
+        os.execve(setup.interpreter, [setup.interpreter, "-I", "-S", "-B", "-u", "-X", "utf8", file], {})
+
+    def _become_user(self) -> None:
+        """Switch from root (of the machine or of a new user namespace) to the program's user. May be called twice."""
+        if os.geteuid() == 0:
+            become(self.identity.uid, self.identity.gid)
+
+    def _limit(self) -> None:
+        setup = self._setup
+        limits = {
+            resource.RLIMIT_CPU: (setup.cpu_seconds, setup.cpu_seconds + 1),
+            resource.RLIMIT_AS: setup.memory_bytes,
+            resource.RLIMIT_FSIZE: setup.file_bytes,
+            resource.RLIMIT_NOFILE: setup.open_files,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        if self.identity.counted_apart:
+            limits[resource.RLIMIT_NPROC] = setup.processes + self._setup.namespaces  # and the first process
+        elif not self._setup.namespaces:
+            limits[resource.RLIMIT_NPROC] = setup.processes + _tasks_of_user(self.identity.uid)
+        for which, value in limits.items():
+            soft, hard = value if isinstance(value, tuple) else (value, value)
+            allowed = resource.getrlimit(which)[1]
+            if allowed != resource.RLIM_INFINITY:
+                soft, hard = min(soft, allowed), min(hard, allowed)
+            resource.setrlimit(which, (soft, hard))
+
+
+def become(uid: int, gid: int) -> None:
+    """Give up root for good."""
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def _tasks_of_user(uid: int) -> int:
+    """Return the number of processes and threads of a user, for limits that count all of them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+_FIRST_VICTIM = {"oom_score_adj": "1000"}
+"""Makes the kernel kill the program before any other process when memory runs out."""
+
+
+def _write_about_itself(texts: dict[str, str]) -> None:
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise the files belong to root
+    for name, text in texts.items():
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def _die_with_parent(parent: int | None) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _close_all_but(*kept: int) -> None:
+    low = 0
+    for each in sorted(kept):
+        os.closerange(low, each)
+        low = each + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
 class Watched:
@@ -45,7 +283,6 @@ class Watched:
     def __init__(self, setup: Setup) -> None:
         """Start the program."""
         self._setup = setup
-        self._namespaces = setup.level == "namespaces"
         stdin, self._feed = os.pipe()
         self._out, stdout = os.pipe()
         self._err, stderr = os.pipe()
@@ -96,12 +333,15 @@ class Watched:
     def end(self) -> None:
         """Kill all processes of the program; none runs when this returns."""
         first = self._note("first")
-        if self._child_status is None and self._namespaces:
+        if self._child_status is None and self._setup.namespaces:
             os.kill(int(first[0]) if first else self._child, kernel.SIGKILL)
         while self._reap():
-            if not self._namespaces:
+            if not self._setup.namespaces:
                 for pid in descendants(os.getpid()):
-                    _kill(pid)
+                    try:
+                        os.kill(pid, kernel.SIGKILL)
+                    except ProcessLookupError:
+                        continue
                 if self._identity.private:
                     end_all_of_user(self._identity.uid)
             time.sleep(0.001)
@@ -114,7 +354,7 @@ class Watched:
             while self._read_from(end) and self._killed_because == before:
                 pass
         status, cpu_seconds = self._child_status or 0, self._child_cpu_seconds
-        if self._namespaces:
+        if self._setup.namespaces:
             ended = self._note("ended")
             status, cpu_seconds = (int(ended[0]), float(ended[1])) if ended else (kernel.SIGKILL, 0.0)
         returncode = os.waitstatus_to_exitcode(status)
@@ -184,7 +424,7 @@ class Watched:
             self._killed_because = "processes"
         elif memory > setup.memory_bytes:
             self._killed_because = "memory"
-        elif not self._namespaces and folder_bytes(setup.folder) > setup.disk_bytes:
+        elif not self._setup.namespaces and filesystem.folder_bytes(setup.folder) > setup.disk_bytes:
             self._killed_because = "disk"
 
     def _note(self, kind: str) -> list[str] | None:
@@ -196,13 +436,6 @@ class Watched:
         return None
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, kernel.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def descendants(root: int) -> list[int]:
     """Return the process ids of all living descendants of ``root``.
 
@@ -212,7 +445,7 @@ def descendants(root: int) -> list[int]:
         found = _by_children(root)
     except (FileNotFoundError, ProcessLookupError):  # this kernel has no such file, or `root` has just ended
         found = _by_parents(root)
-    return [pid for pid in found if not _is_ended(pid)]
+    return [pid for pid in found if (fields := _stat(pid)) and fields[0] not in (b"Z", b"X")]
 
 
 def _by_children(root: int) -> list[int]:
@@ -247,11 +480,6 @@ def _stat(pid: int) -> list[bytes] | None:
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-
-
-def _is_ended(pid: int) -> bool:
-    fields = _stat(pid)
-    return fields is None or fields[0] in (b"Z", b"X")
 
 
 def count_and_memory(pids: list[int]) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.base import BadOption, observation_from
-from roll.agentic.library.question_games import NumberGuessingEnv, ReasoningGymEnv
+from roll.agentic.library.question_games import NumberGuessingEnv, ReasoningGymEnv, TextArenaEnv
+from roll.agentic.registry import make_env
+from roll.configs.errors import ConfigError, problems_of
 
 # Number guessing
 
@@ -79,9 +81,9 @@ def test_all_numbers_are_drawn():
     [({"low": 5, "high": 5}, "high"), ({"max_guesses": 0}, "max_guesses"), ({"action_format": "x"}, "action_format")],
 )
 def test_a_game_that_cannot_work_is_named(options, option):
-    with pytest.raises(BadOption) as caught:
+    assert [each.path for each in problems_of(lambda: make_env("number_guessing", options))] == [f"env_config.{option}"]
+    with pytest.raises(ValueError, match=option):
         NumberGuessingEnv(**options)
-    assert caught.value.option == option
 
 
 # reasoning-gym
@@ -147,17 +149,17 @@ def test_a_scorer_that_fails_gives_no_score():
     ("options", "option"),
     [
         ({"dataset": "chain_smu"}, "dataset"),
-        ({"dataset": "chain_sum", "config": {"min_trems": 2}}, "config"),
-        ({"dataset": "chain_sum", "config": {"seed": 2}}, "config"),
+        ({"dataset": "chain_sum", "config": {"min_trems": 2}}, "config.min_trems"),
+        ({"dataset": "chain_sum", "config": {"seed": 2}}, "config.seed"),
         ({"dataset": "chain_sum", "config": {"min_terms": -2}}, "config"),
         ({"dataset": "chain_sum", "max_attempts": 0}, "max_attempts"),
         ({"dataset": "chain_sum", "action_format": "x"}, "action_format"),
     ],
 )
 def test_a_task_that_cannot_work_is_named(options, option):
-    with pytest.raises(BadOption) as caught:
+    assert [each.path for each in problems_of(lambda: make_env("reasoning_gym", options))] == [f"env_config.{option}"]
+    with pytest.raises((ConfigError, ValueError), match=option):
         ReasoningGymEnv(**options)
-    assert caught.value.option == option
 
 
 # TextArena
@@ -166,8 +168,6 @@ textarena_is_here = pytest.mark.needs("textarena")
 
 
 def textarena_env(**options):
-    from roll.agentic.library.textarena import TextArenaEnv
-
     return TextArenaEnv(**{"game": "GuessTheNumber-v0", **options})
 
 

@@ -191,7 +191,7 @@ def test_names_must_fit_the_actions():
 def test_environments_load_no_heavy_library():
     code = (
         "import sys; import roll.agentic.registry, roll.agentic.conformance, roll.agentic.frames\n"
-        "import roll.agentic.library.textarena, roll.agentic.library.question_games\n"
+        "import roll.agentic.library.question_games\n"
         "from roll.agentic.registry import make_env\n"
         "for name in ('frozen_lake', 'sokoban', 'number_guessing', 'Taxi-v4'): make_env(name, {}).reset(seed=1)\n"
         "heavy = {'torch', 'transformers', 'vllm', 'ray', 'reasoning_gym', 'textarena', 'pygame'}\n"

@@ -344,7 +344,7 @@ def test_malformed_tests_are_found_before_the_run_with_their_prompt():
         ({"memory_mib": "much"}, {}, ".memory_mib", "does not fit"),
         ({"max_tests": 0}, {}, ".max_tests", "greater than 0"),
         ({"max_concurrency": -1}, {}, ".max_concurrency", "greater than 0"),
-        ({"timeout_seconds": 5}, {}, ".timeout_seconds", "no argument"),
+        ({"timeout_seconds": 5}, {}, ".timeout_seconds", "filled by the run"),
         ({"response": "x"}, {}, ".response", "filled by the run"),
         ({"wall_seconds": 55}, {}, "", "do not fit into the `timeout_seconds`"),
         ({}, {"timeout_seconds": 15}, "", "do not fit into the `timeout_seconds`"),

@@ -11,12 +11,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import gymnasium
 import numpy as np
+from pydantic import Field, validate_call
 
-from roll.agentic.base import ActionFormat, BadOption, ResetAnswer, StepAnswer, TextGame, action_reader
+from roll.agentic.base import ActionFormat, BadOption, Count, ResetAnswer, StepAnswer, TextGame, action_reader
 
 Cell = tuple[int, int]
 """Row and column, counted from 0 at the top left."""
@@ -81,15 +81,11 @@ class GridGame(TextGame):
         symbols: Mapping[str, str] | None,
         render_mode: str | None,
     ) -> None:
-        """Check and keep the options that all games have. Raises `BadOption`."""
-        if observation not in ("grid", "spaced", "coordinates"):
-            message = f"{observation!r} is no way to write a grid"
-            raise BadOption("observation", message, "`grid`, `spaced` or `coordinates`")
+        """Keep the options that all games have. Raises `BadOption`."""
         super().__init__(render_mode)
         self._reader = action_reader(tuple(self.DIRECTIONS), action_names, action_format)
         self._symbols = _with_symbols(self.SYMBOLS, symbols)
         self._style, self._instructions, self._rules = observation, instructions, self.RULES
-        self._success = False
 
     @property
     def example_actions(self) -> tuple[str, ...]:
@@ -100,15 +96,21 @@ class GridGame(TextGame):
         chosen = self._reader.read(action)
         if chosen is None:
             note = f"{self._reader.complaint()}\n" if self._instructions else ""
-            return note + self._text(), 0.0, False, False, self._info(action_is_valid=False, is_effective=False)
-        reward, is_over, is_effective = self._move(chosen)
-        return self._text(), reward, is_over, False, self._info(action_is_valid=True, is_effective=is_effective)
+            info = self._info(action_is_valid=False, action_is_effective=False)
+            return note + self._written(self._style), 0.0, False, False, info
+        reward, outcome, is_effective = self._move(chosen)
+        info = self._info(success=bool(outcome), action_is_effective=is_effective)
+        return self._written(self._style), reward, outcome is not None, False, info
 
     def render(self) -> str:
         return self._written("grid")
 
-    def _move(self, chosen: int) -> tuple[float, bool, bool]:
-        """Carry out the action of this number. Return the reward, and whether the game is over and anything changed."""
+    def _move(self, chosen: int) -> tuple[float, bool | None, bool]:
+        """Carry out the action of this number.
+
+        Return the reward, the outcome (True if the game is won, False if it is lost, None if it goes on), and True if
+        anything changed.
+        """
         raise NotImplementedError
 
     def _kinds(self) -> list[list[str]]:
@@ -117,23 +119,11 @@ class GridGame(TextGame):
 
     def _begun(self) -> ResetAnswer:
         """Return the answer to a reset."""
-        self._success = False
-        info = {"state": self.render(), "success": False}
+        info = self._info()
         if self._instructions:
             legend = "" if self._style == "coordinates" else f" {self.LEGEND.format(**self._symbols)}"
             info["system"] = f"{self._rules}{legend} {self._reader.instructions()}"
-        return self._text(), info
-
-    def _info(self, *, action_is_valid: bool, is_effective: bool) -> dict[str, Any]:
-        return {
-            "action_is_valid": action_is_valid,
-            "success": self._success,
-            "state": self.render(),
-            "metrics": {"action_is_effective": is_effective},
-        }
-
-    def _text(self) -> str:
-        return self._written(self._style)
+        return self._written(self._style), info
 
     def _written(self, style: GridStyle) -> str:
         kinds = self._kinds()
@@ -179,10 +169,11 @@ class FrozenLakeEnv(GridGame):
     RULES = "You walk over a frozen lake to the goal, one step at a time. Holes end the game."
     LEGEND = "{player} is you, {frozen} ice, {hole} a hole, {goal} the goal."
 
+    @validate_call
     def __init__(
         self,
-        size: int = 4,
-        hole_probability: float = 0.2,
+        size: Annotated[int, Field(ge=2)] = 4,
+        hole_probability: Annotated[float, Field(ge=0, le=1)] = 0.2,
         is_slippery: bool = False,
         random_start: bool = False,
         disjoint_maps: bool = True,
@@ -197,20 +188,8 @@ class FrozenLakeEnv(GridGame):
         hole_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Check and keep the options. Raises `BadOption`.
-
-        ``map``: rows of ``S`` (start), ``F`` (frozen), ``H`` (hole) and ``G`` (goal), instead of random maps.
-        ``is_slippery``: a move goes in the chosen direction, or to its left or right, with equal probability.
-        ``instructions``: add a system message and text about invalid actions; without it, observations are only grids.
-        ``action_names``: names for left, down, right, up. ``disjoint_maps``: maps of even seeds (training) and of odd
-        seeds (validation) do not overlap, except where `random_map` finds no map of the right half. ``step_reward``:
-        reward of steps that do not end the episode.
-        """
+        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
         super().__init__(observation, instructions, action_format, action_names, symbols, render_mode)
-        if size < 2:
-            raise BadOption("size", f"{size} is too small", "at least 2")
-        if not 0 <= hole_probability <= 1:
-            raise BadOption("hole_probability", f"{hole_probability} is no probability", "between 0 and 1")
         self._fixed = None if map is None else _read_map(map)
         self._size, self._hole_probability = size, hole_probability
         self._is_slippery, self._random_start = is_slippery, random_start
@@ -226,30 +205,23 @@ class FrozenLakeEnv(GridGame):
             self._rows, start = random_map(self._size, self._hole_probability, self.np_random, side), (0, 0)
         else:
             self._rows, start = self._fixed
-        self._player = self._random_place() if self._random_start else start
+        if self._random_start:
+            places = sorted(starts(self._rows))
+            start = places[self.np_random.integers(len(places))]
+        self._player = start
         return self._begun()
 
-    def _move(self, chosen: int) -> tuple[float, bool, bool]:
+    def _move(self, chosen: int) -> tuple[float, bool | None, bool]:
         if self._is_slippery:
             chosen = int(chosen + self.np_random.integers(-1, 2)) % len(self.DIRECTIONS)
         target = moved(self._player, tuple(self.DIRECTIONS.values())[chosen])
         is_effective = _is_inside(self._rows, target)
         self._player = target if is_effective else self._player
-        self._success = self._here() == "G"
-        return self._rewards[self._here()], self._here() in "GH", is_effective
+        here = self._here()
+        return self._rewards[here], {"F": None, "H": False, "G": True}[here], is_effective
 
     def _here(self) -> str:
         return self._rows[self._player[0]][self._player[1]]
-
-    def _random_place(self) -> Cell:
-        """Return a random cell of ice from which the goal can be reached."""
-
-        def is_ice(cell: Cell) -> bool:
-            return _is_inside(self._rows, cell) and self._rows[cell[0]][cell[1]] not in "HG"
-
-        goals = _cells(self._rows, "G")
-        places = sorted(set().union(*(reachable(goal, is_ice) for goal in goals)) - set(goals))
-        return places[self.np_random.integers(len(places))]
 
     def _kinds(self) -> list[list[str]]:
         kinds = [[{"F": "frozen", "H": "hole", "G": "goal"}[each] for each in row] for row in self._rows]
@@ -269,13 +241,13 @@ def random_map(
     for _ in range(DRAWS):
         rows = np.where(random.random((size, size)) < hole_probability, "H", "F").tolist()
         rows[0][0], rows[-1][-1] = "F", "G"
-        if _is_solvable(rows) and side in (None, side_of("\n".join(map("".join, rows)))):
+        if (0, 0) in starts(rows) and side in (None, side_of("\n".join(map("".join, rows)))):
             return rows
     holes = _cells(rows, "H")
     for index in random.permutation(len(holes)):
         row, column = holes[index]
         rows[row][column] = "F"
-        if _is_solvable(rows):
+        if (0, 0) in starts(rows):
             break
     return rows
 
@@ -285,24 +257,28 @@ def _read_map(map: Sequence[str]) -> tuple[list[list[str]], Cell]:
     rows = [list(str(row)) for row in map]
     if len({len(row) for row in rows}) != 1 or not set().union(*rows) <= set("SFHG"):
         raise BadOption("map", f"{list(map)} is no map", "rows of one length, of the letters S, F, H and G")
-    starts = _cells(rows, "S")
-    if len(starts) != 1:
-        raise BadOption("map", f"it has {len(starts)} starts", "exactly one S")
-    if not _is_solvable(rows, starts[0]):
+    marked = _cells(rows, "S")
+    if len(marked) != 1:
+        raise BadOption("map", f"it has {len(marked)} starts", "exactly one S")
+    start = marked[0]
+    if start not in starts(rows):
         raise BadOption("map", "no goal can be reached from the start", "connect S and G by F")
-    rows[starts[0][0]][starts[0][1]] = "F"
-    return rows, starts[0]
+    rows[start[0]][start[1]] = "F"
+    return rows, start
+
+
+def starts(rows: Sequence[Sequence[str]]) -> set[Cell]:
+    """Return the cells of ice from which a goal can be reached."""
+
+    def is_ice(cell: Cell) -> bool:
+        return _is_inside(rows, cell) and rows[cell[0]][cell[1]] not in "HG"
+
+    goals = _cells(rows, "G")
+    return set().union(*(reachable(goal, is_ice) for goal in goals)) - set(goals)
 
 
 def _is_inside(rows: Sequence[Sequence[str]], cell: Cell) -> bool:
     return 0 <= cell[0] < len(rows) and 0 <= cell[1] < len(rows[0])
-
-
-def _is_solvable(rows: list[list[str]], start: Cell = (0, 0)) -> bool:
-    def is_free(cell: Cell) -> bool:
-        return _is_inside(rows, cell) and rows[cell[0]][cell[1]] != "H"
-
-    return not set(_cells(rows, "G")).isdisjoint(reachable(start, is_free))
 
 
 @dataclass(frozen=True)
@@ -391,12 +367,13 @@ class SokobanEnv(GridGame):
         "{target} a target, {box_on_target} a box on a target."
     )
 
+    @validate_call
     def __init__(
         self,
         dim_room: Sequence[int] = (6, 6),
-        num_boxes: int = 1,
-        search_depth: int = 20,
-        wall_share: float = 0.2,
+        num_boxes: Count = 1,
+        search_depth: Count = 20,
+        wall_share: Annotated[float, Field(ge=0, le=0.6)] = 0.2,
         disjoint_levels: bool = True,
         observation: GridStyle = "grid",
         instructions: bool = True,
@@ -409,56 +386,46 @@ class SokobanEnv(GridGame):
         finish_reward: float = 10.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Check and keep the options. Raises `BadOption`.
-
-        ``dim_room``: rows and columns, including the outer walls. ``search_depth``: number of pulls tried when a level
-        is made; more give harder levels. ``wall_share``: share of the inside that becomes wall. ``disjoint_levels``:
-        levels of even seeds (training) and of odd seeds (validation) do not overlap, except where none of `DRAWS`
-        levels is of the right half. ``instructions``: add a system message and text about invalid actions; without it,
-        observations are only grids. ``action_names``: names for up, down, left, right.
-        """
+        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
         super().__init__(observation, instructions, action_format, action_names, symbols, render_mode)
-        self._room = _checked_room(dim_room)
-        _check_generation(self._room, num_boxes, search_depth, wall_share)
+        if len(dim_room) != 2 or min(dim_room) < 3 or max(dim_room) < 5:
+            message = f"{list(dim_room)} leaves no place to push"
+            raise BadOption("dim_room", message, "[rows, columns], outer walls included, at least [3, 5]")
+        self._room = rows, columns = dim_room[0], dim_room[1]
+        most = (rows - 2) * (columns - 2) // CELLS_PER_BOX
+        if num_boxes > most:
+            message = f"{num_boxes} boxes do not fit a room of {rows} x {columns}"
+            raise BadOption("num_boxes", message, f"from 1 to {most}")
         self._num_boxes, self._search_depth, self._wall_share = num_boxes, search_depth, wall_share
         self._disjoint_levels = disjoint_levels
         self._step_reward, self._finish_reward = step_reward, finish_reward
         self._on_reward, self._off_reward = box_on_target_reward, box_off_target_reward
-        self._level: Level | None = None
+        self.level = Level(0, 0, frozenset(), frozenset(), frozenset(), (0, 0))
+        """The current level; empty before the first reset."""
 
     def _begin(self, seed: int | None) -> ResetAnswer:
         for _ in range(DRAWS):
-            self._level = make_level(self._room, self._num_boxes, self._search_depth, self._wall_share, self.np_random)
+            self.level = make_level(self._room, self._num_boxes, self._search_depth, self._wall_share, self.np_random)
             if seed is None or not self._disjoint_levels or side_of(self.render()) == seed % 2:
                 break
         return self._begun()
 
-    @property
-    def level(self) -> Level:
-        """The current level. Raises `gymnasium.error.ResetNeeded` before the first reset."""
-        if self._level is None:
-            raise gymnasium.error.ResetNeeded("there is no level before the first reset")
-        return self._level
-
-    def _move(self, chosen: int) -> tuple[float, bool, bool]:
+    def _move(self, chosen: int) -> tuple[float, bool | None, bool]:
         before = self.level
         pushed = before.after_push(tuple(self.DIRECTIONS.values())[chosen])
-        after = self._level = pushed or before
-        self._success = after.is_solved()
+        after = self.level = pushed or before
         gained = after.boxes_on_target() - before.boxes_on_target()
         reward = self._step_reward
         reward += self._on_reward if gained > 0 else self._off_reward if gained < 0 else 0.0
-        return reward + (self._finish_reward if self._success else 0.0), self._success, pushed is not None
+        if after.is_solved():
+            return reward + self._finish_reward, True, True
+        return reward, None, pushed is not None
 
-    def _info(self, *, action_is_valid: bool, is_effective: bool) -> dict[str, Any]:
-        info = super()._info(action_is_valid=action_is_valid, is_effective=is_effective)
-        info["metrics"]["boxes_on_target"] = self.level.boxes_on_target() / self._num_boxes
-        return info
+    def _info(self, **known: Any) -> dict[str, Any]:
+        return super()._info(**known, boxes_on_target=self.level.boxes_on_target() / self._num_boxes)
 
     def _kinds(self) -> list[list[str]]:
-        if self._level is None:
-            return []
-        return [[self._level.kind((r, c)) for c in range(self._level.width)] for r in range(self._level.height)]
+        return [[self.level.kind((r, c)) for c in range(self.level.width)] for r in range(self.level.height)]
 
 
 def make_level(
@@ -513,21 +480,3 @@ def _pulled_apart(level: Level | None, search_depth: int, random: np.random.Gene
 def _distance(level: Level) -> int:
     """Return the sum of the steps from each box to its nearest target, ignoring walls."""
     return sum(min(abs(r - tr) + abs(c - tc) for tr, tc in level.targets) for r, c in level.boxes)
-
-
-def _checked_room(dim_room: Sequence[int]) -> tuple[int, int]:
-    if len(dim_room) != 2 or min(dim_room) < 3 or max(dim_room) < 5:
-        message = f"{list(dim_room)} leaves no place to push"
-        raise BadOption("dim_room", message, "[rows, columns], outer walls included, at least [3, 5]")
-    return int(dim_room[0]), int(dim_room[1])
-
-
-def _check_generation(room: tuple[int, int], num_boxes: int, search_depth: int, wall_share: float) -> None:
-    most = (room[0] - 2) * (room[1] - 2) // CELLS_PER_BOX
-    if not 1 <= num_boxes <= most:
-        message = f"{num_boxes} boxes do not fit a room of {room[0]} x {room[1]}"
-        raise BadOption("num_boxes", message, f"from 1 to {most}")
-    if search_depth < 1:
-        raise BadOption("search_depth", f"{search_depth} pulls move no box", "at least 1")
-    if not 0 <= wall_share <= 0.6:
-        raise BadOption("wall_share", f"{wall_share} is out of range", "between 0 and 0.6")

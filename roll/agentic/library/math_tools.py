@@ -12,11 +12,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from pydantic import validate_call
 
-from roll.agentic.base import BadOption, ResetAnswer, StepAnswer, TextGame
+from roll.agentic.base import BadOption, Count, ResetAnswer, StepAnswer, TextGame
 from roll.agentic.tools.base import ToolSpec, make_tools
 from roll.agentic.tools.environment import ToolEnv, ToolSettings
 from roll.configs.errors import nearest_name_hint
+from roll.configs.plugins import made
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(/\d+)?")
@@ -147,8 +149,8 @@ class MathProblemEnv(TextGame):
         self._problem = KINDS[kind](level, self.np_random)
         self._left = self._attempts
         self._said = ""
-        info: dict[str, Any] = {"system": _INSTRUCTIONS} if self._instructions else {}
-        return self._problem.question, info | {"state": self._state(), "metrics": {"level": level}}
+        system = {"system": _INSTRUCTIONS} if self._instructions else {}
+        return self._problem.question, self._info(level=level) | system
 
     def _act(self, action: str) -> StepAnswer:
         answers = _ANSWER.findall(action)
@@ -161,13 +163,10 @@ class MathProblemEnv(TextGame):
         self._left -= 1
         if self._left > 0:
             return "This is wrong. Try again.", 0.0, False, False, self._info(action_is_valid=number is not None)
-        return "This is wrong.", 0.0, True, False, self._info(action_is_valid=number is not None, success=False)
+        return "This is wrong.", 0.0, True, False, self._info(action_is_valid=number is not None)
 
     def render(self) -> str:
         return f"{self._problem.question}\nright: {self._problem.answer}\nsaid: {self._said or '-'}"
-
-    def _info(self, action_is_valid: bool = True, success: bool = False) -> dict[str, Any]:
-        return {"action_is_valid": action_is_valid, "success": success, "state": self._state()}
 
     def _state(self) -> str:
         return f"{self._problem.question}\nattempts left: {self._left}"
@@ -176,6 +175,7 @@ class MathProblemEnv(TextGame):
 class MathToolsEnv(ToolEnv):
     """The environment `math_tools`: problems, and the tools to solve them."""
 
+    @validate_call
     def __init__(
         self,
         *,
@@ -183,14 +183,10 @@ class MathToolsEnv(ToolEnv):
         tool_settings: Mapping[str, Any] | None = None,
         kinds: Sequence[str] = tuple(KINDS),
         levels: Sequence[int] = (1, 2, 3),
-        attempts: int = 1,
+        attempts: Count = 1,
         instructions: bool = True,
     ) -> None:
-        """Check the options and build the tools. Raises `BadOption`, and `ConfigError` for the tools.
-
-        ``tools``: see `roll.agentic.tools.base`; empty for none. ``tool_settings``: fields of `ToolSettings`.
-        ``levels``: from 1 (easy) to 5. ``attempts``: number of answers allowed. ``instructions``: add a system message.
-        """
+        """Build the tools. docs/tools.md explains the options. Raises `BadOption`, and `ConfigError` for the tools."""
         for name, values, known in (("kinds", kinds, tuple(KINDS)), ("levels", levels, LEVELS)):
             if not values:
                 raise BadOption(name, "it is empty", "name at least one")
@@ -198,10 +194,5 @@ class MathToolsEnv(ToolEnv):
                 if value not in known:
                     hint = nearest_name_hint(str(value), map(str, known))
                     raise BadOption(name, f"there are no problems of {name.removesuffix('s')} `{value}`", hint)
-        if attempts < 1:
-            raise BadOption("attempts", f"it is {attempts}", "at least 1")
-        try:
-            settings = ToolSettings.named(dict(tool_settings or {}))
-        except (ValueError, TypeError) as cause:
-            raise BadOption("tool_settings", str(cause), "see docs/tools.md") from cause
+        settings = made("ToolSettings", ToolSettings, tool_settings or {}, "tool_settings")
         super().__init__(MathProblemEnv(kinds, levels, attempts, instructions), make_tools(tools, "tools"), settings)

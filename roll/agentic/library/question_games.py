@@ -1,28 +1,35 @@
-"""Games of questions and answers: guessing a number, and the tasks of reasoning-gym.
+"""Games of words: guessing a number, the tasks of reasoning-gym, and the single-player games of TextArena.
 
-The seed of the reset selects the number or the task, so equal seeds ask the same question in every process. The package
-reasoning-gym is imported when its environment is made.
+The seed of the reset selects the number, the task or the game's course, so equal seeds ask the same in every process.
+The packages reasoning-gym and textarena are imported when their environment is made.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import random
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
+from pydantic import validate_call
 
 from roll.agentic.base import (
     ActionFormat,
     BadOption,
+    Count,
     ResetAnswer,
     StepAnswer,
     TextGame,
     answer_in,
     as_answer,
-    check_action_format,
     how_to_answer,
 )
 from roll.configs.errors import nearest_name_hint
+from roll.configs.roles import ReasoningGymSource
+from roll.data.prompts import reasoning_gym_dataset
 
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
@@ -30,34 +37,26 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 class NumberGuessingEnv(TextGame):
     """A reward for the right guess within a limited number of guesses."""
 
+    @validate_call
     def __init__(
         self,
         low: int = 1,
         high: int = 100,
-        max_guesses: int = 7,
+        max_guesses: Count = 7,
         instructions: bool = True,
         action_format: ActionFormat = "answer_tag",
         success_reward: float = 1.0,
         guess_reward: float = 0.0,
         render_mode: str | None = "ansi",
     ) -> None:
-        """Check and keep the options. Raises `BadOption`.
-
-        The number is from ``low`` to ``high``, both included. ``guess_reward``: reward of each wrong guess.
-        ``instructions``: add a system message and use whole sentences; without it, answers are only `higher`, `lower`
-        and `right`. A text that is not a guess does not use one up.
-        """
+        """Keep the options, which docs/environments.md explains. Raises `BadOption`."""
         if not -(10**18) < low < high < 10**18:
             raise BadOption("high", f"from {low} to {high} there is nothing to guess", "`low` below `high`")
-        if max_guesses < 1:
-            raise BadOption("max_guesses", f"{max_guesses} guesses are no game", "at least 1")
-        check_action_format(action_format)
         super().__init__(render_mode)
         self._low, self._high, self._max_guesses = low, high, max_guesses
         self._instructions, self._format = instructions, action_format
         self._success_reward, self._guess_reward = success_reward, guess_reward
         self._number = low
-        self._known = (low, high)
         self._guesses: list[int] = []
 
     @property
@@ -68,8 +67,8 @@ class NumberGuessingEnv(TextGame):
 
     def _begin(self, seed: int | None) -> ResetAnswer:
         self._number = int(self.np_random.integers(self._low, self._high, endpoint=True))
-        self._known, self._guesses = (self._low, self._high), []
-        info = {"state": self._state(), "success": False}
+        self._guesses = []
+        info = self._info()
         if not self._instructions:
             return f"{self._low} to {self._high}", info
         info["system"] = f"You guess a number. {how_to_answer('your guess', self._format)}"
@@ -79,29 +78,28 @@ class NumberGuessingEnv(TextGame):
         answer = answer_in(action, self._format)
         guess = int(answer) if answer is not None and NUMBER.fullmatch(answer) else None
         if guess is None or not self._low <= guess <= self._high:
-            return self._complaint(), 0.0, False, False, self._info(action_is_valid=False, success=False)
+            how = how_to_answer("your guess", self._format)
+            complaint = f"That was no whole number from {self._low} to {self._high}. {how}"
+            info = self._info(action_is_valid=False, guesses=len(self._guesses))
+            return complaint if self._instructions else "?", 0.0, False, False, info
         self._guesses.append(guess)
         is_right = guess == self._number
         is_over = is_right or len(self._guesses) == self._max_guesses
-        self._narrow(guess)
         reward = self._success_reward if is_right else self._guess_reward
-        return self._verdict(guess), reward, is_over, False, self._info(action_is_valid=True, success=is_right)
+        info = self._info(success=is_right, guesses=len(self._guesses))
+        return self._verdict(guess), reward, is_over, False, info
 
     def render(self) -> str:
         guesses = ", ".join(str(guess) for guess in self._guesses) or "none"
         return f"number: {self._number}\nguesses: {guesses}\nknown: {self._state()}"
 
-    def _narrow(self, guess: int) -> None:
-        low, high = self._known
-        if guess <= self._number:
-            low = max(low, min(guess + 1, self._number))
-        if guess >= self._number:
-            high = min(high, max(guess - 1, self._number))
-        self._known = (low, high)
-
     def _state(self) -> str:
         """Return all that a policy can know: the range left for the number, and the number of guesses left."""
-        return f"{self._known[0]} to {self._known[1]}, {self._max_guesses - len(self._guesses)} guesses left"
+        low = max((guess + 1 for guess in self._guesses if guess < self._number), default=self._low)
+        high = min((guess - 1 for guess in self._guesses if guess > self._number), default=self._high)
+        if self._number in self._guesses:
+            low = high = self._number
+        return f"{low} to {high}, {self._max_guesses - len(self._guesses)} guesses left"
 
     def _verdict(self, guess: int) -> str:
         word = "right" if guess == self._number else "higher" if guess < self._number else "lower"
@@ -112,45 +110,25 @@ class NumberGuessingEnv(TextGame):
         left = self._max_guesses - len(self._guesses)
         return f"The number is {word} than {guess}. Guesses left: {left}."
 
-    def _complaint(self) -> str:
-        if not self._instructions:
-            return "?"
-        how = how_to_answer("your guess", self._format)
-        return f"That was no whole number from {self._low} to {self._high}. {how}"
-
-    def _info(self, *, action_is_valid: bool, success: bool) -> dict[str, Any]:
-        return {
-            "action_is_valid": action_is_valid,
-            "success": success,
-            "state": self._state(),
-            "metrics": {"guesses": len(self._guesses)},
-        }
-
 
 class ReasoningGymEnv(TextGame):
     """A reasoning-gym task. The reward is the last attempt's score; a score of ``success_score`` ends the episode."""
 
+    @validate_call
     def __init__(
         self,
         dataset: str,
         config: Mapping[str, Any] | None = None,
         size: int = 1_000_000_000,
-        max_attempts: int = 1,
+        max_attempts: Count = 1,
         success_score: float = 1.0,
         instructions: bool = True,
         action_format: ActionFormat = "answer_tag",
         render_mode: str | None = "ansi",
     ) -> None:
-        """Check the options and load the data set. Raises `BadOption`.
-
-        ``config``: arguments of the data set. ``size``: number of different tasks; lower it for a data set that
-        generates all of them at once. ``instructions``: add a system message on how to answer.
-        """
-        if max_attempts < 1:
-            raise BadOption("max_attempts", f"{max_attempts} attempts are no task", "at least 1")
-        check_action_format(action_format)
+        """Load the data set. docs/environments.md explains the options. Raises `ConfigError`."""
         super().__init__(render_mode)
-        self._tasks = _data_set(dataset, dict(config or {}), size)
+        self._tasks = reasoning_gym_dataset(ReasoningGymSource(dataset, size, config=dict(config or {})), "")
         self._size = size
         self._max_attempts, self._success_score = max_attempts, success_score
         self._instructions, self._format = instructions, action_format
@@ -166,7 +144,7 @@ class ReasoningGymEnv(TextGame):
     def _begin(self, seed: int | None) -> ResetAnswer:
         self._entry = self._tasks[int(self.np_random.integers(self._size))]
         self._answers = []
-        info: dict[str, Any] = {"state": self._state(), "success": False}
+        info = self._info()
         if self._instructions:
             attempts = f" You have {self._max_attempts} attempts." if self._max_attempts > 1 else ""
             info["system"] = f"You solve a task. {how_to_answer('your final answer', self._format)}{attempts}"
@@ -179,12 +157,8 @@ class ReasoningGymEnv(TextGame):
         success = score >= self._success_score
         left = self._max_attempts - len(self._answers)
         is_over = success or left == 0
-        info = {
-            "action_is_valid": bool(answer),
-            "success": success,
-            "state": self._state(),
-            "metrics": {"score": score, "attempts": len(self._answers), "scorer_failed": scorer_failed},
-        }
+        metrics = {"score": score, "attempts": len(self._answers), "scorer_failed": scorer_failed}
+        info = self._info(action_is_valid=bool(answer), success=success, **metrics)
         text = "That is right." if success else f"That is not right (score {score:.2f}). Attempts left: {left}."
         return text, score if is_over else 0.0, is_over, False, info
 
@@ -211,17 +185,132 @@ class ReasoningGymEnv(TextGame):
             return 0.0, True
 
 
-def _data_set(name: str, config: dict[str, Any], size: int) -> Any:
-    from reasoning_gym.factory import DATASETS, create_dataset
+class TextArenaEnv(TextGame):
+    """A TextArena game. Its own prompt says which actions exist and how to write them, usually ``[action]``.
 
-    if name not in DATASETS:
-        raise BadOption("dataset", f"reasoning-gym has no data set `{name}`", nearest_name_hint(name, DATASETS))
-    known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"size", "seed"}
-    for key in config:
-        if key not in known:
-            raise BadOption("config", f"`{name}` has no argument `{key}`", nearest_name_hint(key, known))
-    try:
-        return create_dataset(name, **config, size=size, seed=0)
-    except (AssertionError, TypeError, ValueError) as cause:
-        message = f"`{name}` refuses its arguments ({type(cause).__name__}: {cause})"
-        raise BadOption("config", message, "use values that this data set accepts") from cause
+    TextArena repeats the whole dialogue in every observation. A policy that has read it once needs only the new part,
+    so TextArena's observation wrappers are removed.
+    """
+
+    def __init__(
+        self,
+        game: str,
+        game_args: Mapping[str, Any] | None = None,
+        success_reward: float = 1.0,
+        render_mode: str | None = "ansi",
+    ) -> None:
+        """Make the game. docs/environments.md explains the options.
+
+        Raises `BadOption`, also for a game that is not for one player or whose word lists are not on this machine.
+        """
+        import textarena
+
+        registered = textarena.envs.registration.ENV_REGISTRY
+        if game not in registered:
+            raise BadOption("game", f"TextArena has no game `{game}`", nearest_name_hint(game, registered))
+        super().__init__(render_mode)
+        self._textarena = textarena
+        self._random = _Generators()
+        self._game = self._made(game, dict(game_args or {}))
+        self._name = game
+        self._success_reward = success_reward
+        self._shown: list[str] = []
+
+    def _begin(self, seed: int | None) -> ResetAnswer:
+        drawn = int(self.np_random.integers(2**32))
+        self._random = _Generators(drawn)
+        with self._random.in_place():
+            self._game.reset(num_players=1, seed=drawn)
+            text, _ = self._news()
+        self._shown = [text]
+        return text, self._info()
+
+    def _act(self, action: str) -> StepAnswer:
+        with self._random.in_place():
+            try:
+                done, _ = self._game.step(action=action)
+            except Exception as cause:
+                return self._given_up(cause)
+            text, is_refused = self._news()
+            rewards, game_info = self._game.close() if done else ({}, {})
+        reward = float((rewards or {}).get(0, 0.0))
+        outcome = game_info.get(0, {})
+        self._shown += [action, text]
+        info = self._info(
+            action_is_valid=not is_refused and not outcome.get("invalid_move", False),
+            success=bool(done) and reward >= self._success_reward,
+            game_failed=False,
+        )
+        return text or str(outcome.get("reason", "")), reward, bool(done), False, info
+
+    def _made(self, game: str, game_args: dict[str, Any]) -> Any:
+        """Return the game after one reset: only then does it report that it needs more players or lacks something."""
+        try:
+            with self._random.in_place():
+                made = self._textarena.make(game, **game_args)
+                while isinstance(made, self._textarena.Wrapper):
+                    made = made.env
+                made.reset(num_players=1, seed=0)
+                return made
+        except TypeError as cause:
+            remedy = "use what the game's class takes"
+            raise BadOption("game_args", f"`{game}` refuses them ({cause})", remedy) from cause
+        except AssertionError as cause:
+            raise BadOption("game", f"`{game}` is not for one player ({cause})", "name a 1-player game") from cause
+        except LookupError as cause:
+            # NLTK's word lists are not part of TextArena: a game that needs them downloads them when it is made.
+            resource = re.search(r"nltk\.download\('([^']+)'\)", str(cause))
+            if resource is None:
+                raise
+            message = f"`{game}` needs NLTK's `{resource[1]}`, which this machine lacks and could not download"
+            remedy = f"where there is a network, run `python -m nltk.downloader {resource[1]}` once"
+            raise BadOption("game", message, remedy) from cause
+
+    def _given_up(self, cause: Exception) -> StepAnswer:
+        """End the episode without reward after a game has raised on an odd action, and count the failure.
+
+        The action is the policy's, so the environment does not fail. The game is not trusted until its next reset.
+        """
+        info = self._info(action_is_valid=False, game_failed=True)
+        return f"The game could not go on with that ({type(cause).__name__}).", 0.0, False, True, info
+
+    def render(self) -> str:
+        return self._shown[-1] if self._shown else ""
+
+    def _news(self) -> tuple[str, bool]:
+        """Return what the game has said since the last call, and True if it refused the action."""
+        _, messages = self._game.get_observation()
+        kinds = self._textarena.ObservationType
+        said = [text for _, text, kind in messages if kind is not kinds.PLAYER_ACTION]
+        return "\n".join(said).strip(), any(kind is kinds.GAME_ADMIN for _, _, kind in messages)
+
+    def _state(self) -> str:
+        """Return the whole dialogue, because nothing else is known about a game's state."""
+        return "\n".join(self._shown)
+
+
+class _Generators:
+    """The states of Python's and numpy's global generators for one episode.
+
+    TextArena draws from the global ones. These replace them during a call, one call at a time per process, so equal
+    seeds give equal episodes even when many run at once, and no other code's random numbers change.
+    """
+
+    _one_call_at_a_time = threading.Lock()
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed).get_state()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with self._one_call_at_a_time:
+            python, numpy = random.getstate(), np.random.get_state()
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+                random.setstate(python)
+                np.random.set_state(numpy)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from jsonschema import Draft202012Validator
 
 from roll.configs.errors import ConfigError, shown
-from roll.configs.plugins import Kind, PlugIn, checked_arguments, parameters_of, problem
+from roll.configs.plugins import Kind, PlugIn, made, problem
 
 
 class ToolUnavailable(Exception):
@@ -111,21 +111,15 @@ _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A well-formed call. The tool may not exist, and the arguments may not suit it."""
+    """A call. The tool may not exist, and the arguments may not suit it."""
 
     name: str
     arguments: dict[str, Any]
+    problem: str | None = None
+    """Message for the policy to read if the text was only meant as a call."""
 
 
-@dataclass(frozen=True)
-class MalformedCall:
-    """Text that was meant as a call."""
-
-    problem: str
-    """Message for the policy to read."""
-
-
-def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | MalformedCall]:
+def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall]:
     """Return the calls in a text, in order.
 
     ``code_tool``: name of the tool that receives fenced blocks of Python outside of tagged calls, as its argument
@@ -143,11 +137,11 @@ def parse_calls(text: str, *, code_tool: str | None = None) -> list[ToolCall | M
     return [call for _, call in sorted(found, key=lambda each: each[0])]
 
 
-def _call_in(body: str) -> ToolCall | MalformedCall:
+def _call_in(body: str) -> ToolCall:
     try:
         return _read(body)
     except ValueError as problem:
-        return MalformedCall(str(problem))
+        return ToolCall("", {}, str(problem))
 
 
 def _read(body: str) -> ToolCall:
@@ -224,12 +218,7 @@ def _made(spec: ToolSpec, path: str) -> Tool | Toolset:
     if not isinstance(name, str) or not name:
         remedy = "write a name such as `calculator`, or a mapping with `tool` and the tool's options"
         raise problem(path, f"{shown(spec)} names no tool", remedy)
-    made_by = TOOLS.load(name, path)
-    arguments = checked_arguments(name, parameters_of(made_by, name, path), options, path)
-    try:
-        tool = made_by(**arguments)
-    except ValueError as cause:
-        raise problem(path, f"`{name}` cannot be made: {cause}", "correct its options") from cause
+    tool = made(name, TOOLS.load(name, path), options, path, strict=False)
     if not isinstance(tool, Tool | Toolset):
         remedy = "see roll.agentic.tools.base for what a `Tool` or a `Toolset` has"
         raise problem(path, f"`{name}` gives a {type(tool).__name__}, which is no tool", remedy)

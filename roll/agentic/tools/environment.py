@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import gymnasium
+from pydantic import Field
 
+from roll.agentic.base import Count
 from roll.agentic.tools.base import (
     CALL_BEGIN,
     CALL_END,
     Answer,
     Deadline,
-    MalformedCall,
     Tool,
     ToolCall,
     Toolset,
@@ -37,14 +38,14 @@ _logger = logging.getLogger(__name__)
 class ToolSettings:
     """Settings for offering and calling tools."""
 
-    max_calls_per_turn: int = 4
-    call_timeout_seconds: float = 15.0
+    max_calls_per_turn: Count = 4
+    call_timeout_seconds: Annotated[float, Field(gt=0)] = 15.0
     """Time limit of one call."""
-    turn_timeout_seconds: float = 40.0
+    turn_timeout_seconds: Annotated[float, Field(gt=0)] = 40.0
     """Time limit of all calls of a turn together; must be less than the environment's step timeout."""
-    max_answer_characters: int = 8000
+    max_answer_characters: Count = 8000
     """Longer answers are cut in the middle."""
-    call_penalty: float = 0.0
+    call_penalty: Annotated[float, Field(le=0)] = 0.0
     """Added to the reward of a turn for each call in it; not positive."""
     answer_role: Literal["tool", "user"] = "tool"
     """Role of the messages with answers; `user` for chat templates that do not support tools."""
@@ -52,24 +53,6 @@ class ToolSettings:
     """True if the tools are listed in the system message, for chat templates that do not support tools."""
     code_block_tool: str | None = None
     """Tool that receives fenced blocks of Python as calls."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_calls_per_turn", "call_timeout_seconds", "turn_timeout_seconds", "max_answer_characters"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"the tool setting `{name}` is {getattr(self, name)}; it must be positive")
-        if self.call_penalty > 0:
-            raise ValueError(f"the tool setting `call_penalty` is {self.call_penalty}; it must be 0 or negative")
-        if self.answer_role not in ("tool", "user"):
-            raise ValueError(f"the tool setting `answer_role` is {self.answer_role!r}; it must be `tool` or `user`")
-
-    @classmethod
-    def named(cls, values: dict[str, Any]) -> ToolSettings:
-        """Return the settings of a configuration. Raises `ValueError` for unknown names."""
-        known = [each.name for each in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ValueError(f"there is no tool setting `{name}`; {nearest_name_hint(name, known)}")
-        return cls(**values)
 
 
 class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
@@ -126,22 +109,19 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
             raise ToolUnavailable(f"`code_block_tool` is `{for_blocks}`, which is no tool here; {hint}")
         return tools
 
-    def _carried_out(self, calls: list[ToolCall | MalformedCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _carried_out(self, calls: list[ToolCall]) -> tuple[str, float, bool, bool, dict[str, Any]]:
         within = calls[: self._settings.max_calls_per_turn]
-        answers: list[tuple[ToolCall | MalformedCall, Answer]] = []
+        answers: list[tuple[str, Answer]] = []
         valid = True
         turn = Deadline.after(self._settings.turn_timeout_seconds)
         for call in within:
-            if isinstance(call, ToolCall):
-                problem = self._problem(call)
-                answer = self._answer(call, turn) if problem is None else Answer(problem, is_error=True)
-                valid = valid and problem is None
-            else:
-                answer, valid = Answer(call.problem, is_error=True), False
-            answers.append((call, answer))
+            problem = call.problem or self._problem(call)
+            valid = valid and problem is None
+            answer = self._answer(call, turn) if problem is None else Answer(problem, is_error=True)
+            answers.append((call.name, answer))
         if len(calls) > len(within):
             text = f"only the first {len(within)} of {len(calls)} calls were carried out; no more are allowed in a turn"
-            answers.append((MalformedCall("too many"), Answer(text, is_error=True)))
+            answers.append(("", Answer(text, is_error=True)))
         self._calls += len(within)
         self._errors += sum(answer.is_error for _, answer in answers)
         messages = self._messages(answers)
@@ -173,16 +153,15 @@ class ToolEnv(gymnasium.Wrapper[str, str, str, str]):
             _logger.exception("the tool `%s` failed", call.name)
             return Answer(f"the tool `{call.name}` failed: {type(error).__name__}", is_error=True)
 
-    def _messages(self, answers: list[tuple[ToolCall | MalformedCall, Answer]]) -> list[dict[str, Any]]:
+    def _messages(self, answers: list[tuple[str, Answer]]) -> list[dict[str, Any]]:
         longest = self._settings.max_answer_characters
         texts = [("Error: " if answer.is_error else "") + _cut(answer.text, longest) for _, answer in answers]
         if self._settings.answer_role == "user":
             wrapped = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
             return [{"role": "user", "content": "\n".join(wrapped)}]
-        names = [call.name if isinstance(call, ToolCall) else "" for call, _ in answers]
         return [
             {"role": "tool", "content": text} | ({"name": name} if name in self._tools else {})
-            for name, text in zip(names, texts, strict=True)
+            for (name, _), text in zip(answers, texts, strict=True)
         ]
 
     def _counted(self, info: dict[str, Any]) -> dict[str, Any]:

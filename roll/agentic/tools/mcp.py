@@ -71,28 +71,19 @@ class McpServer:
             try:
                 listed = self.session(deadline).do(_listed, deadline)
             except McpFailed as error:
-                self.drop_session()
+                self.close()
                 raise ToolUnavailable(f"the MCP server `{self.where}` does not list its tools: {error}") from error
             self._tools = self._offered(listed)
         return list(self._tools)
 
-    def close(self) -> None:
-        """See `Toolset.close`: end the session."""
-        self.drop_session()
-
     def session(self, deadline: Deadline) -> _Session:
         """Return the connection, opening it if there is none. Raises `McpFailed`."""
         if self._session is None:
-            session = _Session(self._connect, self.where)
-            try:
-                session.open(Deadline.after(min(self.start_timeout_seconds, deadline.seconds_left())))
-            except BaseException:
-                session.close()
-                raise
-            self._session = session
+            seconds = min(self.start_timeout_seconds, deadline.seconds_left())
+            self._session = _Session(self._connect, self.where, seconds)
         return self._session
 
-    def drop_session(self) -> None:
+    def close(self) -> None:
         """Close the connection, and end the process if it is ours. The next call opens a new one."""
         session, self._session = self._session, None
         if session is not None:
@@ -138,7 +129,7 @@ class McpTool:
             return Answer(f"the tool `{self.name}` refused: {error}", is_error=True)
         except McpFailed as error:
             _logger.warning("a call of `%s` of the MCP server `%s` failed: %s", self.name, self.server.where, error)
-            self.server.drop_session()
+            self.server.close()
             return Answer(f"the tool `{self.name}` failed: {error}", is_error=True)
         return Answer(_text_of(result), is_error=result.is_error)
 
@@ -157,7 +148,8 @@ class McpRefused(Exception):
 class _Session:
     """One connection, kept open by a task in an event loop in its own thread."""
 
-    def __init__(self, connect: Any, where: str) -> None:
+    def __init__(self, connect: Any, where: str, seconds: float) -> None:
+        """Open the connection. Raises `McpFailed`, also if that takes longer than so many seconds."""
         self._connect = connect
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {where[:40]}", daemon=True)
@@ -165,13 +157,13 @@ class _Session:
         self._opened: concurrent.futures.Future[Client] = concurrent.futures.Future()
         self._keeping = asyncio.run_coroutine_threadsafe(self._keep_open(), self._loop)
         self._thread.start()
-
-    def open(self, deadline: Deadline) -> None:
-        """Wait for the connection. Raises `McpFailed`; the caller must call `close` even then."""
         try:
-            self._opened.result(deadline.seconds_left())
-        except concurrent.futures.TimeoutError:
-            raise McpFailed("it did not answer in time") from None
+            self._opened.result(seconds)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise McpFailed("it did not answer in time") from None
+            raise
 
     def do(self, what: Any, deadline: Deadline) -> Any:
         """Run ``what(client)``, a coroutine. Raises `McpFailed` and `McpRefused`."""

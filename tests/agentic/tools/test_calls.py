@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.tools.base import CALL_BEGIN, CALL_END, MalformedCall, ToolCall, parse_calls
+from roll.agentic.tools.base import CALL_BEGIN, CALL_END, ToolCall, parse_calls
 
 NAMES = st.text(min_size=1, max_size=10)
 VALUES = st.recursive(
@@ -30,7 +30,7 @@ def tagged(name: str, arguments) -> str:
 @given(st.text() | st.lists(PIECES | st.text(max_size=5)).map("".join), st.sampled_from([None, "python"]))
 def test_no_text_makes_it_raise(text, code_tool):
     for call in parse_calls(text, code_tool=code_tool):
-        assert isinstance(call, ToolCall | MalformedCall)
+        assert isinstance(call, ToolCall)
 
 
 @given(st.lists(st.tuples(NAMES, ARGUMENTS, PROSE), max_size=4), PROSE)
@@ -65,17 +65,17 @@ def test_arguments_may_be_json_in_a_text(name, arguments):
 )
 def test_what_is_wrong_with_a_call_is_said(body, words):
     (call,) = parse_calls(f"thinking {CALL_BEGIN}{body}{CALL_END} done")
-    assert isinstance(call, MalformedCall) and words in call.problem
+    assert words in call.problem
 
 
 def test_a_malformed_call_does_not_hide_the_next():
     calls = parse_calls(f"{CALL_BEGIN}oops{CALL_END}{tagged('a', {})}")
-    assert isinstance(calls[0], MalformedCall) and calls[1] == ToolCall("a", {})
+    assert calls[0].problem is not None and calls[1] == ToolCall("a", {})
 
 
 def test_the_end_tag_may_be_missing_at_the_end_if_the_call_is_whole():
     assert parse_calls(f'{CALL_BEGIN}{{"name": "a", "arguments": {{"x": 1}}}}') == [ToolCall("a", {"x": 1})]
-    assert isinstance(parse_calls(f'{CALL_BEGIN}{{"name": "a", "arg')[0], MalformedCall)
+    assert parse_calls(f'{CALL_BEGIN}{{"name": "a", "arg')[0].problem is not None
 
 
 def test_arguments_may_be_left_out_and_line_breaks_may_stand_in_texts():
@@ -102,4 +102,4 @@ def test_blocks_of_python_are_calls_only_where_asked_for():
 def test_a_block_inside_of_a_call_is_not_a_second_one():
     text = f"{CALL_BEGIN}\n```python\nprint(1)\n```\n{CALL_END}"
     (call,) = parse_calls(text, code_tool="python")
-    assert isinstance(call, MalformedCall)
+    assert call.problem is not None

@@ -153,9 +153,13 @@ def test_instructions_and_tools_are_offered():
         ({"kinds": ["multiplicaton"]}, "env_config.kinds", "did you mean `multiplication`?"),
         ({"kinds": []}, "env_config.kinds", "empty"),
         ({"levels": [9]}, "env_config.levels", "no problems of level `9`"),
-        ({"attempts": 0}, "env_config.attempts", "at least 1"),
-        ({"tools": ["calculater"]}, "tools[0]", "did you mean `calculator`?"),
-        ({"tool_settings": {"answer_rol": "user"}}, "env_config.tool_settings", "did you mean `answer_role`?"),
+        ({"attempts": 0}, "env_config.attempts", ">= 1"),
+        ({"tools": ["calculater"]}, "env_config.tools[0]", "did you mean `calculator`?"),
+        (
+            {"tool_settings": {"answer_rol": "user"}},
+            "env_config.tool_settings.answer_rol",
+            "did you mean `answer_role`?",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, path, words):
