@@ -155,7 +155,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
     try:
         prepared, run, point = _check(load)
     except ConfigError as error:
-        say(refusal(path, error), error=True)
+        say(refusal(path, error, "; nothing was started"), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (KeyboardInterrupt, SystemExit) as error:
         say(f"ended while the configuration was checked: {error!r}; nothing was started", error=True)
@@ -178,7 +178,7 @@ def attempt_run(path: str, load: Callable[[], PipelineConfig], started: float) -
             with StatusFile(run.status, watch, _interrupt, partial(end_process, run)) as status:
                 outcome = _run(prepared, run, status, point, started)
     except ConfigError as error:  # another process changed the run in the meantime
-        say(refusal(path, error), error=True)
+        say(refusal(path, error, "; nothing was started"), error=True)
         return Ended(BAD_CONFIGURATION, refused=True)
     except (RunExists, RunUnusable) as error:
         say(str(error), error=True)
@@ -237,10 +237,10 @@ def _check(load: Callable[[], PipelineConfig]) -> tuple[Prepared, RunDirectory, 
         gc.enable()
 
 
-def refusal(path: str, error: ConfigError) -> str:
+def refusal(path: str, error: ConfigError, effect: str = "") -> str:
     """Return the text that the user reads: every problem, with an empty line before each."""
     problems = count(len(error.problems), "problem")
-    return "\n\n".join([f"{path} cannot run ({problems}); nothing was started", *map(str, error.problems)])
+    return "\n\n".join([f"{path} cannot run ({problems}){effect}", *map(str, error.problems)])
 
 
 def _create_run_directory(config: PipelineConfig) -> RunDirectory:
